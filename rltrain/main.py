@@ -4,6 +4,7 @@ The module defines no classes, because a class would be pickled as `__main__.X`,
 """
 
 import asyncio
+import bdb
 import contextlib
 import errno
 import io
@@ -94,6 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(config, args, console, lock)
     except Stopped as error:
         return error.status
+    except bdb.BdbQuit:
+        return STOPPED
     except RLTrainError as error:
         return fail(str(error), BAD_INPUT if isinstance(error, ConfigError) else FAILED, verbose=verbose)
     except OSError as error:
@@ -360,7 +363,7 @@ def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
 async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Console) -> int:
     """Train, starting from a checkpoint or from step 0, and return the exit status.
 
-    On a signal, save another checkpoint and end the run.
+    On a signal, or if the user quits the debugger, save another checkpoint and end the run.
 
     If a Ray daemon dies, the function saves a checkpoint, provided that the training ranks still respond, and raises
     ClusterLost.
@@ -373,11 +376,11 @@ async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Cons
     try:
         await trainer.fit()
         return 0
-    except Stopped as stopped:
+    except (Stopped, bdb.BdbQuit) as stopped:  # BdbQuit: the user has quitted the debugger in a function of theirs
         console.print(f"stopping: saving a checkpoint of step {trainer.step}", highlight=False)
         await trainer.save()
         await trainer.checkpoints.finish()
-        return stopped.status
+        return stopped.status if isinstance(stopped, Stopped) else STOPPED
     except ClusterLost as lost:
         raise ClusterLost(f"{lost}; {await saved_at_least(trainer, lost)}") from lost
     except (RLTrainError, OSError):  # OSError is also raised if the disk is full
@@ -492,6 +495,8 @@ def plan(
 
     from rltrain.algorithms import POLICY_LOSSES
     from rltrain.data.model_weights import parameter_count
+    from rltrain.rewards.loading import load_function
+    from rltrain.rewards.signatures import trainer_of
     from rltrain.run.plan import Facts, show_plan
 
     loss = POLICY_LOSSES.metadata(config.algorithm.loss_mode)
@@ -516,6 +521,11 @@ def plan(
         reward_models={
             model.name: parameter_count(model.path, AutoModelForSequenceClassification)
             for model in config.reward.models
+        },
+        signatures={
+            function.name: trainer
+            for function in config.reward.functions
+            if (trainer := trainer_of(load_function(function.path)))
         },
         uses_ratio=loss.get("uses_ratio", True),
         aggregations=loss.get("aggregations", ()),

@@ -23,7 +23,7 @@ from rltrain.data.tokenizer_round_trip import loss
 from rltrain.settings.typed import require
 
 # names that no data column may have, because reward functions get parts of the scored answer under these names
-RESERVED_COLUMNS = ("response", "finish_reason")
+RESERVED_COLUMNS = ("response", "finish_reason", "prompt_messages", "response_ids")
 _BATCH = 1024  # number of prompts that are tokenized in one call
 _ROUND_TRIPS = 64  # number of prompts for which the decoded ids are compared with the original text
 

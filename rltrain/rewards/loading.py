@@ -2,7 +2,8 @@
 
 A reward function is `def reward(prompt, response, **columns) -> float | None | RewardResult`, sync or async. A score of
 None means that the function does not apply to the sample. A function with the parameters `prompts` and `responses` is
-batched: it receives lists, also for the columns, and returns a list.
+batched: it receives lists, also for the columns, and returns a list. A function with the signature of TRL, verl or
+OpenRLHF is wrapped by `load_function`, so that it has one of these forms too.
 """
 
 import asyncio
@@ -24,9 +25,19 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
-from rltrain.base.errors import ConfigError, RLTrainError, described, one_line
+from rltrain.base.errors import ConfigError, described, one_line
 from rltrain.base.storage import local_path
-from rltrain.rewards.result import RewardResult, Verdict
+from rltrain.rewards.result import RewardResult, ScoreError, Verdict
+from rltrain.rewards.signatures import (
+    BATCHED,
+    ON_REQUEST,
+    SINGLE,
+    adapted,
+    is_batched,
+    offered,
+    one_of,
+    parameters,
+)
 
 BUILTIN = {  # maps the short name of each built-in function to its module in `rltrain.rewards`
     "final_answer": "final_answer",
@@ -64,12 +75,6 @@ _LARGEST = (2 - 2**-23) * 2.0**127  # largest float32, because scores are sent a
 _SHOWN = 80  # number of characters of a value that an error message shows
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
-# names of the first two parameters of a function of one sample, and of a batched function
-SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")
-
-
-class ScoreError(RLTrainError, ValueError):
-    """Raised if a reward function returned an invalid score, reported a failure or needs a column that is missing."""
 
 
 def builtin_path(path: str) -> str:
@@ -99,6 +104,9 @@ def load_function(path: str) -> Callable[..., Any]:
             function. Packages are also searched in the working directory. A file path may be relative to the working
             directory, and the file can import modules from its own folder.
 
+    Returns:
+        The function, or a wrapper with rltrain's own parameters if the function has the signature of another trainer.
+
     Raises:
         ConfigError: the module or file does not exist, cannot be imported (the message gives the reason), has no such
             function (the message names the most similar function), or `path` names an object that is not a function.
@@ -119,7 +127,7 @@ def load_function(path: str) -> Callable[..., Any]:
     function = _function_of(target, name, where)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
         raise ConfigError(f"{where}: '{name}' has a yield, so calling it scores nothing; return the score instead")
-    return function
+    return adapted(function)
 
 
 def import_function(path: str, where: str) -> Callable[..., Any]:
@@ -167,12 +175,13 @@ def check_columns(
         ConfigError: a column is missing, an option is unknown, or the function takes only *args. For a missing column,
             the message names the parameter, the column with the most similar name and all existing columns.
     """
-    there = [*(BATCHED if is_batched(function) else SINGLE), *STANDARD_COLUMNS, *columns]
-    parameters = _parameters(function)
-    names = [p.name for p in parameters if p.kind in _BY_NAME]
-    sink = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    starred = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters)
-    if starred and not sink and not {*there, *kwargs}.intersection(names):
+    there = [*offered(function), *STANDARD_COLUMNS, *columns]
+    given = {*there, *(BATCHED if is_batched(function) else SINGLE), *ON_REQUEST, *kwargs}
+    own = parameters(function)
+    names = [p.name for p in own if p.kind in _BY_NAME]
+    sink = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in own)
+    starred = any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in own)
+    if starred and not sink and not given.intersection(names):
         raise ConfigError(
             f"reward function '{name}' takes *args, but arguments are passed by name; name each parameter, as in def "
             "score(prompt, response)"
@@ -183,15 +192,21 @@ def check_columns(
                 f"reward function '{name}': kwargs.{option}: it has no such parameter{_meant(option, names)}; it takes "
                 f"{', '.join(names)}"
             )
-    for parameter in parameters:
+    for parameter in own:
         required = parameter.kind in (*_BY_NAME, inspect.Parameter.POSITIONAL_ONLY)
         missing = required and parameter.default is inspect.Parameter.empty
-        if missing and parameter.name not in there and parameter.name not in kwargs:
+        if missing and parameter.name not in given:
             raise ConfigError(
                 f"reward function '{name}' needs a column '{parameter.name}' that the data does not have; the columns "
                 f"are {', '.join(there)}{_meant(parameter.name, there)}; rename the parameter, give it a default, add "
                 "the column to the data, or set it in kwargs"
             )
+    choices = one_of(function)
+    if choices and not {*columns, *kwargs}.intersection(choices):
+        raise ConfigError(
+            f"reward function '{name}' needs one of the columns {', '.join(choices)}, and the data has none of them; "
+            f"there are {', '.join(there)}; rename a column, or set {choices[0]} in kwargs"
+        )
 
 
 def _meant(name: str, known: Collection[str]) -> str:
@@ -223,17 +238,6 @@ def check_aggregation(path: str) -> None:
         ) from None
 
 
-def is_batched(function: Callable[..., Any]) -> bool:
-    """Return whether the function is batched, that is, takes lists of samples."""
-    return {p.name for p in _parameters(function)} >= set(BATCHED)
-
-
-def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling the function returns an awaitable."""
-    target = function if inspect.isfunction(function) or inspect.ismethod(function) else type(function).__call__
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(target)
-
-
 def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Bound:
     """Inspect a reward function's signature once, and return a wrapper of the function that is cheap to call.
 
@@ -248,15 +252,17 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
         async; `as_score` converts the result to a score. The wrapper raises ScoreError if a column is missing, and
         passes on every exception of the reward function.
     """
-    parameters = _parameters(function)
+    own = parameters(function)
     first = BATCHED if is_batched(function) else SINGLE
-    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters)
-    by_position = [p for p in parameters if p.kind is inspect.Parameter.POSITIONAL_ONLY]
-    by_name = {p.name: p for p in parameters if p.kind in _BY_NAME}
+    takes_all = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in own)
+    by_position = [p for p in own if p.kind is inspect.Parameter.POSITIONAL_ONLY]
+    by_name = {p.name: p for p in own if p.kind in _BY_NAME}
     required = [p.name for p in (*by_position, *by_name.values()) if p.default is inspect.Parameter.empty]
+    hidden = {*ON_REQUEST}.difference(p.name for p in own)
 
     def bound(prompt: Any, response: Any, columns: Mapping[str, Any]) -> Any:
-        values = {**columns, first[0]: prompt, first[1]: response, **kwargs}
+        shown = {column: value for column, value in columns.items() if column not in hidden}
+        values = {**shown, first[0]: prompt, first[1]: response, **kwargs}
         for name in required:
             if name not in values:
                 raise ScoreError(f"needs '{name}', but this sample has only {', '.join(values)}")
@@ -346,16 +352,6 @@ def as_scores(results: Any, count: int) -> list[Any]:
             f"returned {len(found)} scores for {count} samples; return one score per sample, in the same order"
         )
     return found
-
-
-def _parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    try:
-        return list(inspect.signature(function).parameters.values())
-    except (TypeError, ValueError):
-        raise ConfigError(
-            f"reward function '{getattr(function, '__name__', function)}' has no signature that Python can "
-            "read; wrap it in a function of its own: def score(prompt, response): ..."
-        ) from None
 
 
 def _is_scalar_array(result: Any) -> bool:

@@ -3,6 +3,12 @@
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from rltrain.base.errors import RLTrainError
+
+
+class ScoreError(RLTrainError, ValueError):
+    """Raised if a reward function returned an invalid score, reported a failure or needs a column that is missing."""
+
 
 @dataclass(frozen=True)
 class RewardResult:

@@ -37,6 +37,7 @@ class Facts:
         on_gpu: whether the devices are GPUs.
         reward_models: number of parameters of each reward model by name; None if it cannot be read from the model
             files.
+        signatures: for each reward function that was written for another trainer, the name of that trainer.
         uses_ratio: whether the gradient of the loss depends on the old log-probs.
         aggregations: values of `algorithm.loss_agg_mode` for which the loss is defined; empty: all values.
         defaults: values that the profile (set of default settings) gives, by config key, without keys that the user has
@@ -55,6 +56,7 @@ class Facts:
     devices: str = ""
     on_gpu: bool = False
     reward_models: Mapping[str, int | None] = field(default_factory=dict)
+    signatures: Mapping[str, str] = field(default_factory=dict)
     uses_ratio: bool = True
     aggregations: tuple[str, ...] = ()
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -66,6 +68,7 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
         ("step", batch_line(config)),
         ("run", _run(config, facts)),
         *([("data", _data(facts))] if facts.data and not config.data.train.startswith("builtin:") else []),
+        *([("rewards", _signatures(facts))] if facts.signatures else []),
         ("algorithm", _algorithm(config)),
         *([("off-policy", _off_policy(config, facts))] if config.trainer.max_staleness else []),
         *([("note", _aggregation(config.algorithm, facts))] if _is_other_aggregation(config.algorithm, facts) else []),
@@ -97,6 +100,13 @@ def show_plan(console: Console, config: Config, facts: Facts) -> None:
     for label, text in plan_rows(config, facts):
         table.add_row(label, Text(_broken(text, width - _FRAME)))
     console.print(Panel(table, title="[bold]plan[/bold]", title_align="left", border_style="dim", width=width))
+
+
+def _signatures(facts: Facts) -> str:
+    """Name the reward functions that have the signature of another trainer."""
+    return "; ".join(
+        f"reward function {name}: taken with {trainer}'s signature" for name, trainer in facts.signatures.items()
+    )
 
 
 def _defaults(facts: Facts) -> str:

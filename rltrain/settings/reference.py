@@ -57,6 +57,19 @@ This table lists options of TRL's `GRPOConfig`, of verl's configuration and of O
 key for the same setting. It is generated from `rltrain/settings/other_names.py`. [Settings](settings.md) describes the
 keys.
 
+Reward functions with the signatures of these trainers are taken as they are:
+
+| | TRL | verl | OpenRLHF |
+|---|---|---|---|
+| signature | `def reward(prompts, completions, **kwargs)` | `def compute_score(data_source, solution_str, \
+ground_truth, extra_info=None)` | `def reward_func(queries, prompts, labels, **kwargs)` |
+| set with | `reward.functions=[FILE.py:reward]` | `reward.functions=[FILE.py:compute_score]` | \
+`reward.functions=[FILE.py:reward_func]` |
+| right answer | columns of the data, by name | column `ground_truth`, `reward_model` or `answer` | column `label`, \
+`labels`, `answer` or `ground_truth` |
+
+[Rewards](rewards.md#functions-written-for-other-trainers) describes their arguments and results.
+
 Two words differ between trainers. A *step* is one round of generation, scoring and training; it may hold several
 optimizer steps. `trainer.prompts_per_step` and `trainer.prompts_per_minibatch` count prompts, and each prompt has
 `rollout.samples_per_prompt` answers."""

@@ -86,7 +86,12 @@ class Group:
     def request(self, number: int) -> RewardRequest:
         """Return the request to score the answer with the sample number `number`."""
         completion = self.completions[number]
-        columns = {**self.prompt.columns, "finish_reason": completion.finish_reason}
+        columns = {
+            **self.prompt.columns,
+            "finish_reason": completion.finish_reason,
+            "prompt_messages": self.prompt.messages,
+            "response_ids": [*completion.token_ids],  # a copy, because a reward function may change it
+        }
         return RewardRequest(completion.key, self.prompt.text, completion.text, columns)
 
 

@@ -1,11 +1,15 @@
 """The command line before there is a config, and the handling of system errors."""
 
+import asyncio
+import bdb
 import errno
 import io
 import os
 import sys
+from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 import rltrain.main
 from rltrain.main import main
@@ -40,3 +44,36 @@ def test_an_error_of_the_system_names_its_path_and_its_own_remedy(monkeypatch, c
     monkeypatch.setattr(rltrain.main, "compose", fail)
     assert main(["trainer.seed=1"]) == 1
     assert capsys.readouterr().err == f"error: {remedy}\n"
+
+
+class QuittedInTheDebugger:
+    """A trainer whose user quits the debugger in a reward function during step 4."""
+
+    def __init__(self) -> None:
+        self.step, self.calls = 3, []
+        self.tracker = SimpleNamespace(restore=lambda *_: None)
+        self.checkpoints = SimpleNamespace(finish=self.finish)
+
+    async def fit(self) -> None:
+        raise bdb.BdbQuit
+
+    async def save(self) -> None:
+        self.calls.append("save")
+
+    async def finish(self) -> None:
+        self.calls.append("finish")
+
+
+def test_quitting_the_debugger_saves_a_checkpoint_and_ends_the_run_like_ctrl_c():
+    trainer, shown = QuittedInTheDebugger(), io.StringIO()
+    assert asyncio.run(rltrain.main.fit(trainer, None, Console(file=shown))) == 130
+    assert (trainer.calls, shown.getvalue()) == (["save", "finish"], "stopping: saving a checkpoint of step 3\n")
+
+
+def test_quitting_the_debugger_before_the_run_has_begun_is_no_error(monkeypatch, capsys):
+    def quit_debugger(*_):
+        raise bdb.BdbQuit
+
+    monkeypatch.setattr(rltrain.main, "compose", quit_debugger)
+    assert main(["trainer.seed=1"]) == 130
+    assert capsys.readouterr().err == ""

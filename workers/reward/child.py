@@ -7,12 +7,14 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 
 from rltrain.base.process_limits import limit_memory
 from workers.cluster import process_tree
 from workers.reward.messages import SampleScores
+from workers.reward.terminal import FirstLines, stand_in
 from workers.reward.worker import RewardWorker
 
 READY = "ready"
@@ -33,7 +35,7 @@ def serve(descriptor: int, parent: int) -> None:
     # With the default action of SIGINT, Ctrl-C raises no KeyboardInterrupt, so that only reward functions can raise it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     process_tree.adopt_orphans()
-    connection, own = Connection(descriptor), os.getpid()
+    connection, own, printed = Connection(descriptor), os.getpid(), stand_in()
     functions, options, memory_mb = connection.recv()
     try:
         worker = RewardWorker(functions, **options)
@@ -42,25 +44,33 @@ def serve(descriptor: int, parent: int) -> None:
         return
     helpers = process_tree.descendants(own)  # processes that the imports of reward functions start are never killed
     limit_memory(memory_mb)
+    printed.forget()  # the driver has imported the functions too, and has printed what their imports print
     connection.send(READY)
     while True:
         try:
             requests, limits, stepwise = connection.recv()
         except EOFError:
             return
-        report = _reporter(connection, own) if stepwise else None
-        connection.send(_answer(worker, requests, limits | {"report": report}, own))
+        report = _reporter(connection, own, printed) if stepwise else None
+        results = _answer(worker, requests, limits | {"report": report}, own)
+        connection.send([_with_lines(result, printed) for result in results])
         if process_tree.has_children():
             _clean_up(own, helpers)
 
 
-def _reporter(connection: Connection, own: int) -> Callable[[SampleScores], None]:
+def _with_lines(result: SampleScores, printed: FirstLines) -> SampleScores:
+    """Return a result with the first line that each reward function has printed in this process."""
+    lines = printed.lines()
+    return replace(result, printed=lines) if lines else result
+
+
+def _reporter(connection: Connection, own: int, printed: FirstLines) -> Callable[[SampleScores], None]:
     """Return a callback that sends each result to the guard at once, so that the guard knows the call's progress."""
 
     def report(result: SampleScores) -> None:
         if os.getpid() != own:  # the reward function has forked, and this is the forked process
             os._exit(1)
-        connection.send(result)
+        connection.send(_with_lines(result, printed))
 
     return report
 

@@ -249,7 +249,8 @@ class GuardedWorker:
                 return
             ours, theirs = socket.socketpair()
             code = _START.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
-            # The functions' output is dropped, because Ray would keep all of it on disk.
+            # The functions' output is dropped, because Ray would keep all of it on disk. The child process itself keeps
+            # the first line that each function prints.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],

@@ -1,6 +1,6 @@
 """Messages to and from reward workers, which are plain data so that they pickle fast."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 Key = tuple[int, int]  # (uid of the prompt group, number of the sample in the group)
@@ -14,7 +14,8 @@ class RewardRequest:
         key: (uid of the prompt group, number of the sample in the group). The key is unique among pending requests.
         prompt: Prompt text without special tokens.
         response: Response text without special tokens.
-        columns: The values of the sample's data columns by name, plus `finish_reason`.
+        columns: The values of the sample's data columns by name, plus `finish_reason`, `prompt_messages` (the prompt's
+            chat messages, or None if the prompt is text) and `response_ids` (the sampled token ids).
     """
 
     key: Key
@@ -37,6 +38,8 @@ class SampleScores:
         failed_function: Index of the function that failed, or -1 if none failed.
         success: Whether the answer is correct, as the functions returned it in `RewardResult.success`. True if none of
             them returned False; None if none of them decided it.
+        printed: (name of a reward function, first line that it printed) for each function that has printed something
+            in the child process. Two results are equal whatever was printed.
     """
 
     key: Key
@@ -45,3 +48,4 @@ class SampleScores:
     error: str = ""
     failed_function: int = -1
     success: bool | None = None
+    printed: tuple[tuple[str, str], ...] = field(default=(), repr=False, compare=False)

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from rltrain.rewards.loading import is_async, is_batched, load_function
+from rltrain.rewards.loading import load_function
 from rltrain.rewards.result import both
+from rltrain.rewards.signatures import is_async, is_batched
 from rltrain.settings.reward_config import RewardConfig
 from workers.cluster.liveness import Liveness
 from workers.reward.messages import Key, RewardRequest, SampleScores
@@ -65,6 +66,7 @@ class RewardPool:
         self._held: set[int] = set()  # slots (processes) whose call takes long (see `Held`)
         self._finished: list[SampleScores] = []
         self._keys: set[Key] = set()
+        self._shown: set[str] = set()  # names of the reward functions whose first printed line was shown
         # A worker runs `concurrency` async calls at once.
         # A chunk has more samples than `concurrency`, so that the worker can begin another call as soon as one ends.
         self._concurrency, waits = reward.concurrency, "async" in self._kinds
@@ -179,6 +181,7 @@ class RewardPool:
 
     def _take(self, event: Event) -> None:
         work = self._running.pop(event.slot)
+        self._show_printed(event.results)
         if isinstance(event, Held):
             self._held.add(event.slot)
             self._running[event.slot] = self._begun(work, event.results)
@@ -193,6 +196,18 @@ class RewardPool:
             self._answered_alone(work, event)
         else:
             self._answered(work, event, adapt=not was_held)
+
+    def _show_printed(self, results: Sequence[SampleScores] | None) -> None:
+        """Log the first line that each reward function has printed in a child process, once in a run."""
+        for name, line in results[-1].printed if results else ():
+            if name not in self._shown:
+                self._shown.add(name)
+                who = f"reward function '{name}'" if name else "a reward function"
+                logger.warning(
+                    '%s printed: "%s"; reward processes drop what functions print, and placement=inprocess shows it',
+                    who,
+                    line,
+                )
 
     def _begun(self, work: Any, results: Sequence[SampleScores] | None) -> Any:
         """Record the results that a chunk has so far, and queue the samples whose scoring has not begun.
@@ -294,7 +309,7 @@ class RewardPool:
     def _finish(self, result: SampleScores) -> None:
         if result.failed:
             logger.debug("sample %s failed: %s", result.key, result.error)
-        self._finished.append(result)
+        self._finished.append(replace(result, printed=()) if result.printed else result)
 
 
 def _kind(path: str) -> str:

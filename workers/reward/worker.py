@@ -4,6 +4,7 @@ This module never imports torch.
 """
 
 import asyncio
+import bdb
 import inspect
 import math
 import signal
@@ -15,19 +16,12 @@ from typing import Any
 
 from rltrain.base.errors import described, one_line
 from rltrain.base.secret_values import redacted
-from rltrain.rewards.loading import (
-    ScoreError,
-    as_scores,
-    as_verdict,
-    bind,
-    finish,
-    is_async,
-    is_batched,
-    load_function,
-)
-from rltrain.rewards.result import Verdict, both
+from rltrain.rewards.loading import as_scores, as_verdict, bind, finish, load_function
+from rltrain.rewards.result import ScoreError, Verdict, both
+from rltrain.rewards.signatures import is_async, is_batched
 from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, SampleScores
+from workers.reward.terminal import CALLING, NoTerminal
 
 _CANCEL_S = 2.0  # seconds that a cancelled call may take to end (a guard may kill its child process earlier)
 Outcome = Verdict | BaseException
@@ -44,27 +38,29 @@ class _Function:
 
     def call(self, request: RewardRequest) -> Outcome:
         """Score one sample. If the reward function raises an exception, return the exception."""
+        CALLING.set(self.name)
         try:
             if self.batched:
                 return as_verdict(as_scores(self._called([request]), 1)[0])
             return as_verdict(_finished(self.bound(request.prompt, request.response, request.columns)))
         except BaseException as error:
-            return _unless_ctrl_c(error)
+            return _unless_stopped(error)
 
     def call_all(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
         """Score samples with one call of a batched function.
 
         If the call raises an error, score the samples one by one.
         """
+        CALLING.set(self.name)
         try:
             results = self._called(requests)
         except BaseException as error:
-            _unless_ctrl_c(error)
+            _unless_stopped(error)
             return [self.call(request) for request in requests]
         try:
             return [_outcome(result) for result in as_scores(results, len(requests))]
         except BaseException as error:  # if the number of scores is wrong, no score can be assigned to a sample
-            return [_unless_ctrl_c(error)] * len(requests)
+            return [_unless_stopped(error)] * len(requests)
 
     async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
         """Score one sample with an async function, which is cancelled at its time limit.
@@ -82,6 +78,7 @@ class _Function:
         return ScoreError("cancelled itself") if task.cancelled() else task.result()
 
     async def _awaited(self, request: RewardRequest) -> Outcome:
+        CALLING.set(self.name)
         try:
             return as_verdict(await self.bound(request.prompt, request.response, request.columns))
         except BaseException as error:  # also catches SystemExit and KeyboardInterrupt, which would end the event loop
@@ -218,7 +215,8 @@ def _await_each(
         return await asyncio.gather(*(in_turn(one, request, turns) for _, _, one, request in wanted))
 
     for (row, number, _, _), outcome in zip(wanted, finish(together()), strict=True):
-        outcomes[row][number] = outcome
+        # An async function runs in another thread, where Ctrl-C does not arrive, but where a debugger can be quitted.
+        outcomes[row][number] = _unless_stopped(outcome) if isinstance(outcome, bdb.BdbQuit) else outcome
 
 
 def _result(request: RewardRequest, functions: list[_Function], found: dict[int, Outcome]) -> SampleScores:
@@ -251,17 +249,18 @@ def _outcome(result: Any) -> Outcome:
     try:
         return as_verdict(result)
     except BaseException as error:  # a result's own __repr__ or __float__ may raise any exception
-        return _unless_ctrl_c(error)
+        return _unless_stopped(error)
 
 
-def _unless_ctrl_c(error: BaseException) -> BaseException:
-    """Return an exception that a reward function raised, but re-raise a KeyboardInterrupt from the user's Ctrl-C.
+def _unless_stopped(error: BaseException) -> BaseException:
+    """Return an exception that a reward function raised, but re-raise the user's own request to stop the run.
 
-    A KeyboardInterrupt counts as the user's Ctrl-C if it arrives in the main thread and SIGINT does not have its
-    default action.
+    The user stops the run with Ctrl-C (KeyboardInterrupt) or quits the debugger (BdbQuit). Either counts as the user's
+    own if it arrives in the main thread and SIGINT does not have its default action, as in the driver.
     """
     here = threading.current_thread() is threading.main_thread()
-    if here and isinstance(error, KeyboardInterrupt) and signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
+    stops = isinstance(error, KeyboardInterrupt | bdb.BdbQuit)
+    if here and stops and signal.getsignal(signal.SIGINT) is not signal.SIG_DFL:
         raise error
     return error
 
@@ -273,8 +272,8 @@ def _finished(result: Any) -> Any:
 def _said(error: BaseException) -> str:
     """Return one line that says which exception was raised, in which file and at which line."""
     text = described(error)
-    if isinstance(error, ScoreError):
-        return text.removeprefix("ScoreError: ")
+    if isinstance(error, ScoreError | NoTerminal):
+        return text.removeprefix(f"{type(error).__name__}: ")
     # `walk_tb` is used because it reads no source files. A function's code may name a file that cannot be opened.
     frames = list(traceback.walk_tb(error.__traceback__))
     place = f" ({one_line(frames[-1][0].f_code.co_filename)}:{frames[-1][1]})" if frames else ""

@@ -8,7 +8,7 @@ import pytest
 
 from rltrain.base.errors import ConfigError
 from rltrain.rewards import loading
-from rltrain.rewards.result import RewardResult
+from rltrain.rewards.result import RewardResult, ScoreError
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, SampleScores
@@ -132,12 +132,12 @@ def test_a_result_may_be_a_score_or_not_applicable_or_failed_with_a_reason(path)
     results = RewardWorker([function(path, "result")]).score(requests("abc", "none", "fail"))
     assert scores(results) == [3.0, None, "failed"]
     assert results[2].error == "reward function 'result' says that it failed: no judge"
-    with pytest.raises(loading.ScoreError, match="no reason given"):
+    with pytest.raises(ScoreError, match="no reason given"):
         loading.as_score(RewardResult(failed=True))
 
 
 def test_a_result_whose_score_is_no_score_is_an_error():
-    with pytest.raises(loading.ScoreError, match="returned nan"):
+    with pytest.raises(ScoreError, match="returned nan"):
         loading.as_score(RewardResult(score=float("nan")))
 
 
@@ -203,7 +203,7 @@ def test_a_batch_that_returns_another_number_of_scores_is_an_error(path):
     }
     assert module_of(path)["sizes"] == [2]  # a batched function that fails is not called again
     for wrong, said in (([1.0], "returned 1 scores for 2 samples"), (1.0, "returned float: a batched function")):
-        with pytest.raises(loading.ScoreError, match=said):
+        with pytest.raises(ScoreError, match=said):
             loading.as_scores(wrong, 2)
 
 

@@ -15,7 +15,8 @@ import pytest
 
 from rltrain.base.errors import ConfigError
 from rltrain.rewards.loading import BUILTIN as BUILTIN_NAMES
-from rltrain.rewards.loading import ScoreError, absolute, bind, call, check_aggregation, check_columns, load_function
+from rltrain.rewards.loading import absolute, bind, call, check_aggregation, check_columns, load_function
+from rltrain.rewards.result import ScoreError
 from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest
 from workers.reward.worker import RewardWorker

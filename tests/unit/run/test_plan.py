@@ -283,3 +283,12 @@ def test_top_p_and_top_k_are_said_with_what_they_mean_for_the_engines_log_probs(
 
 def test_stop_strings_are_shown_as_python_writes_them():
     assert "answers <= 16 or up to '\\n\\n' or '###'; scored" in row("answers", r'rollout.stop=["\n\n","###"]')
+
+
+def test_reward_functions_of_other_trainers_are_named():
+    facts = Facts(path="m", signatures={"accuracy": "TRL", "compute_score": "verl"})
+    assert row("rewards", facts=facts) == (
+        "reward function accuracy: taken with TRL's signature; reward function compute_score: taken with verl's "
+        "signature"
+    )
+    assert "rewards" not in dict(plan_rows(config_of(), FACTS))
