@@ -8,6 +8,7 @@ timeline.
 The format's description: "Trace Event Format", https://perfetto.dev/docs/getting-started/other-formats.
 """
 
+import heapq
 import json
 import os
 import zlib
@@ -22,6 +23,7 @@ TRACE = "trace.json.gz"
 _GZIP = 31  # zlib's number for a gzip file with the largest window
 _CLOSING = b"\n]}\n"
 _LAST = 1_000_000  # above the number of each thread
+_encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
 
 
 def next_path(folder: Path) -> Path:
@@ -56,9 +58,9 @@ class TraceFile:
 
     def write(self, recorded: Iterable[Recorded]) -> None:
         """Add the events of several processes."""
-        lines = [json.dumps(line, default=str) for one in recorded for line in self._lines(one)]
+        lines = [line for one in recorded for line in self._lines(one)]
         if lines:
-            self._append(("\n" if self.first else ",\n") + ",\n".join(lines))
+            self._append(("\n" if self.first else ",\n") + _encode(lines)[1:-1])  # without the brackets of the list
             self.first = False
 
     def close(self) -> None:
@@ -109,7 +111,8 @@ class _Process:
     def __init__(self, number: int) -> None:
         self.number = number
         self.threads: list[str] = []  # name of each thread; a thread's number in the file is its index plus 1
-        self.rows: dict[str, list[_Row]] = {}  # by track
+        self.rows: dict[str, list[_Row]] = {}  # by track, for events that may be nested
+        self.free: dict[str, list[tuple[int, int]]] = {}  # by track, for other events: heap of (end, thread)
 
     def introduce(self, recorded: Recorded) -> Iterator[dict[str, Any]]:
         """Yield metadata with the name of the process and its place among the processes."""
@@ -128,15 +131,33 @@ class _Process:
     def thread_of(self, event: Event) -> tuple[int, bool]:
         """Return the thread on which an event is drawn, and whether the thread is new.
 
-        The thread is the first one of the event's track whose events end before this event, or contain it.
+        The thread belongs to the event's track, and its events end before this event or contain it.
         """
+        if not event.nests:
+            return self._free_thread(event)
         rows = self.rows.setdefault(event.track, [])
         for row in rows:
             if row.take(event):
                 return row.thread, False
-        self.threads.append(event.track if not rows else f"{event.track} {len(rows) + 1}")
-        rows.append(_Row(len(self.threads), event.start_ns, [event.end_ns]))
-        return len(self.threads), True
+        thread = self._new_thread(event.track, len(rows))
+        rows.append(_Row(thread, event.start_ns, [event.end_ns]))
+        return thread, True
+
+    def _free_thread(self, event: Event) -> tuple[int, bool]:
+        """Return the thread of the event's track that has been free for the longest time, and whether it is new."""
+        heap = self.free.setdefault(event.track, [])
+        if heap and heap[0][0] <= event.start_ns:
+            thread = heap[0][1]
+            heapq.heapreplace(heap, (event.end_ns, thread))
+            return thread, False
+        thread = self._new_thread(event.track, len(heap))
+        heapq.heappush(heap, (event.end_ns, thread))
+        return thread, True
+
+    def _new_thread(self, track: str, others: int) -> int:
+        """Return a new thread of a track that has `others` threads already."""
+        self.threads.append(f"{track} {others + 1}" if others else track)
+        return len(self.threads)
 
 
 @dataclass

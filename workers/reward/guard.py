@@ -337,15 +337,15 @@ class Guard:
     first ping, and then stays alive. The number of a child process within its guard is called its lane.
     """
 
-    def __init__(self, *arguments: Any, environment: dict[str, str], **options: Any) -> None:
+    def __init__(self, *arguments: Any, environment: dict[str, str] | None = None, **options: Any) -> None:
         """Start the first child process.
 
         Args:
             arguments: Arguments of `GuardedWorker`.
-            environment: Result of `trace.environment` in the driver.
+            environment: Result of `trace.environment` in the driver, or None if the run has no timeline.
             options: Keyword arguments of `GuardedWorker`.
         """
-        trace.start_from(environment)
+        trace.start_from(environment or {})
         self._new = functools.partial(GuardedWorker, *arguments, **options)
         self._lanes = {0: self._new()}
 
