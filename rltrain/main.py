@@ -307,41 +307,49 @@ async def _train(
     checkpoints: "Checkpoints",
 ) -> int:
     """Start the workers, train, stop the workers, and return the exit status."""
+    from rltrain.monitoring.timeline import timeline
     from rltrain.trainer import Trainer
     from rltrain.trajectories.collector import Collector
     from rltrain.trajectories.reward_models import reward_models
     from workers.placement import start
 
-    async with BackgroundTasks() as tasks:
-        path = start_model(config, display)
-        with display.waiting("starting the workers"):
-            workers = await start(config, path, stop_ids, tasks, needs_critic=needs_critic(config.algorithm))
-        async with workers:
-            collector = Collector(
-                config,
-                rollout=workers.rollout,
-                rewards=workers.rewards,
-                prompts=prompts,
-                tasks=tasks,
-                models=reward_models(config, workers.reward_models),
-            )
-            collector.start()
-            trainer = Trainer(
-                config,
-                collector=collector,
-                actor=workers.actor,
-                reference=workers.reference,
-                critic=workers.critic,
-                tracker=tracker,
-                checkpoints=checkpoints,
-                val_prompts=evaluations,
-                tasks=tasks,
-                restart=workers.restart_training,
-            )
-            signals.stop_with(tasks)
-            tasks.start(display.heartbeat(lambda: trainer.timer.phase), "display")
-            workers.daemons.patient = True
-            return await fit(trainer, checkpoint, display.console)
+    with timeline(tracker.output_dir, wanted=config.trainer.trace) as events:
+        async with BackgroundTasks() as tasks:
+            path = start_model(config, display)
+            with display.waiting("starting the workers"):
+                workers = await start(config, path, stop_ids, tasks, needs_critic=needs_critic(config.algorithm))
+            async with workers:
+                collector = Collector(
+                    config,
+                    rollout=workers.rollout,
+                    rewards=workers.rewards,
+                    prompts=prompts,
+                    tasks=tasks,
+                    models=reward_models(config, workers.reward_models),
+                )
+                collector.start()
+                trainer = Trainer(
+                    config,
+                    collector=collector,
+                    actor=workers.actor,
+                    reference=workers.reference,
+                    critic=workers.critic,
+                    tracker=tracker,
+                    checkpoints=checkpoints,
+                    val_prompts=evaluations,
+                    tasks=tasks,
+                    restart=workers.restart_training,
+                    timeline=events,
+                )
+                signals.stop_with(tasks)
+                tasks.start(display.heartbeat(lambda: trainer.timer.phase), "display")
+                workers.daemons.patient = True
+                if events is not None:
+                    events.workers = workers.recorded
+                status = await fit(trainer, checkpoint, display.console)
+                if events is not None:
+                    await events.update()
+                return status
 
 
 def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":

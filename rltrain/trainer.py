@@ -19,6 +19,7 @@ import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from rltrain.base import trace
 from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.errors import EstimatorError, LogProbError, NumericsError, RewardError, WorkerLost
 from rltrain.batch.data_proto import DataProto
@@ -28,6 +29,7 @@ from rltrain.monitoring.alarms import Alarms
 from rltrain.monitoring.evaluation_metrics import KINDS, evaluation_metrics, prefix_of
 from rltrain.monitoring.phase_timer import Timer
 from rltrain.monitoring.step_metrics import entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
+from rltrain.monitoring.timeline import Timeline
 from rltrain.monitoring.tracking import Tracker
 from rltrain.run.checkpoints import Checkpoint, Checkpoints, SavesState
 from rltrain.run.recovery import Restarts
@@ -68,6 +70,7 @@ class Trainer:
         tasks: the run's background tasks. An interruption of the run ends only waits during which nothing can be lost.
         restart: function that ends all processes of the training ranks and starts new processes; None if the ranks
             cannot be restarted.
+        timeline: collects the events of all processes after each step; None if the run has no timeline.
 
     Attributes:
         step: number of training steps taken, which is also the version of the weights.
@@ -93,9 +96,10 @@ class Trainer:
         val_prompts: Mapping[str, Sequence[Prompt]],
         tasks: BackgroundTasks,
         restart: Callable[[], Awaitable[None]] | None = None,
+        timeline: Timeline | None = None,
     ) -> None:
         self.config, self.collector, self.tracker, self.checkpoints = config, collector, tracker, checkpoints
-        self.tasks = tasks
+        self.tasks, self.timeline = tasks, timeline
         self.actor, self.reference, self.critic = actor, reference, critic
         self.val_prompts = val_prompts
         self.needs_actor_pass = needs_actor_pass(config)
@@ -131,18 +135,22 @@ class Trainer:
 
         Evaluations and checkpoints are made as often as the config says.
         """
-        await self.sync_weights()
+        with trace.span("sync_weights"):
+            await self.sync_weights()
         await self.between_steps()
         first = self.step + 1
         while self.step < self.config.trainer.total_steps:
             self.tasks.check()
-            metrics, batch = await self.train_step()
+            with trace.span(f"step {self.step + 1}"):
+                metrics, batch = await self.train_step()
             self.tracker.log_step(self.step, metrics, batch, self.dropped)
             if self.step == first:
                 self.checkpoints.require_best(self.tracker.names())
             for alarm in self.alarms.look(self.step, metrics):
                 self.tracker.log_alarm(self.step, alarm)
             await self.between_steps()
+            if self.timeline is not None:
+                await self.timeline.update()
         await self.checkpoints.finish()
 
     async def between_steps(self) -> None:
@@ -153,8 +161,9 @@ class Trainer:
         trainer, last = self.config.trainer, self.step >= self.config.trainer.total_steps
         self.checked_before = self.engine_checked
         if last or self.step == 0 or (trainer.eval_every and self.step % trainer.eval_every == 0):
-            async with self.saved_on_error():
-                await self.evaluate()
+            with trace.span("evaluate"):
+                async with self.saved_on_error():
+                    await self.evaluate()
         if last or (self.step and trainer.save_every and self.step % trainer.save_every == 0):
             await self.save()
 
@@ -169,14 +178,15 @@ class Trainer:
         """
         if repairable or self.checkpoints.last != self.step:
             state = self.state_dict() | ({"repairable": repairable} if repairable else {})
-            await self.checkpoints.start(
-                self.step,
-                self.incarnation,
-                self.trained(),
-                state,
-                history=self.tracker.state(),
-                metrics=self.tracker.metrics_of(self.step),
-            )
+            with trace.span("start checkpoint"):
+                await self.checkpoints.start(
+                    self.step,
+                    self.incarnation,
+                    self.trained(),
+                    state,
+                    history=self.tracker.state(),
+                    metrics=self.tracker.metrics_of(self.step),
+                )
 
     def trained(self) -> dict[str, WorkerGroup[SavesState]]:
         """Return the worker groups whose state is saved, by role."""
@@ -233,9 +243,10 @@ class Trainer:
         Raise WorkerError if the run has already had too many restarts.
         """
         checkpoint = self.last_good()
-        await self.collector.rollout.hold_weights()
-        await self.restarts.after(error, checkpoint.step if checkpoint else 0)
-        await self.restore(checkpoint)
+        with trace.span("restart training ranks"):
+            await self.collector.rollout.hold_weights()
+            await self.restarts.after(error, checkpoint.step if checkpoint else 0)
+            await self.restore(checkpoint)
         logger.warning("the training ranks are back; going on after step %d", self.step)
 
     async def train_step(self) -> tuple[dict[str, float], DataProto]:

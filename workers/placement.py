@@ -18,6 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from rltrain.base import trace
 from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.cpu_threads import cpu_cores, openmp_settings
 from rltrain.base.errors import ConfigError, WorkerError, one_line
@@ -28,7 +29,7 @@ from rltrain.settings.schema import REWARD_MODEL, Config
 from workers.cluster import ray_daemons
 from workers.cluster.hangups import hangups_ignored
 from workers.cluster.liveness import Liveness
-from workers.cluster.processes import LocalProcess, RayProcess, Role, WorkerProcess, results
+from workers.cluster.processes import LocalProcess, RayProcess, Role, WorkerProcess, recorded_by, results
 from workers.cluster.ray_daemons import Daemons
 from workers.cluster.ray_guard import Guard
 from workers.cluster.shared_devices import SharedDevices
@@ -174,6 +175,11 @@ class Workers:
     def daemons(self) -> Daemons:
         """Return the Ray daemons that the workers need."""
         return Daemons() if self.liveness is None else self.liveness.daemons
+
+    async def recorded(self) -> list[trace.Recorded]:
+        """Return and forget the events of all worker processes that are ready. See `rltrain.base.trace`."""
+        engines = [replica.role.process for replica in self.rollout.replicas if replica.ready]
+        return [*await recorded_by([*self.training.processes, *engines]), *await self.rewards.recorded()]
 
     async def __aenter__(self) -> Self:
         return self
@@ -584,8 +590,9 @@ def spawner(
     remote = make(max_concurrency=8 if engines else 1, **resources)(Host)
 
     def spawn(number: int) -> RayProcess:
-        actor = remote.options(**devices.options(number)) if devices else remote
-        return RayProcess(actor.remote(environment, verbose=config.verbose), f"{name} {number}", liveness)
+        actor, label = remote.options(**devices.options(number)) if devices else remote, f"{name} {number}"
+        host = actor.remote(environment | trace.environment(label), verbose=config.verbose)
+        return RayProcess(host, label, liveness)
 
     return spawn
 

@@ -4,6 +4,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from rltrain.base import trace
 from rltrain.batch.data_proto import DataProto
 
 
@@ -20,9 +21,13 @@ class Timer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Measure the seconds that the `with` block takes, and add them to the metric `timing/<phase>`."""
+        """Measure the seconds that the `with` block takes, and add them to the metric `timing/<phase>`.
+
+        The block is also an event of the run's timeline.
+        """
         start, self.phase = time.perf_counter(), phase
-        yield
+        with trace.span(phase):
+            yield
         key = f"timing/{phase}"
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
 

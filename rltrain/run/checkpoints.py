@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from rltrain.base import trace
 from rltrain.base.background_tasks import cancelled
 from rltrain.base.errors import CheckpointError, RLTrainError, described
 from rltrain.base.storage import FileStart, Folder
@@ -286,7 +287,7 @@ class Checkpoints:
         except Exception as error:  # a file system driver may raise any exception
             self._failed(save, reason(error))
             return
-        self.writing = asyncio.create_task(self._complete(save), name=f"checkpoint of step {step}")
+        self.writing = asyncio.create_task(self._recorded(save), name=f"checkpoint of step {step}")
         # Let the task start, because a task that is cancelled before it starts runs no cleanup code.
         await asyncio.sleep(0)
 
@@ -304,6 +305,11 @@ class Checkpoints:
         writing, self.writing = self.writing, None
         if writing is not None:
             await cancelled(writing)
+
+    async def _recorded(self, save: "_Save") -> None:
+        """Complete a checkpoint, which is an event of the run's timeline."""
+        with trace.span(f"checkpoint of step {save.step}"):
+            await self._complete(save)
 
     async def _complete(self, save: "_Save") -> None:
         """Wait until all ranks have written their files, then add the driver's files."""

@@ -118,6 +118,9 @@ class TrainerConfig:
         "`file.py:Class`",
         changeable=True,
     )
+    trace: bool = key(
+        "Write a timeline of all processes to trace.json.gz, which https://ui.perfetto.dev opens.", changeable=True
+    )
     deterministic: bool = key("Give the same answers in every run with the same seed. This costs some speed.")
 
     def __post_init__(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rltrain.algorithms import required_columns
+from rltrain.base import trace
 from rltrain.base.background_tasks import BackgroundTasks, Changes
 from rltrain.base.errors import RewardError
 from rltrain.batch.data_proto import DataProto
@@ -355,7 +356,8 @@ class Collector:
             "groups are unfinished, but no engine or reward worker has work"
         )
         arrived = self._arrived
-        await self.tasks.until(self._changes.until(lambda: self._arrived != arrived))
+        with trace.span("wait: answers or scores", merged=True, waits=1):
+            await self.tasks.until(self._changes.until(lambda: self._arrived != arrived))
         if self._failures_arrived:
             self._failures_arrived = False
             for flight in self.in_flight:

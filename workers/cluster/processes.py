@@ -4,10 +4,12 @@ The driver's own process has the same interface as a process that is a Ray actor
 """
 
 import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
+from rltrain.base import trace
 from rltrain.base.background_tasks import outside_event_loop
 from rltrain.base.errors import RLTrainError, WorkerError, WorkerLost
 from rltrain.base.secret_values import redacted
@@ -246,7 +248,22 @@ async def results(
         WorkerError: A call failed with an error other than an RLTrainError.
     """
     with progress_required([*(one.process for one in pending), *depends_on], limit_s) as scope:
-        return await results_in(scope, pending)
+        if not scope.processes:
+            return await results_in(scope, pending)
+        with trace.span(f"wait: {scope.processes[0].phase}", processes=len(scope.processes)):
+            return await results_in(scope, pending)
+
+
+async def recorded_by(processes: Sequence[WorkerProcess]) -> list[trace.Recorded]:
+    """Return and forget the events of separate processes. Processes that are lost have no events."""
+    found = await asyncio.gather(*(_recorded_by(one) for one in processes if isinstance(one, RayProcess)))
+    return [one for one in found if one is not None]
+
+
+async def _recorded_by(process: RayProcess) -> trace.Recorded | None:
+    with contextlib.suppress(RLTrainError), progress_required([process]) as scope:
+        return (await results_in(scope, [process.begin(Host.take_events)]))[0]
+    return None
 
 
 def progress_required(processes: Sequence[WorkerProcess], limit_s: float | None = None) -> ProgressScope:

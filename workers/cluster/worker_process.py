@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rltrain.base import trace
 from rltrain.base.home_folder import ensure_home
 from rltrain.base.secret_values import hide_in_logs
 from workers.cluster import progress
@@ -47,6 +48,7 @@ class Host:
     def __init__(self, environment: dict[str, str], *, verbose: bool = False) -> None:
         self.offline = os.environ.get(OFFLINE)
         os.environ.update(environment)
+        trace.start_from(environment)
         ensure_home()
         keep_freed_memory()
         hide_in_logs()
@@ -74,13 +76,19 @@ class Host:
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> None:
         """Create an object of the class `path` ("module:Class") from `args` and `kwargs`, as the role `role`."""
         module, _, name = path.partition(":")
-        with progress.call():
+        with progress.call(), trace.span(f"build {role}", trace.CALLS):
             self.roles[role] = getattr(importlib.import_module(module), name)(*args, **kwargs)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a role."""
-        with progress.call():
-            return getattr(self.roles[role], method)(*args, **kwargs)
+        """Call a method of a role, and record the call as an event, unless the role records its own events."""
+        called = self.roles[role]
+        own = getattr(called, "records_events", False)
+        with progress.call(), contextlib.nullcontext() if own else trace.span(f"{role}.{method}", trace.CALLS):
+            return getattr(called, method)(*args, **kwargs)
+
+    def take_events(self) -> trace.Recorded | None:
+        """Return and forget the events of this process, or return None if the run has no timeline."""
+        return trace.take()
 
     def call_joined(self, role: str, method: str, joins: Sequence[Join | None], *args: Any, **kwargs: Any) -> Any:
         """Call a method of a role, after joining the batches that arrive in several parts.

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rltrain.algorithms import full_kl
+from rltrain.base import trace
 from rltrain.base.errors import ConfigError
 from rltrain.batch.data_proto import COLUMNS, DataProto, offsets_of, positions
 from rltrain.data.model_weights import load_whole
@@ -405,7 +406,9 @@ def row_pass(
         for rows in microbatches:
             tick()
             part = batch[rows or stand_in(batch)]
-            columns = {name: values.cpu() for name, values in function(part, to_device(pack(part), device())).items()}
+            with trace.span("micro-batch", trace.CALLS, rows=len(rows)):
+                found = function(part, to_device(pack(part), device()))
+                columns = {name: values.cpu() for name, values in found.items()}
             kept = columns if rows else {name: values[:0] for name, values in columns.items()}
             parts.append(batch[rows].select(["responses"]).with_values("responses", **kept))
             names.update(columns)

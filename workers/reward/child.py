@@ -7,10 +7,11 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rltrain.base import trace
 from rltrain.base.process_limits import limit_memory
 from workers.cluster import process_tree
 from workers.reward.messages import SampleScores
@@ -18,6 +19,19 @@ from workers.reward.terminal import FirstLines, stand_in
 from workers.reward.worker import RewardWorker
 
 READY = "ready"
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Answer to a scoring call in a run with a timeline.
+
+    Attributes:
+        results: Results of the call.
+        events: Events of the child process during the call.
+    """
+
+    results: list[SampleScores]
+    events: list[trace.Event]
 
 
 def serve(descriptor: int, parent: int) -> None:
@@ -32,6 +46,7 @@ def serve(descriptor: int, parent: int) -> None:
         parent: Pid of the process that started the child. The child is killed when the parent ends.
     """
     process_tree.end_with_parent(parent)
+    trace.start_from(os.environ)
     # With the default action of SIGINT, Ctrl-C raises no KeyboardInterrupt, so that only reward functions can raise it.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     process_tree.adopt_orphans()
@@ -52,8 +67,9 @@ def serve(descriptor: int, parent: int) -> None:
         except EOFError:
             return
         report = _reporter(connection, own, printed) if stepwise else None
-        results = _answer(worker, requests, limits | {"report": report}, own)
-        connection.send([_with_lines(result, printed) for result in results])
+        results, recorded = _answer(worker, requests, limits | {"report": report}, own), trace.take()
+        results = [_with_lines(result, printed) for result in results]
+        connection.send(results if recorded is None else Traced(results, recorded.events))
         if process_tree.has_children():
             _clean_up(own, helpers)
 

@@ -21,11 +21,12 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+from rltrain.base import trace
 from rltrain.base.errors import WorkerError
 from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.cluster import process_tree
 from workers.cluster.progress import Process, announce, began_of, state_of
-from workers.reward.child import READY
+from workers.reward.child import READY, Traced
 from workers.reward.messages import RewardRequest, SampleScores
 
 _LOOK_S = 0.05  # while waiting for an answer: seconds between two checks that the child process is alive
@@ -208,6 +209,9 @@ class GuardedWorker:
             while True:
                 until = call.since + min(call.deadline_s, hold_s if call.whole < len(call.requests) else math.inf)
                 said = self._receive(call.since + call.deadline_s, until)
+                if isinstance(said, Traced):
+                    trace.adopt(said.events)
+                    said = said.results
                 if isinstance(said, list):
                     if _keys(said) != [request.key for request in call.requests[: len(said)]]:
                         raise _LostError(_GARBLED)
@@ -255,6 +259,7 @@ class GuardedWorker:
                 [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],
                 cwd=self._directory,
+                env=os.environ | trace.environment("reward functions"),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -333,8 +338,15 @@ class Guard:
     first ping, and then stays alive. The number of a child process within its guard is called its lane.
     """
 
-    def __init__(self, *arguments: Any, **options: Any) -> None:
-        """Start the first child process. The arguments are those of `GuardedWorker`."""
+    def __init__(self, *arguments: Any, environment: dict[str, str] | None = None, **options: Any) -> None:
+        """Start the first child process.
+
+        Args:
+            arguments: Arguments of `GuardedWorker`.
+            environment: Result of `trace.environment` in the driver, or None if the run has no timeline.
+            options: Keyword arguments of `GuardedWorker`.
+        """
+        trace.start_from(environment or {})
         self._new = functools.partial(GuardedWorker, *arguments, **options)
         self._lanes = {0: self._new()}
 
@@ -349,11 +361,17 @@ class Guard:
 
     def score(self, lane: int, *arguments: Any, **options: Any) -> list[SampleScores] | Overdue | Ended:
         """Score samples in child process number `lane`. See `GuardedWorker.score`."""
-        return self._lanes[lane].score(*arguments, **options)
+        with trace.span("score", f"process {lane}"):
+            return self._lanes[lane].score(*arguments, **options)
 
     def rest(self, lane: int) -> list[SampleScores] | Overdue | Ended:
         """Continue to wait for the overdue call of child process number `lane`. See `GuardedWorker.rest`."""
-        return self._lanes[lane].rest()
+        with trace.span("continue to score", f"process {lane}"):
+            return self._lanes[lane].rest()
+
+    def take_events(self) -> trace.Recorded | None:
+        """Return and forget the events of this process and its children, or None if the run has no timeline."""
+        return trace.take()
 
     def introduce(self) -> Process | None:
         """Make this process observable and return its identity for monitoring."""

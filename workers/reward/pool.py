@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
+from rltrain.base.trace import Recorded
 from rltrain.rewards.loading import load_function
 from rltrain.rewards.result import both
 from rltrain.rewards.signatures import is_async, is_batched
@@ -157,6 +158,10 @@ class RewardPool:
         for result in results:
             self._keys.remove(result.key)
         return results
+
+    async def recorded(self) -> list[Recorded]:
+        """Return and forget the events of the workers' processes. See `rltrain.base.trace`."""
+        return await self._transport.recorded()
 
     def abort(self) -> None:
         """Drop all pending requests.

@@ -12,7 +12,8 @@ from typing import Any
 
 import ray
 
-from rltrain.base.background_tasks import Changes
+from rltrain.base import trace
+from rltrain.base.background_tasks import Changes, cancelled
 from rltrain.base.errors import WorkerError
 from rltrain.base.secret_values import redacted
 from rltrain.rewards.loading import absolute
@@ -26,6 +27,7 @@ logger = logging.getLogger(__name__)
 _START_ATTEMPTS = 3
 _MARGIN_S = 10.0  # a guard counts as stuck if it has not ended a call this many seconds after the call's deadline
 _STOP_S = 2.0
+_TAKE_S = 1.0  # maximum seconds to wait for the events of the actors
 _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 
@@ -148,6 +150,17 @@ class RayTransport:
             news += self._look(number, self._slots[number])
         return news
 
+    async def recorded(self) -> list[trace.Recorded]:
+        """Return and forget the events of the actors. See `Transport.recorded`. Actors that do not answer have none."""
+        ready = [slot for slot in self._slots[: self.size] if not slot.starting and not slot.process.how_lost]
+        if not trace.on() or not ready:
+            return []
+        calls = [asyncio.wrap_future(slot.actor.take_events.remote().future()) for slot in ready]
+        done, late = await asyncio.wait(calls, timeout=_TAKE_S)
+        await cancelled(*late)
+        found = [call.result() for call in calls if call in done and call.exception() is None]
+        return [one for one in found if one is not None]
+
     def close(self) -> None:
         """Stop the actors. See `Transport.close`."""
         if self._liveness:
@@ -246,7 +259,9 @@ class RayTransport:
         self._slots[number] = self._started(number, attempts=slot.attempts + 1 if slot.starting else 1)
 
     def _started(self, number: int, *, attempts: int) -> _Slot:
-        actor: Any = self._actor_class.remote(self._functions, **self._options)
+        actor: Any = self._actor_class.remote(
+            self._functions, environment=trace.environment(f"reward worker {number}"), **self._options
+        )
         process = WatchedProcess(f"reward worker {number}", self._liveness, self._changes)
         if self._liveness:
             self._liveness.admit(process, actor.introduce.remote())

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from rltrain.base.background_tasks import outside_event_loop
+from rltrain.base.trace import Recorded
 from rltrain.settings.reward_config import RewardConfig
 from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.worker import RewardWorker
@@ -116,6 +117,9 @@ class Transport(Protocol):
         while this method waits.
         """
 
+    async def recorded(self) -> list[Recorded]:
+        """Return and forget the events of all processes other than the current one. See `rltrain.base.trace`."""
+
     def close(self) -> None:
         """Stop the workers and drop their running calls."""
 
@@ -148,6 +152,10 @@ class InProcessTransport:
                 call.requests, function=call.function, budget_s=call.budget_s, limit_s=call.limit_s
             )
         return [Answer(0, results)]
+
+    async def recorded(self) -> list[Recorded]:
+        """Return [], because the worker has no process of its own. See `Transport.recorded`."""
+        return []
 
     def close(self) -> None:
         """Drop the stored call. See `Transport.close`."""

@@ -5,6 +5,7 @@ This module never imports torch.
 
 import asyncio
 import bdb
+import contextlib
 import inspect
 import math
 import signal
@@ -14,6 +15,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rltrain.base import trace
 from rltrain.base.errors import described, one_line
 from rltrain.base.secret_values import redacted
 from rltrain.rewards.loading import as_scores, as_verdict, bind, finish, load_function
@@ -23,6 +25,7 @@ from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.terminal import CALLING, NoTerminal
 
+CALLS_TRACK = "reward functions"  # row of the timeline with the calls of reward functions
 _CANCEL_S = 2.0  # seconds that a cancelled call may take to end (a guard may kill its child process earlier)
 Outcome = Verdict | BaseException
 
@@ -40,11 +43,16 @@ class _Function:
         """Score one sample. If the reward function raises an exception, return the exception."""
         CALLING.set(self.name)
         try:
-            if self.batched:
-                return as_verdict(as_scores(self._called([request]), 1)[0])
-            return as_verdict(_finished(self.bound(request.prompt, request.response, request.columns)))
+            with self._span(request):
+                if self.batched:
+                    return as_verdict(as_scores(self._called([request]), 1)[0])
+                return as_verdict(_finished(self.bound(request.prompt, request.response, request.columns)))
         except BaseException as error:
             return _unless_stopped(error)
+
+    def _span(self, request: RewardRequest) -> contextlib.AbstractContextManager[None]:
+        """Return a context manager that records a call for one sample as an event."""
+        return trace.span(self.name, CALLS_TRACK, uid=request.key[0], sample=request.key[1])
 
     def call_all(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
         """Score samples with one call of a batched function.
@@ -53,7 +61,8 @@ class _Function:
         """
         CALLING.set(self.name)
         try:
-            results = self._called(requests)
+            with trace.span(self.name, CALLS_TRACK, samples=[list(request.key) for request in requests]):
+                results = self._called(requests)
         except BaseException as error:
             _unless_stopped(error)
             return [self.call(request) for request in requests]
@@ -80,7 +89,8 @@ class _Function:
     async def _awaited(self, request: RewardRequest) -> Outcome:
         CALLING.set(self.name)
         try:
-            return as_verdict(await self.bound(request.prompt, request.response, request.columns))
+            with self._span(request):
+                return as_verdict(await self.bound(request.prompt, request.response, request.columns))
         except BaseException as error:  # also catches SystemExit and KeyboardInterrupt, which would end the event loop
             return error
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any, Protocol, TypeVar
 
+from rltrain.base import trace
 from rltrain.settings.schema import Config
 from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import text_before
@@ -18,6 +19,7 @@ ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf
 # After the first finished answer, `poll` waits for further answers of a busy engine.
 # The wait is LINGER_SHARE times the time since the last request, but at least LINGER_S and at most LONGEST_LINGER_S.
 LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02
+ENGINE_TRACK = "engine"  # row of the timeline with the work of the engine's thread
 T = TypeVar("T")
 
 
@@ -60,7 +62,13 @@ class RolloutWorker:
         path: Model directory in Hugging Face format.
         stop_ids: Ids of the model's end tokens.
         threaded: Whether the engine has its own thread.
+
+    Attributes:
+        records_events: Whether this class records its calls as events. The events show when the engine does the work,
+            and not when a call waits for the engine's thread.
     """
+
+    records_events = True
 
     def __init__(self, config: Config, path: str, stop_ids: Sequence[int], *, threaded: bool) -> None:
         from transformers import AutoTokenizer
@@ -73,6 +81,7 @@ class RolloutWorker:
         self.commands: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self.error: BaseException | None = None
         self.closed, self.aborts, self.began = False, 0, 0.0
+        self.submitted: dict[tuple[int, int], int] = {}  # `time.time_ns()` at which each unfinished request arrived
         module, _, name = ENGINES[config.rollout.engine].partition(":")
 
         def build() -> None:
@@ -81,7 +90,7 @@ class RolloutWorker:
         self.thread = threading.Thread(target=self._loop, name="rollout-engine", daemon=True) if threaded else None
         if self.thread is not None:
             self.thread.start()
-        self._run(build)
+        self._run("build", build)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Add requests to the engine's queue, without waiting for the answers.
@@ -90,7 +99,9 @@ class RolloutWorker:
         """
         assert not self.receiver.asleep, "a sleeping engine must not get requests"
         self.began = time.monotonic()
-        self._run(lambda: self.engine.add(requests))
+        if trace.on():
+            self.submitted |= dict.fromkeys((request.key for request in requests), time.time_ns())
+        self._run("queue requests", lambda: self.engine.add(requests))
 
     def poll(self, timeout_s: float) -> list[Completion]:
         """Return the answers that finished since the previous call of `poll`.
@@ -106,7 +117,7 @@ class RolloutWorker:
         if self.thread is None:
             deadline = time.monotonic() + timeout_s
             while not self.finished and self.receiver.whole and self.engine.busy and time.monotonic() < deadline:
-                self._deliver(self.engine.step())
+                self._step()
         with self.news:
             self.receiver.require()
             aborts = self.aborts
@@ -125,14 +136,15 @@ class RolloutWorker:
 
     def abort(self) -> None:
         """Drop all unfinished requests and all answers that `poll` has not returned yet."""
-        self._run(lambda: self.engine.abort())
+        self._run("abort", lambda: self.engine.abort())
+        self.submitted.clear()
         with self.news:
             self.finished, self.aborts = [], self.aborts + 1
             self.news.notify_all()  # wake a `poll` in another thread, because no answers will come
 
     def sleep(self) -> bool:
         """Release the engine's device memory until the next sync. Return False if the engine keeps its memory."""
-        return self._run(lambda: self.receiver.sleep(self.engine))
+        return self._run("sleep", lambda: self.receiver.sleep(self.engine))
 
     def start_load(self, sync: str, version: int) -> str | None:
         """Stop generation until `finish_load` ends the weight sync.
@@ -140,7 +152,7 @@ class RolloutWorker:
         Returns:
             `memory.whereabouts()` of this process, which shows whether actor and engine can map the same files.
         """
-        return self._run(lambda: self.receiver.start(self.engine, sync, version))
+        return self._run("start loading weights", lambda: self.receiver.start(self.engine, sync, version))
 
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
         """Load one bucket of weights. Raise SyncError if the bytes of the bucket were corrupted in transfer.
@@ -150,30 +162,35 @@ class RolloutWorker:
             before: Result of the previous call, passed only so that Ray runs the calls in order.
             parts: The parts of the bucket, one from each rank that wrote it.
         """
-        self._run(lambda: self.receiver.bucket(self.engine, sync, parts))
+        self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
 
     def finish_load(self, sync: str, before: None) -> None:
         """Resume generation with the new weights. Raise SyncError unless the engine computes with the new weights."""
-        self._run(lambda: self.receiver.finish(self.engine, sync))
+        self._run("finish loading weights", lambda: self.receiver.finish(self.engine, sync))
 
     def give_up_load(self, sync: str, reason: str) -> None:
         """Abandon a weight sync. The engine generates nothing until another sync succeeds."""
-        self._run(lambda: self.receiver.give_up(sync, reason))
+        self._run("give up loading weights", lambda: self.receiver.give_up(sync, reason))
 
     def close(self) -> None:
         """End the engine and its thread."""
-        self._run(lambda: self.engine.close())
+        self._run("close", lambda: self.engine.close())
         self.closed = True
 
-    def _run(self, function: Callable[[], T]) -> T:
+    def _run(self, name: str, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, or in the calling thread if the engine has no thread.
 
-        Return the result.
+        The run of the function is an event with the given name. Return the result.
         """
+
+        def recorded() -> T:
+            with trace.span(name, ENGINE_TRACK):
+                return function()
+
         if self.thread is None:
-            return function()
+            return recorded()
         future: Future[T] = Future()
-        self.commands.put((function, future))
+        self.commands.put((recorded, future))
         while True:
             try:
                 return future.result(timeout=1)
@@ -188,7 +205,7 @@ class RolloutWorker:
             self._obey(wait=not self._has_work())
             if self._has_work():  # check again, because `_obey` may have begun a weight sync
                 try:
-                    self._deliver(self.engine.step())
+                    self._step()
                 except BaseException as error:
                     with self.news:
                         self.error = error
@@ -208,12 +225,26 @@ class RolloutWorker:
         except BaseException as error:
             future.set_exception(error)
 
+    def _step(self) -> None:
+        """Advance generation by one step. Steps that follow each other are one event."""
+        with trace.span("generate", ENGINE_TRACK, merged=True, steps=1):
+            completions = self.engine.step()
+        self._deliver(completions)
+
     def _deliver(self, completions: list[Completion]) -> None:
         if not completions:
             return
+        self._record(completions)
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         texts = [text_before(text, self.stops) for text in texts]
         ready = [Completion(**{**vars(c), "text": text}) for c, text in zip(completions, texts, strict=True)]
         with self.news:
             self.finished.extend(ready)
             self.news.notify_all()
+
+    def _record(self, completions: list[Completion]) -> None:
+        """Record an event for each answer, from the arrival of its request to its end."""
+        for one in completions:
+            if (start_ns := self.submitted.pop(one.key, None)) is not None:
+                details = {"uid": one.key[0], "sample": one.key[1], "tokens": len(one.token_ids)}
+                trace.add("answer", "requests", start_ns, **details, finish_reason=one.finish_reason)

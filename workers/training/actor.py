@@ -19,6 +19,7 @@ from rltrain.algorithms import (
     rollout_diagnostics,
     rollout_rejection,
 )
+from rltrain.base import trace
 from rltrain.base.errors import ConfigError, LogProbError
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.algorithm_config import AlgorithmConfig, KLLossConfig
@@ -120,12 +121,14 @@ class ActorWorker:
             chosen = with_selected(batch, minibatch.rows, self.config.algorithm)
             part = UpdateResult()
             for rows in minibatch.microbatches:
-                columns = self._backward(chosen, rows, minibatch, part, entropy_coef)
-                if number == 0:
-                    _compare(columns, part)
+                with trace.span("micro-batch", trace.CALLS, rows=len(rows)):
+                    columns = self._backward(chosen, rows, minibatch, part, entropy_coef)
+                    if number == 0:
+                        _compare(columns, part)
             if number == 0 and "old_log_probs" in batch and part.finite:
                 self._check_same_policy(part)
-            step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
+            with trace.span("optimizer step", trace.CALLS):
+                step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
             torch.cuda.empty_cache()  # free memory for the engine on the same GPU

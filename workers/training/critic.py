@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForTokenClassification
 
 from rltrain.algorithms import aggregate_loss, value_loss
+from rltrain.base import trace
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.schema import Config
 from workers.models.fsdp import Optimizer, shard
@@ -65,8 +66,10 @@ class CriticWorker:
         for minibatch in minibatches:
             part = UpdateResult(losses={"value_loss": 0.0})
             for rows in minibatch.microbatches:
-                self._backward(batch, rows, minibatch, part)
-            step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
+                with trace.span("micro-batch", trace.CALLS, rows=len(rows)):
+                    self._backward(batch, rows, minibatch, part)
+            with trace.span("optimizer step", trace.CALLS):
+                step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
         return result
 

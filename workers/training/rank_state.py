@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from rltrain.base import trace
 from rltrain.base.errors import CheckpointError, described
 from rltrain.base.storage import Folder
 from workers.cluster.progress import tick
@@ -131,7 +132,8 @@ class RankState:
     def _work(self, write: Callable[[], Any], small: dict[str, bytes] | None, folder: Folder, began: float) -> None:
         files: dict[str, tuple[int, int]] = {}
         try:
-            write()
+            with trace.span(f"write {self.role}", "checkpoint"):
+                write()
             rank, own = dist.get_rank(), f"{STATE}/{self.role}"
             state = folder.at(own)
             names = [

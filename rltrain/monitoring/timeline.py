@@ -1,0 +1,77 @@
+"""The timeline of a run: collects the events of all processes, and writes them to a file that Perfetto opens."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from pathlib import Path
+
+from rltrain.base import trace
+from rltrain.base.errors import described
+from rltrain.base.trace import Recorded
+from rltrain.monitoring.trace_file import TraceFile, next_path
+
+logger = logging.getLogger(__name__)
+
+DRIVER, STEPS = "driver", "steps"  # label of the driver's process, and the row of its main task
+
+
+class Timeline:
+    """Collects the events of the driver and of the worker processes, and writes them to a file.
+
+    A file that cannot be written does not end the run: the timeline then ends, with a warning.
+
+    Args:
+        file: the file.
+
+    Attributes:
+        workers: function that returns and forgets the events of the worker processes; None before they are started.
+    """
+
+    def __init__(self, file: TraceFile) -> None:
+        self.file = file
+        self.workers: Callable[[], Awaitable[Sequence[Recorded]]] | None = None
+
+    async def update(self) -> None:
+        """Add to the file what all processes have done since the previous update."""
+        if trace.on():
+            self.write([] if self.workers is None else await self.workers())
+
+    def write(self, recorded: Sequence[Recorded] = ()) -> None:
+        """Add the driver's events and the given events of other processes to the file."""
+        driver = trace.take()
+        try:
+            self.file.write([*([driver] if driver else []), *recorded])
+        except OSError as error:
+            trace.stop()
+            logger.warning("trainer.trace=true: %s ends here: %s", self.file.path, described(error))
+
+
+@contextlib.contextmanager
+def timeline(folder: Path, *, wanted: bool) -> Iterator[Timeline | None]:
+    """Record the events of the driver, the current asyncio task first of all, in the `with` block.
+
+    Worker processes that are started in the block record their events too.
+
+    Args:
+        folder: output folder of the run, to which the file is written.
+        wanted: whether the run has a timeline (`trainer.trace`).
+
+    Yields:
+        The timeline, or None if it is not wanted.
+    """
+    if not wanted:
+        yield None
+        return
+    if (task := asyncio.current_task()) is not None:
+        task.set_name(STEPS)
+    file = TraceFile(next_path(folder), time.time_ns())
+    trace.start(DRIVER)
+    found = Timeline(file)
+    try:
+        yield found
+    finally:
+        found.write()
+        trace.stop()
+        file.close()
