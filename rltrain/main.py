@@ -38,6 +38,7 @@ from rltrain.run.checks import (
     output_folder,
     sandbox_warning,
 )
+from rltrain.run.epochs import with_epochs_as_steps
 from rltrain.run.lock import RunLock
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
 from rltrain.settings.command_line import Args, parse_args, usage
@@ -193,9 +194,8 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     from rltrain.trajectories.token_rewards import with_all_knobs
 
     tokenizer, stop_ids = tokenizer_of(config)
-    check_stop_strings(config.rollout.stop, tokenizer)
     prompts, evaluations = load_data(config, tokenizer)
-    config = config.with_epochs_as_steps(len(prompts))
+    config = with_epochs_as_steps(config, len(prompts))
     start = beginning(with_all_knobs(config))
     repaired = [] if start.checkpoint is None else require_usable(config, start.checkpoint, prompts)
     notes = (note for source in (prompts, *evaluations.values()) for note in source.notes)
@@ -466,6 +466,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, Prom
     from rltrain.data.model_weights import BUILTIN_MODEL
     from rltrain.rewards.loading import check_columns, load_function
 
+    check_stop_strings(config.rollout.stop, tokenizer)
     data = config.data
     options: dict[str, Any] = {
         "max_prompt_length": config.rollout.max_prompt_length,

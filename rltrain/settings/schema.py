@@ -7,9 +7,7 @@ are defined in `rltrain.settings.algorithm_config` and `rltrain.settings.reward_
 registries or the number of CPU cores are checked in `rltrain.run.checks`.
 """
 
-import math
 import re
-from dataclasses import replace
 from typing import Literal
 
 from rltrain.settings.algorithm_config import AlgorithmConfig
@@ -582,19 +580,6 @@ class Config:
     def minibatches_per_epoch(self) -> int:
         """Number of mini-batches, and thus of optimizer steps, in one pass over the groups of a training step."""
         return self.trainer.prompts_per_step // self.trainer.prompts_per_minibatch
-
-    def with_epochs_as_steps(self, prompts: int) -> "Config":
-        """Return the config with `trainer.total_steps` computed from `trainer.total_epochs`, if that is given.
-
-        A last step that the prompts do not fill is counted as a whole step.
-
-        Args:
-            prompts: number of training prompts.
-        """
-        if self.trainer.total_epochs is None:
-            return self
-        steps = math.ceil(self.trainer.total_epochs * prompts / self.trainer.prompts_per_step)
-        return replace(self, trainer=replace(self.trainer, total_steps=steps))
 
     def roles(self, *, needs_critic: bool) -> list[str]:
         """Return the roles of the training ranks, such as `actor` and `critic`.

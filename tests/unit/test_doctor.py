@@ -54,7 +54,7 @@ def test_text_of_a_file_is_shown_as_it_is_without_control_characters(tmp_path, c
     assert main([str(folder)]) == 1
     out = capsys.readouterr().out
     assert "\x1b" not in out
-    assert "note: metrics.jsonl: line 21 is no JSON object with a step and is left out" in out
+    assert "note: metrics.jsonl: line 21 is not a JSON object with a step" in out
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """A step without trained tokens moves no controller and checks no engine; skipped updates are reported."""
 
 import pytest
-from test_trainer import FakeCollector, samples, trainer
+from test_trainer import FakeCollector, answered, trainer
 
 from rltrain.base.errors import LogProbError, NumericsError
 
@@ -21,7 +21,7 @@ class SomeUntrained(FakeCollector):
         self.untrained = versions
 
     async def answers(self, version):
-        batch = samples(version)
+        batch = answered(version)
         mask = batch.values("response_mask") & (version not in self.untrained)
         return batch.with_values("responses", response_mask=mask)
 
@@ -36,7 +36,7 @@ async def test_a_step_that_trained_nothing_does_not_move_the_entropy_coefficient
 async def test_a_step_whose_answers_were_all_cut_and_masked_does_not_move_it_either():
     class AllCut(FakeCollector):
         async def answers(self, version):
-            batch = samples(version)
+            batch = answered(version)
             batch.non_tensor_batch["finish_reason"][:] = "length"
             return batch
 

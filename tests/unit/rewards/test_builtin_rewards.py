@@ -198,7 +198,7 @@ def test_the_last_closed_box_is_found_whatever_the_braces_do(text, content):
         (overlong_penalty, {"max_length": 4, "buffer": -1}, ["buffer=-1"]),
         (repetition_penalty, {"ngram": 0}, ["ngram=0", ">= 1"]),
         (repetition_penalty, {"max_penalty": 0.5}, ["max_penalty=0.5", "< 0"]),
-        (json_schema, {"schema": "{"}, ["'{'", "no JSON"]),
+        (json_schema, {"schema": "{"}, ["'{'", "JSON"]),
         (json_schema, {"schema": "[]"}, ["'[]'", "list"]),
         (json_schema, {"schema": {"type": "text"}}, ["not a valid JSON Schema", "text"]),
         (json_schema, {"schema": {"$ref": "http://127.0.0.1:9/x.json"}}, ["127.0.0.1", "does not contain"]),

@@ -146,7 +146,7 @@ def test_required_is_refused_before_any_worker_where_only_the_weak_form_works(wi
     with pytest.raises(ConfigError) as caught:
         checks.check(config)
     assert str(caught.value).startswith(
-        "reward.sandbox=required: reward function 'code': sandbox: the strong form does"
+        "reward.sandbox=required: reward function 'code': sandbox: the strong sandbox does not work"
     )
     assert "bwrap is not installed; install bubblewrap; or use reward.sandbox=auto" in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -170,7 +170,7 @@ def test_the_driver_says_once_what_the_weak_form_allows(
         raise Reached
 
     monkeypatch.setattr(main, "tokenizer_of", lambda config: (None, []))
-    monkeypatch.setattr(main, "load_data", lambda config, tokenizer: (NoPrompts(), []))
+    monkeypatch.setattr(main, "load_data", lambda config, tokenizer: (NoPrompts(), {}))
     monkeypatch.setattr(main, "plan", lambda *_: None)
     monkeypatch.setattr(main, "resolved_yaml", stop)
     config = config_of(f"placement={placement}", "rollout=hf", f"trainer.output_dir={tmp_path}/out")

@@ -213,7 +213,7 @@ def test_a_function_that_needs_TRLs_trainer_state_is_refused_at_the_start(path):
     with pytest.raises(ConfigError) as caught:
         check_columns(load_function(f"{path}:trl_state"), "state", ["answer"])
     assert str(caught.value) == (
-        "reward function 'state' needs a column 'trainer_state' that the data does not have; there are prompts, "
+        "reward function 'state' needs a column 'trainer_state' that the data does not have; the columns are prompts, "
         "completions, completion_ids, log_metric, log_extra, finish_reason, answer; rename the parameter, give it a "
         "default, add the column to the data, or set it in kwargs"
     )

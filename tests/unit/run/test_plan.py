@@ -5,6 +5,7 @@ import pytest
 from rich.console import Console
 
 from rltrain.algorithms import POLICY_LOSSES
+from rltrain.run.epochs import with_epochs_as_steps
 from rltrain.run.plan import Facts, batch_line, plan_lines, plan_rows, show_plan
 from rltrain.settings.compose import compose
 
@@ -28,10 +29,10 @@ def test_the_batch_sizes_are_spelt_out():
 
 
 def test_epochs_are_converted_to_steps_of_which_the_last_may_be_partly_filled():
-    config = config_of("trainer.total_epochs=1.5", "trainer.prompts_per_step=32").with_epochs_as_steps(65)
+    config = with_epochs_as_steps(config_of("trainer.total_epochs=1.5", "trainer.prompts_per_step=32"), 65)
     assert config.trainer.total_steps == 4  # 97.5 prompts
     assert dict(plan_rows(config, FACTS))["run"].startswith("4 steps (trainer.total_epochs=1.5), 8 optimizer steps; ")
-    assert config_of("trainer.total_steps=9").with_epochs_as_steps(65).trainer.total_steps == 9
+    assert with_epochs_as_steps(config_of("trainer.total_steps=9"), 65).trainer.total_steps == 9
 
 
 def test_one_of_a_thing_is_singular():

@@ -358,7 +358,7 @@ async def test_auto_does_not_begin_again_where_a_model_shows_that_checkpoints_ar
     await saved(tmp_path)
     (tmp_path / "checkpoints").rename(tmp_path / "elsewhere")
     (tmp_path / "model").mkdir()
-    assert "holds the model of a checkpoint, and" in refusal(tmp_path, "trainer.resume=auto")
+    assert "holds the model of a checkpoint" in refusal(tmp_path, "trainer.resume=auto")
 
 
 async def test_a_number_that_is_none_is_the_same_number(tmp_path):

@@ -20,6 +20,7 @@ CHANGEABLE = {
     "data.val_sets",
     "trainer.eval_samples",
     "trainer.total_epochs",
+    "trainer.trace",
     "data.val_size",
     "model.activation_checkpointing",
     "model.compile",

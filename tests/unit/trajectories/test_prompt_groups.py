@@ -43,7 +43,12 @@ def test_a_group_passes_from_pending_over_generating_and_scoring_to_ready():
     assert (group.state, group.shipped, made.ship(5)) == (GroupState.GENERATING, 4, [])
     request = made.generated(completion(0, 1, 4))
     assert (request.key, request.prompt, request.response) == ((0, 1), "prompt 0", "text")
-    assert request.columns == {"answer": "0", "finish_reason": "stop"}
+    assert request.columns == {
+        "answer": "0",
+        "finish_reason": "stop",
+        "prompt_messages": None,
+        "response_ids": request.columns["response_ids"],
+    }
     made.scored(score(0, 1))
     assert group.state is GroupState.GENERATING
     made.generated(completion(0, 0, 4))

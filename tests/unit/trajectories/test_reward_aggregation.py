@@ -170,7 +170,7 @@ def test_a_row_for_which_it_says_nan_is_in_no_statistic(own):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("columns", "returned (2, 2): it must return one finite number or NaN per row, (2,)"),
+        ("columns", "returned (2, 2): it must return one finite number or NaN per row, in the shape (2,)"),
         ("infinite", "returned (2,): it must return one finite number or NaN per row"),
         ("a_list", "returned list: it must return one finite number or NaN per row"),
         ("raises", "raised KeyError: 'level'"),

@@ -106,7 +106,7 @@ def test_a_gcs_server_elsewhere_counts_as_dead_when_nobody_answers_there_for_a_w
     assert not daemon.ended()
     clock[0] += 5
     assert daemon.ended()
-    assert "gcs_server on node 127.0.0.1 does not answer" in str(daemon)
+    assert "gcs_server on node 127.0.0.1 no longer answers" in str(daemon)
 
 
 def test_only_the_gcs_server_of_the_runs_own_ray_session_counts():
