@@ -364,7 +364,7 @@ def test_an_index_may_name_a_tensor_that_is_in_no_file_only_if_the_model_has_non
     check_weights(str(folder), "model.path=here")
     file = folder / content["weight_map"][DOWN]
     save_file({name: tensor for name, tensor in load_file(file).items() if name != DOWN}, file)
-    assert refusal(folder).startswith(f"its weights lack {DOWN}: ")
+    assert refusal(folder).startswith(f"its weights lack {DOWN}, so they do not match ")
 
 
 @pytest.mark.parametrize(
