@@ -98,7 +98,7 @@ def data_of(page: str) -> dict:
 
 
 def chunk_of(page: str, run=0, place=0) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return the header and columns of a chunk, decoded by code that is independent of the page's program."""
+    """Return the header and columns of a chunk, decoded by code that is independent of the page's JavaScript."""
     whole = block(page, f"chunk-{run}-{place}")
     size = int.from_bytes(whole[:4], "little")
     header, at, columns = json.loads(whole[4 : 4 + size]), 4 + size, {}

@@ -100,7 +100,7 @@ class Adapted:
         self.__signature__ = inspect.Signature(_wrapper_parameters(own, signature, given))
 
     def __call__(self, **values: Any) -> Any:
-        """Call the function with its trainer's arguments, and return its result in rltrain's form."""
+        """Call the function as the trainer that it was written for does, and convert its result to rltrain's form."""
         return self._converts(self._function(**self._arguments(values)))
 
     def _arguments(self, values: _Values) -> dict[str, Any]:
@@ -120,7 +120,7 @@ class AsyncAdapted(Adapted):
     """An async reward function of another trainer as an async function with rltrain's own parameters."""
 
     async def __call__(self, **values: Any) -> Any:
-        """Await the function with its trainer's arguments, and return its result in rltrain's form."""
+        """Await the function, called as the trainer that it was written for does, and convert its result."""
         return self._converts(await self._function(**self._arguments(values)))
 
 

@@ -51,7 +51,7 @@ class Idle:
     """A role that computes nothing: it takes rows and returns zeros of their shapes."""
 
     def compute(self, batch: DataProto, microbatches: list[list[int]], name: str) -> DataProto:
-        """Return a column of zeros for the rows of the micro-batches, in their order."""
+        """Return a column of zeros with one entry for each row of the micro-batches."""
         part = batch[[row for rows in microbatches for row in rows]]
         return part.with_values("responses", **{name: torch.zeros(len(part.values("responses")))}).select([name])
 

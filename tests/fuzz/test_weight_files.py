@@ -279,7 +279,7 @@ roles = st.sampled_from([[], CRITIC, LORA, ["rollout=vllm", "placement=colocated
 
 
 def spoiled(files, done, folder: Path) -> Path:
-    """Write the model's folder after applying the harms in `done`."""
+    """Write the model's folder with the corruptions in `done`."""
     files = dict(files)
     for name, at, what in done:
         if weights_in(files):

@@ -108,7 +108,7 @@ def _signs(history: History, step: int) -> list[str]:
 
 
 def _reward_after(history: History, step: int) -> str:
-    """Return a clause if the reward of the last steps is clearly lower than up to a step; otherwise ""."""
+    """Return a clause if the mean reward fell clearly after the given step; otherwise ""."""
     points, spread = history.points("reward/mean"), dict(history.points("reward/std"))
     before = [point for point in points if point[0] <= step][-WINDOW_STEPS:]
     after = [point for point in points if point[0] > step][-WINDOW_STEPS:]

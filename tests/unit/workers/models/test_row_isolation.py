@@ -94,7 +94,7 @@ def test_the_model_and_the_random_streams_stay_as_they_are():
 
 
 def test_one_row_that_rounds_otherwise_is_not_taken_for_a_leak():
-    """Rounding may make a mixture-of-experts model choose another expert once."""
+    """Rounding may make a mixture-of-experts model choose a different expert for a single token."""
     model, passes = tiny_model().eval(), []
     model.set_attn_implementation(PACKED)
 
