@@ -76,7 +76,7 @@ def reward_never_applies(history: History) -> Finding | None:
     evidence, step = [], history.first_step
     if many:
         evidence.append(
-            f"{last_mean(points):.0%} of the answers in the last steps have no score, although no reward function failed"
+            f"{last_mean(points):.0%} of the last answers have no score, although no reward function failed"
         )
         step = next(step for step, value in points if value >= UNSCORED_SHARE)
     evidence += [f"'{name}' returned None for each answer of step {history.steps[-1]}" for name in silent]

@@ -35,7 +35,7 @@ def test_means_are_over_valid_rows_and_fractions_over_all():
 
 
 def test_the_accuracy_is_the_share_of_correct_answers_where_a_function_decides():
-    """The accuracy is not the share of scores above 0: a correct answer loses for its length, a wrong one gains for form."""
+    """The accuracy does not depend on the scores: here, a correct answer has a negative score, because it is long."""
     made = samples([-0.5, 0.0, 1.0, 0.5], [True] * 4, [[1.0], [0.0], [1.0], [NAN]], [1.0, 0.0, 1.0, NAN])
     metrics = sample_metrics(made, ["exact"])
     assert (metrics["reward/accuracy"], metrics["reward/mean"]) == (pytest.approx(2 / 3), 0.25)
