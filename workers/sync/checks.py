@@ -1,8 +1,8 @@
 """Verifies that an engine computes with the weights that were sent to it.
 
-With each piece of a tensor, the sender sends a checksum of the bytes. With each matrix W, it also sends the product W v,
-where v is a fixed random vector (the probe vector). An engine verifies the received bytes with the checksums, and then
-runs its own linear layers on the probe vector. On a CPU, the engine repacks its weights, so that only running the
+With each piece of a tensor, the sender sends a checksum of the bytes. With each matrix W, it also sends the product
+W v, where v is a fixed random vector (the probe vector). An engine verifies the received bytes with the checksums, and
+then runs its own linear layers on the probe vector. On a CPU, the engine repacks its weights, so that only running the
 layers shows which weights they use, while comparing bytes does not.
 """
 

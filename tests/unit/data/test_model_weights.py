@@ -194,8 +194,8 @@ def test_a_renamed_tensor_is_named_twice(folder):
     changed(folder, **{DOWN: None, "model.layers.1.mlp.down.weight": tensor})
     assert refusal(folder) == (
         f"its weights lack {DOWN}, and hold the unexpected tensors model.layers.1.mlp.down.weight, so they do not "
-        "match the Qwen2ForCausalLM in its config.json; copy or download all files of the model again, or save it again with "
-        "save_pretrained"
+        "match the Qwen2ForCausalLM in its config.json; copy or download all files of the model again, or save it "
+        "again with save_pretrained"
     )
 
 
