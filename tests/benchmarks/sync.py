@@ -78,7 +78,7 @@ def reload(host: Any) -> None:
             transfer.model.load_weights(host.weights.items())
             transfer.finish_weight_update()
 
-    role._run(run)
+    role._run("benchmark", run)
 
 
 def forget_peak(host: Any) -> int:

@@ -228,7 +228,7 @@ async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_i
             return {answer.key: answer for answer in found}
 
         # The scenario runs in the engine's own thread, which is idle.
-        run = on([engine.process], lambda host: host.roles["rollout"]._run(lambda: scenario(host)))
+        run = on([engine.process], lambda host: host.roles["rollout"]._run("scenario", lambda: scenario(host)))
         return (await run)[0]
 
     undisturbed, with_same = await interrupted(None), await interrupted(buckets(same, version=22))

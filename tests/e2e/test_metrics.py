@@ -16,7 +16,7 @@ TINY = [
     "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=4", "data.val_size=4", "trainer.sample_every=0",
 ]  # fmt: skip
 RUNS = {
-    "ppo": ["algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_loss.kl_loss_coef=0.01"],
+    "ppo": ["trainer.eval_samples=2", "algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_loss.kl_loss_coef=0.01"],
     "grpo": ["algorithm.entropy_target=1.0"],
     "cispo": [],
     "sapo": [],
