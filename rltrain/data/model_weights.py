@@ -357,7 +357,7 @@ def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head:
         if counts(name)
     )
     unexpected = [] if new_head else sorted(name for name in found["unexpected_keys"] if not _OLD_BUFFER.search(name))
-    kinds = (("lack", missing), ("have", shapes), ("hold the unexpected tensors", unexpected))
+    kinds = (("lack", missing), ("have", shapes), ("hold the extra tensors", unexpected))
     said = ", and ".join(f"{verb} {_some(names)}" for verb, names in kinds if names)
     require(
         not said,

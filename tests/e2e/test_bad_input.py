@@ -80,7 +80,7 @@ CASES = {
         ["profile=demo", "model.path={files}/lacking", "data.train={files}/good.jsonl"],
         [
             "model.path={files}/lacking: its weights lack model.layers.1.mlp.down_proj.weight",
-            "the unexpected tensors mlp.down, so they",
+            "the extra tensors mlp.down, so they",
             "copy or download",
         ],
     ),

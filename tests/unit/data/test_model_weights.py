@@ -193,7 +193,7 @@ def test_a_renamed_tensor_is_named_twice(folder):
     tensor = load_file(folder / "model.safetensors")[DOWN]
     changed(folder, **{DOWN: None, "model.layers.1.mlp.down.weight": tensor})
     assert refusal(folder) == (
-        f"its weights lack {DOWN}, and hold the unexpected tensors model.layers.1.mlp.down.weight, so they do not "
+        f"its weights lack {DOWN}, and hold the extra tensors model.layers.1.mlp.down.weight, so they do not "
         "match the Qwen2ForCausalLM in its config.json; copy or download all files of the model again, or save it "
         "again with save_pretrained"
     )
@@ -201,7 +201,7 @@ def test_a_renamed_tensor_is_named_twice(folder):
 
 def test_many_names_are_counted(folder):
     changed(folder, **{f"extra.{n}": torch.zeros(1) for n in range(9)})
-    assert "hold the unexpected tensors extra.0, extra.1, extra.2 and 6 more, so they do not match" in refusal(folder)
+    assert "hold the extra tensors extra.0, extra.1, extra.2 and 6 more, so they do not match" in refusal(folder)
 
 
 def test_a_tensor_of_another_shape_is_refused(folder):
@@ -413,7 +413,7 @@ def test_what_the_loader_did_not_find_is_refused_by_name_too(folder, monkeypatch
         load_whole(AutoModelForCausalLM, str(folder), "model.path=here")
     said = (
         f"lack {DOWN}, and have model.norm.weight of the shape [3] instead of [{tensor.size(0)}], and hold the "
-        "unexpected tensors extra"
+        "extra tensors extra"
     )
     assert said in str(error.value)
 
