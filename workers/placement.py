@@ -574,7 +574,7 @@ def spawner(
     share = 0.5 if config.placement.share_ranks else 1.0  # an engine and a rank that share a GPU get one half each
     resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
     if has_gpus:
-        resources["num_gpus"] = share * (config.rollout.shards if engines else 1)
+        resources["num_gpus"] = share * (config.rollout.devices if engines else 1)
     environment = {
         **openmp_settings(threads),
         "TOKENIZERS_PARALLELISM": "false",

@@ -1,7 +1,6 @@
 """Writes files of samples: parquet tables of all samples of a step, and whole batches for debugging."""
 
 import math
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +9,9 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from rltrain.batch.data_proto import DataProto
+from rltrain.data.stored_samples import ROLLOUTS, sample_files
 
 SHOWN = 8  # number of samples of a step that are sent to trackers
-_OF_STEP = re.compile(r"(?:step|failed)_(\d+)\.parquet")
 # Columns with one value per response token. A table contains only the columns that its batch has: `old_log_probs` is
 # missing if one optimizer step trains on the whole batch, and `entropies` if no loss reads them.
 _OF_TOKENS = (
@@ -37,7 +36,7 @@ class SampleFiles:
     """
 
     def __init__(self, output_dir: Path, components: Sequence[str]) -> None:
-        self.tables, self.batches, self.components = output_dir / "rollouts", output_dir / "failed", list(components)
+        self.tables, self.batches, self.components = output_dir / ROLLOUTS, output_dir / "failed", list(components)
         self.tables.mkdir(exist_ok=True)
 
     def write_trained(self, step: int, batch: DataProto) -> Path:
@@ -73,9 +72,9 @@ class SampleFiles:
 
         Batches that were saved for debugging are not removed.
         """
-        for file in self.tables.iterdir():
-            if (found := _OF_STEP.fullmatch(file.name)) and int(found[1]) > step:
-                file.unlink()
+        for file in sample_files(self.tables.parent):
+            if file.step > step:
+                file.path.unlink()
 
 
 def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:

@@ -30,12 +30,13 @@ from rltrain.data.row_sources import BUILTIN, check_source
 from rltrain.monitoring.trackers.loading import check_trackers
 from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, load_function
 from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
+from rltrain.run.stored_runs import check_stored_run
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
 from rltrain.settings.schema import Config, DataConfig, RolloutConfig, TrainerConfig
 from rltrain.settings.typed import require
 from rltrain.tasks import TASKS, Task
 
-ENGINES = ("vllm", "hf")
+ENGINES = ("vllm", "hf", "stored")
 # Names of files and folders that a run writes. An output directory that contains one of them belongs to a run.
 RUN_FILES = (
     "config.yaml",
@@ -83,6 +84,8 @@ def check(config: Config, fetch: Callable[[Config], Config] = lambda config: con
     _check_rewards(config)
     sandbox_warning(config)
     check_algorithm(config)
+    if config.rollout.engine == "stored":
+        check_stored_run(config)
     if config.placement.launcher == "ray" and config.placement.address == "local":
         _check_machine(config)
     config = fetch(config)
@@ -272,7 +275,8 @@ def _check_writable(folder: Path, where: str) -> None:
 def _check_engine(rollout: RolloutConfig) -> None:
     require(
         rollout.engine in ENGINES,
-        f"rollout.engine={rollout.engine}: unknown engine; use rollout=vllm or rollout=hf",
+        f"rollout.engine={rollout.engine}: unknown engine; use rollout=vllm or rollout=hf, or rollout=stored "
+        "for the answers of an earlier run",
     )
     if rollout.engine != "vllm":
         return
@@ -379,9 +383,9 @@ def _demands(config: Config) -> list[tuple[str, int]]:
         engines += f" x rollout.vllm.tensor_parallel_size={shards}"
     ranks = f"placement.actor_ranks={placement.actor_ranks}"
     if placement.share_ranks:
-        return [(ranks, placement.actor_ranks), (engines, placement.rollout_replicas * shards)]
+        return [(ranks, placement.actor_ranks), (engines, placement.rollout_replicas * rollout.devices)]
     roles = len(config.roles(needs_critic=needs_critic(config.algorithm)))
-    total = placement.actor_ranks * roles + placement.rollout_replicas * shards
+    total = placement.actor_ranks * roles + placement.rollout_replicas * rollout.devices
     return [(f"{ranks} for each of {roles} training roles + {engines} = {total}", total)]
 
 

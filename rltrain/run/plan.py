@@ -296,7 +296,7 @@ def _size(parameters: int) -> str:
 
 def _answers(config: Config) -> str:
     rollout = config.rollout
-    engine = {"vllm": "vLLM", "hf": "transformers"}.get(rollout.engine, rollout.engine)
+    engine = {"vllm": "vLLM", "hf": "transformers", "stored": f"answers of {rollout.run}"}[rollout.engine]
     ends = f" or up to {' or '.join(map(repr, rollout.stop))}" if rollout.stop else ""
     return (
         f"{engine}, temperature {rollout.temperature:g}; prompts <= {rollout.max_prompt_length:,} tokens, answers <= "
@@ -366,6 +366,8 @@ def _memory(config: Config, facts: Facts) -> str:
 def _engine_memory(config: Config, facts: Facts) -> str:
     assert facts.parameters is not None, "the caller knows the size"
     vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
+    if config.rollout.engine == "stored":
+        return "no model"
     weights = f"weights {_bytes(facts.parameters * _BYTES[config.model.dtype] / config.rollout.shards)}"
     if vllm is None:
         return weights

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError
+from rltrain.base.storage import absolute
 from rltrain.rewards.loading import is_penalty, success_score
 from rltrain.settings.schema import ALL_LINEAR
 from rltrain.settings.typed import require
@@ -32,6 +33,8 @@ def expand(values: dict[str, Any]) -> None:
     rollout = values.get("rollout")
     if isinstance(rollout, dict) and isinstance(rollout.get("stop"), str):
         rollout["stop"] = [rollout["stop"]]
+    if isinstance(rollout, dict) and isinstance(rollout.get("run"), str):
+        rollout["run"] = absolute(rollout["run"])
     algorithm, trainer = values.get("algorithm"), values.get("trainer")
     if isinstance(algorithm, dict) and isinstance(trainer, dict):
         algorithm["correction"] = _correction(algorithm, trainer.get("max_staleness"))

@@ -357,7 +357,14 @@ class VLLMConfig:
 class RolloutConfig:
     """Settings for the generation of answers."""
 
-    engine: str = key("Program that generates the answers. vllm: vLLM. hf: transformers.", values="`vllm` or `hf`")
+    engine: str = key(
+        "Source of the answers. vllm: vLLM generates them. hf: transformers generates them. stored: the answers of an "
+        "earlier run are used again.",
+        values="`vllm`, `hf` or `stored`",
+    )
+    run: str | None = key(
+        "Output folder of the earlier run whose stored answers are used. Only for rollout=stored. null: another engine."
+    )
     samples_per_prompt: int = key("Number of answers to each prompt. These answers form a group.", at_least=1)
     temperature: float = key(
         "Temperature of the distribution from which answers are sampled. The same distribution is trained.",
@@ -399,6 +406,11 @@ class RolloutConfig:
     vllm: VLLMConfig | None = key("Settings that only vLLM uses. null: another engine.", changeable=True)
 
     def __post_init__(self) -> None:
+        require(
+            self.run is None or self.engine == "stored",
+            f"run={self.run} with rollout.engine={self.engine}: only the engine `stored` reads the answers of a run; "
+            "use rollout=stored, or leave rollout.run out",
+        )
         for text in self.stop:
             require(
                 text != "" and _is_unicode(text),
@@ -419,6 +431,11 @@ class RolloutConfig:
         """The settings that restrict the distribution, such as `rollout.top_p=0.9`; "" if there are none."""
         parts = [("top_p", self.top_p, self.top_p < 1), ("top_k", self.top_k, self.top_k > 0)]
         return ", ".join(f"rollout.{name}={value:g}" for name, value, on in parts if on)
+
+    @property
+    def devices(self) -> int:
+        """Number of devices that one inference engine occupies."""
+        return 0 if self.engine == "stored" else self.shards
 
     @property
     def shards(self) -> int:
@@ -508,7 +525,7 @@ class Config:
             "trainer shares in this case; use rollout=hf, or placement=local",
         )
         require(
-            not self.trainer.deterministic or self.rollout.engine == "hf" or self.placement.rollout_replicas == 1,
+            not self.trainer.deterministic or self.rollout.engine != "vllm" or self.placement.rollout_replicas == 1,
             f"trainer.deterministic=true with {self.placement.rollout_replicas} vLLM replicas: which replica answers "
             "depends on timing; use placement.rollout_replicas=1 or rollout=hf",
         )

@@ -27,7 +27,6 @@ DOCUMENTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docker/READM
 WITHOUT_COMMANDS = {
     "docs/coming-from-other-trainers.md",
     "docs/metrics.md",
-    "docs/algorithms.md",
     "docs/how-it-is-built.md",
 }
 LONGEST_README = 200  # lines; takes five minutes to read

@@ -15,7 +15,11 @@ from workers.rollout.stop_strings import text_before
 from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
-ENGINES = {"vllm": "workers.rollout.vllm_engine:make", "hf": "workers.rollout.hf_engine:make"}
+ENGINES = {
+    "vllm": "workers.rollout.vllm_engine:make",
+    "hf": "workers.rollout.hf_engine:make",
+    "stored": "workers.rollout.stored_engine:make",
+}
 # After the first finished answer, `poll` waits for further answers of a busy engine.
 # The wait is LINGER_SHARE times the time since the last request, but at least LINGER_S and at most LONGEST_LINGER_S.
 LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02

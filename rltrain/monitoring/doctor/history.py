@@ -9,8 +9,9 @@ from typing import Any
 import pyarrow.parquet as pq
 
 from rltrain.base.errors import described
+from rltrain.data.stored_samples import SampleFile
 from rltrain.monitoring.alarms import PERSISTENT_STEPS, START_STEPS, WINDOW_STEPS
-from rltrain.monitoring.report.run_files import RunFiles, SampleFile
+from rltrain.monitoring.report.run_files import RunFiles
 
 ENOUGH_STEPS = 3  # number of steps with a condition below which the condition may be chance
 SOLVED_ACCURACY = 0.95  # share of correct answers from which a task counts as solved

@@ -4,7 +4,6 @@ If a file is damaged, the report contains a note instead of the file's content, 
 """
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,27 +13,11 @@ import yaml
 
 from rltrain.base.errors import ConfigError, described, one_line
 from rltrain.base.secret_values import redacted
+from rltrain.data.stored_samples import SampleFile, sample_files
 from rltrain.monitoring.report.config_differences import COMMAND, Command, read_command
 from rltrain.monitoring.token_texts import TOKENS, read_token_texts
 
 CONFIG = "config.yaml"
-ROLLOUTS = "rollouts"
-_SAMPLES = re.compile(r"(step|failed)_(\d+)\.parquet")
-
-
-@dataclass(frozen=True)
-class SampleFile:
-    """A table of samples in the folder `rollouts`.
-
-    Attributes:
-        path: path of the parquet file.
-        step: number of the training step.
-        failed: True if the step was not trained on, because too many rewards failed.
-    """
-
-    path: Path
-    step: int
-    failed: bool
 
 
 @dataclass
@@ -104,15 +87,6 @@ def _require_run(folder: Path) -> None:
         raise ConfigError(f"{folder}: is not a folder; {hint}")
     if not any((folder / name).exists() for name in ("metrics.jsonl", CONFIG)):
         raise ConfigError(f"{folder}: holds neither metrics.jsonl nor {CONFIG}, so no run wrote it; {hint}")
-
-
-def sample_files(folder: Path) -> list[SampleFile]:
-    """Return the tables of samples of a run, in the order of their steps."""
-    rollouts = folder / ROLLOUTS
-    names = [path.name for path in rollouts.iterdir()] if rollouts.is_dir() else []
-    found = [match for name in names if (match := _SAMPLES.fullmatch(name))]
-    files = [SampleFile(rollouts / match[0], int(match[2]), match[1] == "failed") for match in found]
-    return sorted(files, key=lambda file: (file.step, file.failed))
 
 
 def _text(run: RunFiles, name: str, *, needed: bool = True) -> str | None:

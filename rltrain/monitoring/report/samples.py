@@ -24,7 +24,8 @@ import pyarrow.parquet as pq
 
 from rltrain.base.errors import described
 from rltrain.base.secret_values import redacted
-from rltrain.monitoring.report.run_files import RunFiles, SampleFile
+from rltrain.data.stored_samples import SampleFile
+from rltrain.monitoring.report.run_files import RunFiles
 
 SMALLEST = 1e-3  # the constant s of the codes of real numbers: their resolution near 0 is s / k
 # Compressed bytes per number for each constant k, from the finest to the coarsest rounding. The numbers of bytes were

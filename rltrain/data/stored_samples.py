@@ -1,0 +1,80 @@
+"""Finds the samples that a run has stored: the parquet tables in the folder `rollouts` of its output folder.
+
+`rltrain.monitoring.sample_files` writes the tables. Each table has one row per sample of a training step. The rows of a
+prompt group follow each other, in the order of their sample numbers.
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from pathlib import Path
+
+import pyarrow.parquet as pq
+
+from rltrain.base.errors import ConfigError, described
+
+ROLLOUTS = "rollouts"  # subfolder of a run's output folder
+_TABLE = re.compile(r"(step|failed)_(\d+)\.parquet")
+
+
+@dataclass(frozen=True)
+class SampleFile:
+    """A table of samples.
+
+    Attributes:
+        path: path of the parquet file.
+        step: number of the training step.
+        failed: True if the step was not trained on, because too many rewards failed.
+    """
+
+    path: Path
+    step: int
+    failed: bool
+
+
+def sample_files(folder: Path) -> list[SampleFile]:
+    """Return the tables of samples of a run, in the order of their steps; [] if the run has stored none."""
+    rollouts = folder / ROLLOUTS
+    names = [path.name for path in rollouts.iterdir()] if rollouts.is_dir() else []
+    found = [match for name in names if (match := _TABLE.fullmatch(name))]
+    files = [SampleFile(rollouts / match[0], int(match[2]), match[1] == "failed") for match in found]
+    return sorted(files, key=lambda file: (file.step, file.failed))
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """The samples of one prompt group, which are adjacent rows of a table.
+
+    Attributes:
+        path: path of the table.
+        first: number of the first row.
+        size: number of samples.
+    """
+
+    path: Path
+    first: int
+    size: int
+
+
+def stored_groups(folder: Path) -> Mapping[int, StoredGroup]:
+    """Find the prompt groups whose samples a run has stored, by their numbers (`uid`).
+
+    Raises:
+        ConfigError: a table cannot be read.
+    """
+    groups: dict[int, StoredGroup] = {}
+    # A step that failed and was repeated after a resume has two tables. Its table of trained samples comes first.
+    for file in sample_files(folder):
+        try:
+            uids: list[int] = pq.read_table(file.path, columns=["uid"])["uid"].to_pylist()
+        except Exception as error:  # the reader may raise any exception on a damaged file
+            raise ConfigError(
+                f"{file.path}: cannot be read ({described(error, 120)}); copy the run's folder again"
+            ) from None
+        first = 0
+        for uid, rows in groupby(uids):
+            size = len(list(rows))
+            groups.setdefault(uid, StoredGroup(file.path, first, size))
+            first += size
+    return groups

@@ -1,0 +1,98 @@
+"""Checks of a run that trains on the stored answers of an earlier run (`rollout=stored`)."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rltrain.algorithms import required_columns
+from rltrain.base.errors import ConfigError, described
+from rltrain.base.storage import absolute, local_path
+from rltrain.data.stored_samples import stored_groups
+from rltrain.settings.algorithm_config import AlgorithmConfig
+from rltrain.settings.schema import Config
+from rltrain.settings.typed import require
+
+# Keys that say from which distribution the answers were sampled. The trainer computes its log-probs accordingly.
+_DISTRIBUTION = ("temperature", "top_p", "top_k")
+
+
+def check_stored_run(config: Config) -> None:
+    """Check that the earlier run has stored all answers that this run needs.
+
+    The engine checks the prompts themselves when the run trains.
+
+    Raises:
+        ConfigError: the folder is not the output folder of a run, or lacks answers; the answers were sampled with other
+            settings; or the algorithm or an evaluation needs answers that no run stores.
+    """
+    rollout = config.rollout
+    if rollout.run is None:
+        raise ConfigError("rollout=stored without rollout.run: name the output folder of a run, as rollout.run=RUN_DIR")
+    where = f"rollout.run={rollout.run}"
+    folder = local_path(rollout.run, where)
+    require(
+        folder != Path(absolute(config.trainer.output_dir)),
+        f"{where}: is also trainer.output_dir, where this run writes its own answers; name two folders",
+    )
+    _require_sampled_groups_only(config.algorithm)
+    require(
+        not config.data.evaluations,
+        "rollout=stored with evaluation prompts: stored answers belong to training prompts, and no engine generates; "
+        "use data.val=null without data.val_sets",
+    )
+    groups = stored_groups(folder)
+    require(
+        bool(groups),
+        f"{where}: holds no tables rollouts/*.parquet; give the output folder of a run (trainer.output_dir)",
+    )
+    _require_same_distribution(config, _config_of(folder, where), where)
+    steps, samples = config.trainer.total_steps, rollout.samples_per_prompt
+    needed = range(steps * config.trainer.prompts_per_step) if config.trainer.total_epochs is None else groups
+    missing = [uid for uid in needed if uid not in groups]
+    require(
+        not missing,
+        f"{where}: has stored {len(groups)} prompt groups, and {len(needed)} are needed (trainer.total_steps={steps} x "
+        f"trainer.prompts_per_step={config.trainer.prompts_per_step}), of which number {missing[0] if missing else 0} "
+        "is not stored; take fewer steps, or a run that used all its groups",
+    )
+    fewest = min(groups[uid].size for uid in needed)
+    require(
+        samples <= fewest,
+        f"rollout.samples_per_prompt={samples}: {where} has stored {fewest} answers to a prompt; use at most {fewest}",
+    )
+
+
+def _require_sampled_groups_only(algorithm: AlgorithmConfig) -> None:
+    """Raise ConfigError if the algorithm needs answers besides those that it trains on, which no run stores."""
+    require(
+        not algorithm.dynamic_sampling,
+        f"rollout=stored with algorithm.dynamic_sampling={algorithm.dynamic_sampling}: a run does not store the groups "
+        "that dynamic sampling drops; use algorithm.dynamic_sampling=0",
+    )
+    require(
+        "baseline_rewards" not in required_columns(algorithm.advantage_estimator, algorithm.loss_mode),
+        f"rollout=stored with algorithm.advantage_estimator={algorithm.advantage_estimator}: it needs a greedy answer "
+        "to each prompt, and a run stores sampled answers only; use another estimator",
+    )
+
+
+def _config_of(folder: Path, where: str) -> Mapping[str, Any]:
+    """Return the section `rollout` of the earlier run's config."""
+    try:
+        found = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["rollout"]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
+        raise ConfigError(f"{where}: its config.yaml cannot be read ({described(error, 120)})") from None
+    require(isinstance(found, Mapping), f"{where}: its config.yaml has no settings of rollout")
+    return found  # type: ignore[no-any-return]
+
+
+def _require_same_distribution(config: Config, earlier: Mapping[str, Any], where: str) -> None:
+    for key in _DISTRIBUTION:
+        now, then = getattr(config.rollout, key), earlier.get(key)
+        require(
+            now == then,
+            f"rollout.{key}={now}: {where} sampled its answers with {then}, and the loss needs the same; use "
+            f"rollout.{key}={then}",
+        )

@@ -1,0 +1,113 @@
+"""Rollout engine that returns the answers of an earlier run instead of generating new ones.
+
+The engine reads the answers from the tables of samples in the earlier run's output folder, with the tokens, log-probs
+and weight versions of that run. A run with the same settings, data and seed therefore repeats all updates of the
+earlier run. A run with another loss, reward or learning rate trains on the same answers.
+"""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from rltrain.base.errors import ConfigError
+from rltrain.data.stored_samples import stored_groups
+from rltrain.settings.schema import Config
+from workers.rollout.messages import Completion, Request
+from workers.sync.buckets import Bucket
+
+_COLUMNS = ["prompt_ids", "response_ids", "rollout_log_probs", "policy_version", "finish_reason"]
+_OPEN_TABLES = 4  # number of tables that are kept in memory; requests of neighbouring steps may be mixed
+
+
+class StoredEngine:
+    """Engine that looks answers up in the tables of a run.
+
+    An answer is found by the number of its prompt group, and by its number in the group.
+
+    Args:
+        folder: Output folder of the earlier run.
+
+    Raises:
+        ConfigError: A table cannot be read.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.groups = folder, stored_groups(folder)
+        self.waiting: list[Request] = []
+        self._table = functools.lru_cache(_OPEN_TABLES)(functools.partial(pq.read_table, columns=_COLUMNS))
+
+    @property
+    def busy(self) -> bool:
+        """Return whether any request is unfinished."""
+        return bool(self.waiting)
+
+    def add(self, requests: Sequence[Request]) -> None:
+        """Queue requests."""
+        self.waiting += requests
+
+    def step(self) -> list[Completion]:
+        """Return the stored answers to all queued requests.
+
+        Raises:
+            ConfigError: The run has stored no answer to a request, has stored an answer to another prompt, or has
+                stored an answer that is longer than the request allows.
+        """
+        requests, self.waiting = self.waiting, []
+        return [self._answer(request) for request in requests]
+
+    def _answer(self, request: Request) -> Completion:
+        (uid, sample), where = request.key, f"rollout.run={self.folder}"
+        group = self.groups.get(uid)
+        if group is None or sample >= group.size:
+            raise ConfigError(
+                f"{where}: it has stored no sample {sample} of prompt group {uid}; take fewer steps or samples, and no "
+                "evaluation"
+            )
+        table: pa.Table = self._table(group.path)
+        (row,) = table.slice(group.first + sample, 1).to_pylist()
+        if row["prompt_ids"] != request.prompt_ids:
+            raise ConfigError(
+                f"{where}: prompt group {uid} has another prompt there; use the data settings, trainer.seed and "
+                "tokenizer of that run"
+            )
+        if len(row["response_ids"]) > request.max_tokens:
+            raise ConfigError(
+                f"{where}: it has stored an answer of {len(row['response_ids'])} tokens; raise "
+                f"rollout.max_response_length={request.max_tokens}"
+            )
+        return Completion(
+            request.key,
+            row["response_ids"],
+            row["rollout_log_probs"],
+            row["finish_reason"],
+            row["policy_version"],
+        )
+
+    def abort(self) -> None:
+        """Drop all unfinished requests."""
+        self.waiting = []
+
+    def start_load(self) -> None:
+        """Do nothing, because stored answers do not depend on the current weights."""
+
+    def load_bucket(self, bucket: Bucket) -> None:
+        """Ignore the weights."""
+
+    def finish_load(self, version: int) -> None:
+        """Do nothing, because stored answers have the weight versions of their own run."""
+
+    def sleep(self) -> bool:
+        """Return False, because the engine holds no device memory."""
+        return False
+
+    def close(self) -> None:
+        """Do nothing, because the engine has no processes or threads to end."""
+
+
+def make(config: Config, path: str, stop_ids: Sequence[int]) -> StoredEngine:
+    """Return the engine of stored answers for a config. It needs neither the model nor its end tokens."""
+    assert config.rollout.run is not None, "`rltrain.run.checks` refuses rollout=stored without rollout.run"
+    return StoredEngine(Path(config.rollout.run))
