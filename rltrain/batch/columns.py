@@ -1,4 +1,4 @@
-"""Columns of a batch, stored as values and offsets, and functions that copy rows between batches, each byte once.
+"""Columns of a batch, stored as values and offsets, and functions that copy rows between batches.
 
 The values of a column are either a tensor or *stored*, that is, bytes of a received batch in memory that other
 processes may read too. Stored bytes are read-only, and no tensor shares memory with them. A caller that needs some
@@ -57,7 +57,7 @@ class Column:
     tensor: Tensor | None = None
 
     def own(self) -> Tensor:
-        """Return the values of the column as a tensor.
+        """Return the values of all rows of the column as one tensor.
 
         If the column is stored as bytes, the first call copies the values into a tensor.
         """

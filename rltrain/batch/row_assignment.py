@@ -55,8 +55,8 @@ def microbatches(
 ) -> list[Rows]:
     """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
 
-    By default, first-fit packing with the longest row first determines the number of micro-batches. If `count` is
-    larger than the first-fit result, the number of micro-batches is `count`, but at most the number of rows.
+    By default, the number of micro-batches is the result of first-fit packing, which places the longest rows first. If
+    `count` is larger than the first-fit result, the number of micro-batches is `count`, but at most the number of rows.
 
     Raises:
         ValueError: a single row is longer than `max_tokens`.
