@@ -458,7 +458,7 @@ def start_model(config: Config, display: "ConsoleDisplay") -> str:
 
 
 def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, PromptSet]]:
-    """Load the training prompts, and the prompts of each evaluation set by the name of the set.
+    """Load the training prompts and the evaluation prompts; the evaluation sets are returned as a dict by name.
 
     Raise ConfigError if the data lacks a column that a reward function reads.
     """

@@ -110,7 +110,8 @@ def normalize_rewards(
     `mean_level` of None turns off the subtraction of the mean, and a `std_level` of None turns off the division by the
     std. The std is computed from the raw scores of the population that `std_level` selects, around the mean of the same
     population. With `unbiased`, the sum of squared deviations is divided by n - 1 instead of n. With `leave_one_out`,
-    the mean of the population's *other* rows is subtracted from each row, which gives k/(k-1) (r - mean) for k rows.
+    the mean over all *other* rows of the population is subtracted from the score of a row, which gives k/(k-1) (r -
+    mean) for k rows.
 
     A row that is not `valid` has no score, is excluded from the statistics and gets 0.
 
@@ -228,8 +229,8 @@ def normalize_advantages(
     ("group"), or of all rows ("batch"). A `mean_level` of None turns off the subtraction of the mean, and a `std_level`
     of None turns off the division by the std. Each token counts once, so a long row weighs more than a short one. The
     std is computed from the raw advantages of the population that `std_level` selects. With `unbiased`, the sum of
-    squared deviations is divided by n - 1 instead of n. With `leave_one_out`, the mean of the population's *other*
-    tokens is subtracted from each token, which gives n/(n-1) (A - mean) for n tokens.
+    squared deviations is divided by n - 1 instead of n. With `leave_one_out`, the mean over all *other* tokens of the
+    population is subtracted from the advantage of a token, which gives n/(n-1) (A - mean) for n tokens.
 
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
     enter the statistics; None means all rows. Tokens of rows that are not `counted` are normalised by the statistics of

@@ -1,4 +1,4 @@
-"""Runs named asyncio tasks in the background of training, and ends waits when a background task fails."""
+"""Runs named asyncio tasks in the background of training, and passes the failure of a task on to waiting coroutines."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ class BackgroundTasks:
         return task
 
     def interrupt(self, error: BaseException) -> None:
-        """Make all present and later calls of `until` raise the given error, as if a background task had failed."""
+        """Make all current and future calls of `until` raise the given error, as if a background task had failed."""
         self._failures.append(error)
         self._changes.notify()
 

@@ -2,7 +2,7 @@
 
 Each process keeps its own events in memory until `take` is called. Event times come from the wall clock of the
 process's machine (`time.time_ns`). If the clocks of two machines differ, the events of the two machines are shifted
-against each other by the same amount.
+against each other by the difference.
 
 The recorder is off until `start` is called. While the recorder is off, a call of `span` returns a shared context
 manager that does nothing.
@@ -24,9 +24,10 @@ VARIABLE = "RLTRAIN_TRACE"  # environment variable that starts the recorder of a
 CALLS = "calls"  # track of calls to the roles (such as actor or critic) of a training rank
 OTHER_TASKS = "other tasks"  # track of asyncio tasks that were not given a name
 MOST_EVENTS = 200_000  # maximum number of events that a process keeps; further events are only counted
-_MERGE_NS = 5_000_000  # two events of the same name are merged only if the gap between the events is at most 5 ms
-_UNNAMED = re.compile(r"Task-\d+")  # default name of an asyncio task
-_OF_STEP = re.compile(r" of step \d+")  # removed from track names, so that all steps of a run share one track
+_MERGE_NS = 5_000_000  # two events of one track are merged only if the gap between the events is at most 5 ms
+_UNNAMED = re.compile(r"Task-\d+")  # matches the default name of an asyncio task
+# matches the step number in a task's name, which is removed so that all steps of a run share one track
+_OF_STEP = re.compile(r" of step \d+")
 
 
 class Event(NamedTuple):
@@ -84,7 +85,8 @@ class _Recorder:
 
     def clear(self) -> None:
         self.events: list[Event] = []
-        self.latest: dict[str, int] = {}  # by track: index of the latest event, if a later event may extend it
+        # maps a track to the index of the track's latest event, if a later event may extend the latest event
+        self.latest: dict[str, int] = {}
         self.lost = 0
 
     def add(self, event: Event, *, merged: bool = False) -> None:

@@ -102,7 +102,7 @@ def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows
 def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
     """Split micro-batches until their number is `count`.
 
-    Each split divides the micro-batch with the most work among the micro-batches with at least two rows.
+    Each split divides the micro-batch with the most work, but never a micro-batch with a single row.
     """
     cuts = [list(cut) for cut in cuts]
     while len(cuts) < count:

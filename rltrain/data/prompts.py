@@ -52,7 +52,7 @@ class Prompt:
 class PromptSet(Sequence[Prompt]):
     """The checked and tokenized prompts of one source.
 
-    A `Prompt` object is created each time an item of the set is read.
+    A new `Prompt` object is created each time an item of the set is read.
 
     Attributes:
         source: the source of the prompts, as written in the config.

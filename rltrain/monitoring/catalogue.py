@@ -1,6 +1,6 @@
 """The catalogue of all metrics that a run writes, with name, meaning, unit and healthy range.
 
-This command generates `docs/metrics.md` from the list of metrics:
+The following command generates `docs/metrics.md` from the list of metrics:
 
     python -m rltrain.monitoring.catalogue > docs/metrics.md
 

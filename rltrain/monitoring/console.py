@@ -129,8 +129,8 @@ class ConsoleDisplay:
         """Return an estimate of the time until the last step, such as "  12 min left"; "" before the third step.
 
         The estimate assumes that the remaining steps take as long on average as the last `TIMED_STEPS` steps, including
-        evaluations and checkpoints. The first step of a process is left out, because starting and compiling make the
-        first step slow.
+        evaluations and checkpoints. The estimate leaves out the first step of a process, because process start and
+        compilation make the first step slow.
         """
         (first, began), (last, ended) = self.ended[0], self.ended[-1]
         if last - first < 2 or last >= self.total_steps:

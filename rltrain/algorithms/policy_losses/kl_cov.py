@@ -1,4 +1,4 @@
-"""KL-Cov policy loss, which keeps a few tokens with a high covariance of log-prob and advantage near the old policy.
+"""KL-Cov policy loss, which penalises policy changes on tokens with a high covariance of log-prob and advantage.
 
 Updates on tokens with a high covariance of log-prob and advantage would make the entropy of the policy collapse.
 """

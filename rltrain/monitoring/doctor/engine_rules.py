@@ -13,7 +13,7 @@ from rltrain.monitoring.doctor.history import (
 )
 
 DEFAULT_GAP = 0.02  # default of `rollout.max_log_prob_gap` in nats a token, used if the run has no config
-GROWN_GAP = 10.0  # growth of the gap since the first step that differences in arithmetic alone never cause
+GROWN_GAP = 10.0  # factor of growth of the log-prob gap that differences in arithmetic alone never cause
 CUT_SHARE = 0.5  # share of truncated answers at which the length limit dominates what the policy learns
 SMALL_SAMPLE = 0.5  # if the effective sample size is below this share, most of a batch is wasted
 
@@ -86,7 +86,7 @@ def stale_answers(history: History) -> Finding | None:
     """Detect off-policy answers for which no correction is configured.
 
     Older weights sampled some answers (`rollout/staleness_max` is above 0), and the mean gap of all steps between the
-    log-probs of engine and actor is above `rollout.max_log_prob_gap`. The config has no correction:
+    log-probs of engine and actor is above `rollout.max_log_prob_gap`. No correction is configured, that is,
     `algorithm.correction.level` and `algorithm.rejection.kl_estimator` are null, and `algorithm.old_log_probs` is
     `actor`.
     """
@@ -115,8 +115,8 @@ def stale_answers(history: History) -> Finding | None:
 def answers_too_old(history: History) -> Finding | None:
     """Detect answers that are too old to learn from.
 
-    Older weights sampled some answers, and the mean effective sample size of the importance weights over the last 5
-    steps is below 0.5.
+    Older weights sampled some answers, and the effective sample size of the importance weights, as a mean over the last
+    5 steps, is below half of the number of tokens.
     """
     sizes = history.points("rollout/effective_sample_size") or history.points("actor/engine_effective_sample_size")
     if len(sizes) < ENOUGH_STEPS or not _asynchronous(history) or last_mean(sizes) >= SMALL_SAMPLE:

@@ -12,7 +12,7 @@ from rltrain.base.errors import described
 from rltrain.monitoring.alarms import PERSISTENT_STEPS, START_STEPS, WINDOW_STEPS
 from rltrain.monitoring.report.run_files import RunFiles, SampleFile
 
-ENOUGH_STEPS = 3  # a condition that holds in fewer steps may be due to chance
+ENOUGH_STEPS = 3  # minimum number of steps in which a condition must hold, because fewer steps may be due to chance
 SOLVED_ACCURACY = 0.95  # minimum share of correct answers for a task to count as solved
 
 Points = list[
@@ -150,9 +150,9 @@ def windows(points: Points) -> Points:
 
 
 def final_streak(points: Points, holds: Callable[[float], bool], steps: int = PERSISTENT_STEPS) -> Points:
-    """Return the longest run of values at the end of `points` that all fulfil a condition.
+    """Return the longest streak of values at the end of `points` that all fulfil a condition.
 
-    The result is [] if the run has fewer than `steps` values.
+    The result is [] if the streak has fewer than `steps` values.
     """
     count = 0
     while count < len(points) and holds(points[-1 - count][1]):

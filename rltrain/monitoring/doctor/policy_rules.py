@@ -14,18 +14,18 @@ from rltrain.monitoring.doctor.history import (
     start_mean,
 )
 
-HEALTHY_KL = 0.1  # up to this KL in nats a token, the updates of one step have a usual size
-LARGE_KL = 0.3  # if the updates of several steps each exceed this KL in nats a token, updates are too large
-HUGE_KL = 0.5  # KL in nats a token at which the updates of one step are too large if the reward then falls
-HEALTHY_CLIPPED = 0.3  # up to this share of clipped tokens, the updates of one step have a usual size
-EXPLODED = 10.0  # minimum growth of the gradient norm since the first step that counts as an explosion
-LOST_SPREADS = 0.5  # a fall of the reward by this number of standard deviations of single rewards is not noise
-JUMP = 3.0  # at a usual learning rate, the entropy never changes by this factor in one step
-FAR_KL = 1.0  # at this KL in nats a token, the policy's text has little in common with the reference policy's text
+HEALTHY_KL = 0.1  # maximum usual KL of one step's updates, in nats a token
+LARGE_KL = 0.3  # KL of one step's updates, in nats a token, that is too large if it occurs in several steps
+HUGE_KL = 0.5  # KL of one step's updates, in nats a token, that is too large if the reward falls afterwards
+HEALTHY_CLIPPED = 0.3  # maximum usual share of clipped tokens in one step
+EXPLODED = 10.0  # factor of growth since the first step at which the gradient norm counts as exploded
+LOST_SPREADS = 0.5  # minimum fall of the mean reward that is not noise, in standard deviations of single rewards
+JUMP = 3.0  # factor of change of the entropy in one step that never occurs at a usual learning rate
+FAR_KL = 1.0  # KL to the reference, in nats a token, at which the policy's text hardly resembles the reference's text
 GROWN_ENTROPY = 2.0  # minimum ratio of the last entropy to the entropy at the start, for the rule `entropy grows`
 GROWN_BY = 0.5  # minimum rise of the entropy in nats a token, for the rule `entropy grows`
-CRITIC_STEPS = 20  # number of steps that a new critic gets before it is judged
-JUDGED_STEPS = 10  # number of last steps over which the noisy explained variance of a critic is averaged
+CRITIC_STEPS = 20  # minimum number of training steps before a critic is judged
+JUDGED_STEPS = 10  # number of most recent steps over which a critic's noisy explained variance is averaged
 
 
 def learning_rate_too_high(history: History) -> Finding | None:
@@ -68,7 +68,7 @@ def shown_rate(history: History) -> str:
     """Return the learning rate to recommend, as text.
 
     If the preset's learning rate is at most half the run's learning rate, the preset's learning rate is recommended.
-    Otherwise, a tenth of the run's learning rate is recommended.
+    If the preset's learning rate is higher or unknown, a tenth of the run's learning rate is recommended.
     """
     rate, preset = history.number("actor.lr", 0.0), history.preset("actor.lr")
     lower = isinstance(preset, int | float) and 0 < preset <= rate / 2
@@ -83,9 +83,10 @@ def _rate(history: History) -> str:
 
 
 def _jump(history: History) -> int | None:
-    """Return the last step before a jump of the entropy that was followed by a lower reward.
+    """Return the step just before the first entropy jump that is followed by a fall of the reward.
 
-    If the run has several such jumps, the first jump counts. If the run has no such jump, the result is None.
+    An entropy jump is a change of the entropy by a factor of at least 3 from one step to the next. The result is None
+    if no entropy jump is followed by a fall of the reward.
     """
     entropy = [point for point in history.points("rollout/entropy") if point[1] > 0]
     for (step, before), (_, after) in pairwise(entropy):
