@@ -74,7 +74,8 @@ class Tracker:
 
         Args:
             step: last training step whose results are kept.
-            kept: content after `step` of each file that checkpoints copy, by file name; {} at the start of a run.
+            kept: content that each file in `IN_CHECKPOINTS` had after the training step `step`, by file name; {} at the
+                start of a run.
 
         Returns:
             The metrics of all training steps up to `step`.

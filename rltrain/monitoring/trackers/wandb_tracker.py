@@ -80,8 +80,9 @@ class WandbTracker:
         self.run.log({"samples": wandb.Table(**table_of(rows))}, step=step)
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Start a W&B run with the rows up to the step after which the run resumes, or continue the W&B run that
-        belongs to the output folder.
+        """Start a W&B run, or continue the W&B run that belongs to the output folder.
+
+        A new W&B run receives the metrics of all kept training steps and evaluations.
 
         A continued W&B run loses its rows after the training step `step`.
         """
