@@ -27,7 +27,7 @@ def _report(words: list[str]) -> None:
     try:
         notes = write(folders, output)
     except OSError as error:
-        error.filename = error.filename or str(output)  # the error of a full disk names no file
+        error.filename = error.filename or str(output)  # the OSError of a full disk has no file name
         raise
     for note in notes:
         print(f"note: {one_line(note, LONGEST)}", file=sys.stderr)  # noqa: T201

@@ -77,8 +77,8 @@ class Trainer:
         incarnation: number of times that the run was restored, which together with `step` identifies the weights.
         origin: checkpoint to which the run was last restored; None if the run was never restored to a checkpoint.
         beginning: state of the driver before the first step; None if the run began from a checkpoint.
-        engine_checked: whether the engine's log-probs were compared with the actor's. True from the start if top-p or
-            top-k makes the engine's log-probs those of another distribution.
+        engine_checked: whether the engine's log-probs were compared with the actor's log-probs. With top-p or top-k,
+            `engine_checked` is True from the start, because the engine's log-probs belong to a restricted distribution.
         checked_before: value of `engine_checked` before the current step.
         dropped: uids of the prompt groups that the last step dropped.
     """
@@ -233,7 +233,8 @@ class Trainer:
     def last_good(self) -> Checkpoint | None:
         """Return the newest undamaged checkpoint of the run.
 
-        Without an undamaged checkpoint, return the checkpoint to which the run was last restored, or None.
+        If there is no undamaged checkpoint, return the checkpoint to which the run was last restored. If the run was
+        never restored to a checkpoint, return None.
         """
         return self.checkpoints.newest() or self.origin
 
@@ -440,7 +441,7 @@ class Trainer:
         await self.collector.rollout.load(self.actor.ranks, self.step, check=self.config.rollout.verify_sync)
 
     async def evaluate(self) -> None:
-        """Evaluate the policy on all evaluation sets, sampled and greedy, unless the step is already evaluated."""
+        """Evaluate sampled and greedy answers to all evaluation sets, unless the current step is already evaluated."""
         if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rltrain.rewards.boxed import last_boxed
 
-_TAIL = 1000  # for a response without a box: number of characters that are searched, counted from the end
+_TAIL = 1000  # number of characters at the end of a response that are searched if the response has no box
 _LONGEST = 500  # largest length of an expression, in characters
 _DEEPEST = 10  # largest nesting depth of brackets; the parser's time may double with each level
 _HUGE = re.compile(

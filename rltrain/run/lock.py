@@ -72,7 +72,8 @@ class RunLock:
                 f"{where}: another run is using this folder (process {holder}, {file}); wait until that run ends, or "
                 "name a new folder"
             ) from None
-        except OSError:  # the file system has no locks, or write access is missing, which a later write reports
+        # raised if the file system has no locks, or if write access is missing; a later write reports missing access
+        except OSError:
             return
         self.held.append(lock)
 

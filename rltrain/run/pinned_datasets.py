@@ -47,7 +47,7 @@ def fetch_datasets(config: Config, console: Console) -> Config:
 
 
 def _sources(train: str | None, val: str | None, sets: Mapping[str, str]) -> dict[str, str]:
-    """Return the sources by the config key under `data` that names each of them."""
+    """Return a dict from each config key under `data` that names a data source to the data source."""
     sources = {"train": train, "val": val} | {f"val_sets.{name}": source for name, source in sets.items()}
     return {key: source for key, source in sources.items() if source is not None}
 

@@ -68,7 +68,8 @@ def _likeness(key: str, name: str) -> float:
     # factor 0.9.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
-    # The beginning of a long name is less similar to it than to a short name with the same section.
+    # A key that is only the beginning of a long name may be more similar to a short name, so a matching beginning
+    # counts 0.9.
     return max(whole, 0.9 * last, 0.9 * name.startswith(key))
 
 
