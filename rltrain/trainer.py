@@ -67,7 +67,8 @@ class Trainer:
         tracker: records metrics and samples.
         checkpoints: saves and reads the checkpoints of the run.
         val_prompts: prompts of each evaluation set, by the name of the set; "" is the name of the set of `data.val`.
-        tasks: the run's background tasks. An interruption of the run ends only waits during which nothing can be lost.
+        tasks: the run's background tasks. An interruption of the run cancels only waits during which no results can be
+            lost.
         restart: function that ends all processes of the training ranks and starts new processes; None if the ranks
             cannot be restarted.
         timeline: collects the events of all processes after each step; None if the run has no timeline.
@@ -112,7 +113,7 @@ class Trainer:
         self.beginning: dict[str, Any] | None = None
         self.engine_checked = self.checked_before = config.rollout.is_restricted
         self.dropped: list[int] = []
-        self.timer = Timer()  # of the current step
+        self.timer = Timer()  # timer of the phases of the current step
 
     async def fit(self) -> None:
         """Train until the last training step is done.

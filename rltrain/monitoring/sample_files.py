@@ -13,9 +13,9 @@ from rltrain.batch.data_proto import DataProto
 
 SHOWN = 8  # number of samples of a step that are sent to trackers
 _OF_STEP = re.compile(r"(?:step|failed)_(\d+)\.parquet")
-# Columns with one value per response token. A table contains only the columns that its batch has. The column
-# `old_log_probs` is missing if one optimizer step trains on the whole batch. The column `entropies` is missing if no
-# loss reads entropies.
+# Columns with one value per response token. A table contains only the columns that the batch contains.
+# The column `old_log_probs` is missing if one optimizer step trains on the whole batch.
+# The column `entropies` is missing if no loss reads entropies.
 _OF_TOKENS = (
     "responses",
     "response_mask",

@@ -14,7 +14,7 @@ from rltrain.monitoring.trace_file import TraceFile, next_path
 
 logger = logging.getLogger(__name__)
 
-DRIVER, STEPS = "driver", "steps"  # label of the driver process, and name of its main task
+DRIVER, STEPS = "driver", "steps"  # label of the driver process, and name of the driver's main asyncio task
 
 
 class Timeline:

@@ -22,7 +22,7 @@ from rltrain.base.trace import Event, Recorded
 TRACE = "trace.json.gz"
 _GZIP = 31  # value of zlib's `wbits` that selects the gzip format and the largest window
 _CLOSING = b"\n]}\n"
-_LAST = 1_000_000  # larger than the number of any thread
+_LAST = 1_000_000  # a number that is larger than the number of any thread
 _encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
 
 
@@ -65,7 +65,7 @@ class TraceFile:
         """Write the events of several processes to the file."""
         lines = [line for one in recorded for line in self._lines(one)]
         if lines:
-            # the slice removes the list's brackets
+            # the slice removes the brackets of the JSON list
             self._append(("\n" if self.first else ",\n") + _encode(lines)[1:-1])
             self.first = False
 
@@ -119,7 +119,7 @@ class _Process:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.threads: list[str] = []  # name of each thread; the number of a thread in the file is its index plus 1
+        self.threads: list[str] = []  # names of the threads; thread number n has index n - 1
         self.rows: dict[str, list[_Row]] = {}  # the rows of each track, for events that may be nested
         # for each track, a heap of (end of the latest event, thread), for events that must not be nested
         self.free: dict[str, list[tuple[int, int]]] = {}

@@ -92,7 +92,7 @@ class Tracker:
     def state(self) -> dict[str, FileStart]:
         """Return the files that a checkpoint copies, by name.
 
-        A checkpoint copies each file only up to its current size.
+        A checkpoint copies only the bytes that a file contains when `state` is called.
         """
         paths = {name: self.output_dir / name for name in IN_CHECKPOINTS}
         return {name: FileStart(path, path.stat().st_size) for name, path in paths.items()}

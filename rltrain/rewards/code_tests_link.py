@@ -18,8 +18,8 @@ from typing import Any
 _BASIC = frozenset(
     {type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset}
 )  # types whose objects can be pickled without naming a class or function in the pickle
-# Plain-data types outside _BASIC. Each type is mapped to the attributes that its constructor takes, in order, or to ""
-# if the type is in _PARTS.
+# Maps each plain-data type outside _BASIC to the names of the attributes that the type's constructor takes, in order.
+# A type in _PARTS is mapped to "".
 _VALUES = {
     "builtins.complex": "real imag",
     "builtins.range": "start stop step",
@@ -36,8 +36,7 @@ _VALUES = {
     "decimal.Decimal": "",
     "fractions.Fraction": "numerator denominator",
 }
-# Plain-data types outside _BASIC. Each type is mapped to a function that returns the constructor arguments from which
-# an object can be rebuilt.
+# Maps a plain-data type to a function that takes an object and returns the constructor arguments to rebuild the object.
 _PARTS: dict[str, Any] = {
     "collections.Counter": lambda counts: (dict(dict.items(counts)),),
     "collections.OrderedDict": lambda table: (dict(table.items()),),

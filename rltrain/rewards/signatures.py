@@ -18,7 +18,7 @@ from rltrain.rewards.result import RewardResult, ScoreError
 
 # names of the first two parameters of a function for one sample, and of a batched function
 SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")
-# names of arguments that are passed only to a parameter of equal name, so that `**columns` has only columns of the data
+# names of arguments that `**columns` never receives, because a function gets them only through named parameters
 MESSAGES, RESPONSE_IDS = "prompt_messages", "response_ids"
 ON_REQUEST = (MESSAGES, RESPONSE_IDS)
 _OWN = {"prompt", "response", "responses"}  # parameters that only functions for rltrain have
@@ -114,7 +114,7 @@ class Adapted:
                 raise ScoreError(
                     f"needs a value in one of the columns {', '.join(self.one_of)}, and this sample has none"
                 )
-            arguments.pop(self._truth, None)  # the default value of the function's parameter applies
+            arguments.pop(self._truth, None)  # the wrapped function then uses the default value of the parameter
         return {name: value for name, value in arguments.items() if self._takes_all or name in self._names}
 
 

@@ -72,7 +72,7 @@ class RunLock:
                 f"{where}: another run is using this folder (process {holder}, {file}); wait until that run ends, or "
                 "name a new folder"
             ) from None
-        # raised if the file system has no locks, or if write access is missing; a later write reports missing access
+        # the file system has no locks, or the user has no write access; a later write reports missing write access
         except OSError:
             return
         self.held.append(lock)

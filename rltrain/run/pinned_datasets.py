@@ -28,7 +28,7 @@ def fetch_datasets(config: Config, console: Console) -> Config:
     named = {key: source for key, source in sources.items() if _is_on_hub(source, key)}
     kept: Mapping[str, str] = {}
     if named and config.trainer.resume != "never":
-        from rltrain.run.resume import saved_values  # imported late, because importing torch takes seconds
+        from rltrain.run.resume import saved_values  # imported late, because the module imports torch
 
         saved = saved_values(config.trainer).get("data") or {}
         kept = _sources(saved.get("train"), saved.get("val"), saved.get("val_sets") or {})

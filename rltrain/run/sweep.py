@@ -25,7 +25,7 @@ from rltrain.settings.config_groups import config_dir
 from rltrain.settings.typed import require
 
 JOB_FILE = "sweep_job.json"
-# metrics by which jobs are compared without `trainer.keep_best`; the first metric that a job has measured is used
+# Without `trainer.keep_best`, jobs are compared by the first metric in OBJECTIVES that a job has measured.
 OBJECTIVES = ("eval/sampled_accuracy", "eval/sampled_reward")
 _DOT = "__"  # replaces each dot of a config key
 _START = f"set{_DOT}"  # prefix that distinguishes a config key from the names of config groups

@@ -121,8 +121,8 @@ def _tiny_column(name: str, components: int) -> Any:
         return torch.zeros(2, dtype=torch.int64)
     if name == "reward_components":
         return torch.zeros(2, components)
-    # The condition selects batch columns with one value per row. COLUMNS does not contain `log_probs`, because the
-    # update computes `log_probs`.
+    # The condition selects batch columns with one value per row.
+    # COLUMNS does not contain `log_probs`, because the update computes `log_probs`.
     if name in COLUMNS and COLUMNS[name][0] == "row":
         return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
     return torch.zeros(2, 2)

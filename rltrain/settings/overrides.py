@@ -30,8 +30,8 @@ from rltrain.settings.typed import keys, require, unknown_key
 # The schema does not know which knobs exist: `rltrain.settings.algorithm_rules` checks their names and values.
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
 TEXT_KEYS = text_keys(Config)
-# Keys whose values are lists of texts that may contain line breaks. Hydra parses the lists, but does not convert a
-# backslash followed by `n` to a line break.
+# Keys whose values are lists of texts that may contain line breaks.
+# Hydra parses the lists, but does not convert a backslash followed by `n` to a line break.
 LISTS_OF_TEXT = frozenset({"rollout.stop"})
 _NEW_LINE = re.compile(r"\\?\\n")
 OPTIONAL = "model.lora"  # mapping that may be null; setting one of its keys creates the mapping

@@ -9,15 +9,16 @@ from rltrain.base.errors import one_line
 from rltrain.monitoring.alarms import LOST_SHARE, PERSISTENT_STEPS, WINDOW_STEPS
 from rltrain.monitoring.doctor.history import Finding, History, Points, final_streak, last_mean, mean, shown, windows
 
-# smallest share of failed rewards that is a finding; single failures are normal, for example for malformed answers
+# The rule `reward_fails` ignores a smaller share of failed rewards, because malformed answers may cause failures.
 FAILED_SHARE = 0.01
-UNSCORED_SHARE = 0.5  # smallest share of answers without a score that is a finding
+UNSCORED_SHARE = 0.5  # smallest share of answers without a score that the doctor reports
 ENOUGH_FOR_TRENDS = 10  # smallest number of steps that contains two disjoint windows of five steps
 # smallest rise of the mean reward, in standard deviations of single rewards, that is more than noise
 GAINED_SPREADS = 0.5
-FLAT_SHARE = 0.02  # an accuracy that rises by less counts as flat
-LOST_ACCURACY = 0.05  # smallest fall of an accuracy between two evaluations that is a finding
-LOST_SPREADS = 0.25  # smallest fall of an evaluated reward that is a finding, in standard deviations of single rewards
+FLAT_SHARE = 0.02  # an accuracy that rises by less than FLAT_SHARE counts as flat
+LOST_ACCURACY = 0.05  # smallest fall of an accuracy between two evaluations that the doctor reports
+# smallest fall of an evaluated reward that the doctor reports, in standard deviations of single rewards
+LOST_SPREADS = 0.25
 UNCERTAIN = 2.0  # number of standard errors up to which a difference between two evaluations may be chance
 _COUNTED = re.compile(r"eval/(?:[^/]+/)?(?:sampled|greedy)_(?:accuracy|reward)")
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from rltrain.monitoring.catalogue import METRICS
 
-# Title and metrics of each main chart. A `*` in a metric name matches any text without a slash, and each matching
-# metric gets a separate chart. Each metric that no entry matches gets a separate chart below the main charts.
+# The title and the metrics of each main chart.
+# A `*` in a metric name matches any text without a slash, and each matching metric gets a separate chart.
+# Each metric that no entry of CHARTS matches gets a separate chart below the main charts.
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
     ("", ("reward/*/mean",)),

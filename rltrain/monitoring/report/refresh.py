@@ -11,7 +11,7 @@ from rltrain.monitoring.report.page import REPORT, write_report
 
 logger = logging.getLogger(__name__)
 
-FIRST_AFTER_S = 10.0  # seconds before the first report; a shorter run writes its report only at its end
+FIRST_AFTER_S = 10.0  # seconds before the first report; a shorter run writes a report only at the end
 SHARE = 0.01  # maximum share of the run's time for which the thread may use the CPU
 
 

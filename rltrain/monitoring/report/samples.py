@@ -28,7 +28,8 @@ from rltrain.monitoring.report.run_files import RunFiles, SampleFile
 
 SMALLEST = 1e-3  # the constant s of the codes of real numbers: their resolution near 0 is s / k
 # Size of a compressed real number in bytes, for each value of the constant k, from the finest to the coarsest rounding.
-# The sizes were measured on log-probs of real runs. The relative rounding error is at most about 1 / (2 k).
+# The sizes were measured on log-probs of real runs.
+# The relative rounding error of a stored number is at most about 1 / (2 k).
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
@@ -323,8 +324,7 @@ class Chunk:
         found = {"advantage": self._column("advantages"), "log_prob": rollout, "entropy": self._column("entropies")}
         if rollout is not None and old is not None:
             found["log_ratio"] = old - rollout
-        # if the actor computed no log-probs before the update, the engine's log-probs are used as the policy's
-        # log-probs
+        # without log-probs of the actor, the engine's log-probs are used as the log-probs of the policy
         policy = rollout if old is None else old
         if policy is not None and ref is not None:
             found["kl"] = policy - ref

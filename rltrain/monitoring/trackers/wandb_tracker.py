@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import wandb
 
 PROJECT = "rltrain"
-# less than the time limit of `BackgroundSink`; wandb also applies the timeout when the process exits
+# The timeout is less than the time limit of `BackgroundSink`. wandb also applies the timeout when the process exits.
 FINISH_TIMEOUT_S = 20.0
 SERVICE = "wandb-core"  # name of wandb's process that sends the data passed to `Run.log`
 _WITHOUT_SERVER = ("offline", "disabled", "dryrun")
