@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: the reward, accuracy, pass@k and length of the sampled and of the greedy answers."""
+"""Metrics of each evaluation set: reward, accuracy, pass@k and length, for sampled and for greedy answers."""
 
 import math
 import re
@@ -56,8 +56,8 @@ def evaluation_metrics(batch: DataProto, components: Sequence[str], prefix: str)
 def _pass_at_each_k(batch: DataProto) -> Iterator[tuple[int, float]]:
     """Yield (k, pass@k) for k = 2, 4, 8, ... and for the largest number of answers to one prompt.
 
-    For each k, pass@k is averaged over the prompts with at least k answers. An answer counts only if it is known to be
-    correct or wrong. For example, an answer whose reward function failed does not count.
+    For each k, pass@k is averaged over the prompts with at least k answers. pass@k ignores answers that are neither
+    correct nor wrong, such as answers whose reward function failed.
     """
     successes, uid = batch.batch["successes"], batch.batch["uid"]
     decided = batch.batch["valid"] & ~successes.isnan()

@@ -46,8 +46,8 @@ class Sink(Protocol):
         """Receive the metrics of an evaluation.
 
         Args:
-            step: number of training steps that the run took before the evaluation. The number is 0 for an evaluation of
-                the run's initial weights.
+            step: number of training steps that the run took before the evaluation. `step` is 0 for an evaluation of the
+                run's initial weights.
             metrics: the value of each metric by the metric's name, as in `log_step`.
         """
 

@@ -172,8 +172,8 @@ def check_columns(
         kwargs: the options that the config sets for the function, by name.
 
     Raises:
-        ConfigError: a column is missing, an option is unknown, or the function takes only *args. For a missing column,
-            the message names the parameter, the column with the most similar name and all existing columns.
+        ConfigError: a column is missing, an option is unknown, or the function takes only *args. If a column is
+            missing, the message names the parameter, the column with the most similar name and all existing columns.
     """
     there = [*offered(function), *STANDARD_COLUMNS, *columns]
     given = {*there, *(BATCHED if is_batched(function) else SINGLE), *ON_REQUEST, *kwargs}

@@ -15,9 +15,9 @@ form can kill a reward process, or hide its own start so that the sample fails i
 is root, a program in the weak form can also read tests and verdicts. The weak form protects against mistakes but not
 against malicious programs.
 
-The strong form has one gap: if the current user is root, a program can change the file mode of the five devices of the
-machine that it sees (null, zero, full, random, urandom). The gap of the strong form is closed if rltrain runs as a user
-other than root.
+The strong form has one gap: if the current user is root, a program can change the file mode of the five device files of
+the machine that are visible in the sandbox (null, zero, full, random, urandom). The gap of the strong form is closed if
+rltrain runs as a user other than root.
 
 The strong form and the weak form limit the address space of each process. The total memory of all processes and the
 number of processes and threads are checked fifty times a second, so a program can exceed both limits for a moment.

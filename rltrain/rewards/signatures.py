@@ -3,8 +3,8 @@
 rltrain calls a reward function with the parameters of one sample (`SINGLE`) or of a list of samples (`BATCHED`), and
 with columns of the data. `adapted` recognises a function of TRL, verl or OpenRLHF by the names of its parameters, and
 wraps it into a function that has rltrain's own parameters. All other modules call only the wrapper. TRL documents its
-signature in "Using a custom reward function" in the documentation of GRPOTrainer. The signatures of verl are defined by
-its reward managers `naive` and `batch`. OpenRLHF documents its signature in "Custom reward function". This module never
+signature in "Using a custom reward function" in the documentation of GRPOTrainer. verl's reward managers `naive` and
+`batch` define the signatures of verl. OpenRLHF documents its signature in "Custom reward function". This module never
 imports torch.
 """
 

@@ -1,6 +1,6 @@
 """Expansion of short forms in the config into complete mappings.
 
-For example, an entry of `reward.functions` may be only the path of a function.
+The short form of an entry of `reward.functions`, for example, is the path of a function.
 """
 
 import re

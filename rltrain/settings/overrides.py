@@ -123,8 +123,8 @@ def _with_lines(value: Any) -> Any:
 def from_file(path: str) -> list[Item]:
     """Read a config file of the user: a YAML file whose keys may be nested or dotted.
 
-    In the file, the value of a config group is the name of a choice, as in `algorithm: ppo`, or a mapping with keys of
-    the group. As in Hydra's own files, choices of config groups may also be listed under `defaults`. The file
+    In a config file, the value of a config group is the name of a choice, as in `algorithm: ppo`, or a mapping with
+    keys of the group. As in Hydra's own files, choices of config groups may also be listed under `defaults`. The file
     `config.yaml` that a run writes can also be used as a config file.
 
     Raises:

@@ -65,7 +65,7 @@ def _messages(history: History, step: int) -> list[str]:
 
 
 def reward_never_applies(history: History) -> Finding | None:
-    """Find reward functions that give answers no score although they do not fail.
+    """Find reward functions that return None instead of a score for many answers.
 
     In the mean of the last 5 steps, at least half of the answers have no score although no reward function failed on
     them, or a reward function returned None for each answer of the last step.
@@ -94,7 +94,7 @@ def reward_never_applies(history: History) -> Finding | None:
 def _silent(history: History) -> list[str]:
     """Return the names of the reward functions that returned None for each answer of the last step.
 
-    Answers whose reward failed are not considered.
+    Answers for which a reward function failed are ignored.
     """
     files = [file for file in history.run.samples if not file.failed]
     if not files or not history.steps:
@@ -177,8 +177,9 @@ def reward_hacking(history: History) -> Finding | None:
 def _correctness(history: History) -> tuple[Points, str]:
     """Return the five-step means of a measure of correctness, and the name of the measure.
 
-    The measure is `reward/accuracy` if the run has it. Otherwise, the measure is the sum of the scores of the functions
-    with `outcome: true`, if the run has other reward functions too.
+    In a run with the metric `reward/accuracy`, the measure is `reward/accuracy`. In a run without `reward/accuracy`,
+    the measure is the sum of the scores of the functions with `outcome: true`, if the run has other reward functions
+    too.
     """
     accuracy = history.points("reward/accuracy")
     if accuracy:

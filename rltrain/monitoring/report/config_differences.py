@@ -59,7 +59,8 @@ def read_command(text: str) -> Command:
 def differences(config: Mapping[str, Any], presets: Mapping[str, Any]) -> list[tuple[str, str | None, str | None]]:
     """Return (key, preset value, run value) for each config key whose value in the run differs from the presets.
 
-    The preset value and the run value are JSON text. A value is None if the config does not contain the key.
+    The preset value and the run value are JSON text. The preset value is None if the presets lack the key, and the run
+    value is None if the run's config lacks the key.
     """
     own, theirs = flat(config), flat(presets)
     keys = sorted((own.keys() | theirs.keys()) - _OF_A_PLACE)

@@ -76,8 +76,8 @@ def read_run(folder: Path, name: str = "", *, texts: bool = True) -> RunFiles:
     Args:
         folder: output folder of the run.
         name: name of the run; if "", the run gets the name of the folder.
-        texts: whether to read the text of each token, and to add a note if the run has no training step. Only a page
-            needs both.
+        texts: whether the data is for a page, which needs the text of each token, and a note if the run has no training
+            step.
 
     Raises:
         ConfigError: the folder does not exist, or it is not the output folder of a run.

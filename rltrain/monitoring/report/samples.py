@@ -62,7 +62,7 @@ class Vocabulary:
     def numbers(self, ids: np.ndarray) -> np.ndarray:
         """Return the number on the page of each token id (N,).
 
-        Ids that are not yet in the vocabulary of the page are added first.
+        New ids are added to the vocabulary of the page before the lookup.
         """
         found, counts = np.unique(ids, return_counts=True)
         if len(found) and found[-1] >= len(self._numbers):
