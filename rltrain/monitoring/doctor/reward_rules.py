@@ -1,4 +1,4 @@
-"""Rules about rewards: functions that fail, rewards that teach nothing, and rewards that teach the wrong thing."""
+"""Rules that find failing reward functions, rewards without a learning signal, and rewards that mislead the policy."""
 
 import re
 from collections import Counter
@@ -9,14 +9,17 @@ from rltrain.base.errors import one_line
 from rltrain.monitoring.alarms import LOST_SHARE, PERSISTENT_STEPS, WINDOW_STEPS
 from rltrain.monitoring.doctor.history import Finding, History, Points, final_streak, last_mean, mean, shown, windows
 
-FAILED_SHARE = 0.01  # share of the answers of a run whose reward may fail, as the reward of a broken answer does
-UNSCORED_SHARE = 0.5  # share of answers from which most of a step is not trained on
-ENOUGH_FOR_TRENDS = 10  # steps: two windows of five steps that do not overlap
-GAINED_SPREADS = 0.5  # rise of the reward, in standard deviations of single rewards, that is no noise
-FLAT_SHARE = 0.02  # change of an accuracy that counts as none
-LOST_ACCURACY = 0.05  # fall of an accuracy between two evaluations that matters
-LOST_SPREADS = 0.25  # the same for a reward without accuracy, in standard deviations of single rewards
-UNCERTAIN = 2.0  # standard errors of the difference of two evaluations, within which it is chance
+# The rule `reward_fails` ignores a smaller share of failed rewards, because malformed answers may cause failures.
+FAILED_SHARE = 0.01
+UNSCORED_SHARE = 0.5  # smallest share of answers without a score that the doctor reports
+ENOUGH_FOR_TRENDS = 10  # smallest number of steps that contains two disjoint windows of five steps
+# smallest rise of the mean reward, in standard deviations of single rewards, that is more than noise
+GAINED_SPREADS = 0.5
+FLAT_SHARE = 0.02  # an accuracy that rises by less than FLAT_SHARE counts as flat
+LOST_ACCURACY = 0.05  # smallest fall of an accuracy between two evaluations that the doctor reports
+# smallest fall of an evaluated reward that the doctor reports, in standard deviations of single rewards
+LOST_SPREADS = 0.25
+UNCERTAIN = 2.0  # number of standard errors up to which a difference between two evaluations may be chance
 _COUNTED = re.compile(r"eval/(?:[^/]+/)?(?:sampled|greedy)_(?:accuracy|reward)")
 
 
@@ -51,7 +54,7 @@ def reward_fails(history: History) -> Finding | None:
 
 
 def _messages(history: History, step: int) -> list[str]:
-    """Return a clause with the most frequent error of the rewards of a step; [] if the samples do not have one."""
+    """Return one clause with the most frequent reward error of a step; [] if no sample of the step has an error."""
     files = [file for file in history.run.samples if file.step == step]
     rows = [row for file in files for row in history.rows(file, ["reward_error"])]
     errors = Counter(str(row["reward_error"]) for row in rows if row.get("reward_error"))
@@ -62,7 +65,7 @@ def _messages(history: History, step: int) -> list[str]:
 
 
 def reward_never_applies(history: History) -> Finding | None:
-    """Find rewards that do not apply.
+    """Find reward functions that return None instead of a score for many answers.
 
     In the mean of the last 5 steps, at least half of the answers have no score although no reward function failed on
     them, or a reward function returned None for each answer of the last step.
@@ -89,7 +92,10 @@ def reward_never_applies(history: History) -> Finding | None:
 
 
 def _silent(history: History) -> list[str]:
-    """Return the names of the reward functions without any score in the last step, although none failed there."""
+    """Return the names of the reward functions that returned None for each answer of the last step.
+
+    Answers for which a reward function failed are ignored.
+    """
     files = [file for file in history.run.samples if not file.failed]
     if not files or not history.steps:
         return []
@@ -99,7 +105,7 @@ def _silent(history: History) -> list[str]:
 
 
 def dead_reward(history: History) -> Finding | None:
-    """Find a reward without spread.
+    """Find a reward that does not distinguish the answers to a prompt.
 
     For at least the last 5 steps, all answers to each prompt had the same outcome (or, with one answer a prompt or
     advantages from a critic, all answers of the step had the same score), and the task is not solved.
@@ -136,7 +142,7 @@ def dead_reward(history: History) -> Finding | None:
 
 
 def reward_hacking(history: History) -> Finding | None:
-    """Find a reward that rises without more correct answers.
+    """Find a training reward that rises while the share of correct answers stays flat.
 
     From the first 5 to the last 5 steps (at least 10 in all), the mean reward rose by at least half the standard
     deviation of single rewards, and the share of correct answers, or the score of the functions with `outcome: true`
@@ -169,7 +175,12 @@ def reward_hacking(history: History) -> Finding | None:
 
 
 def _correctness(history: History) -> tuple[Points, str]:
-    """Return the windows of the share of correct answers, or of the score of the outcome, and what they are."""
+    """Return the five-step means of a measure of correctness, and the name of the measure.
+
+    In a run with the metric `reward/accuracy`, the measure is `reward/accuracy`. In a run without `reward/accuracy`,
+    the measure is the sum of the scores of the functions with `outcome: true`, if the run has other reward functions
+    too.
+    """
     accuracy = history.points("reward/accuracy")
     if accuracy:
         return windows(accuracy), "the share of correct answers"
@@ -214,7 +225,10 @@ def _has_accuracy(history: History, name: str) -> bool:
 
 
 def _lost(history: History, name: str) -> tuple[int, list[str]] | None:
-    """Return since when an evaluated metric is worse, and clauses that say so; None if it is not worse."""
+    """Return the step after which an evaluated metric got worse, and clauses with the evidence.
+
+    Return None if the metric did not get worse.
+    """
     points, spread = history.evaluated(name), history.points("reward/std")
     best = max(points, key=lambda point: point[1], default=None)
     if best is None or not spread or points[-1][0] <= best[0]:
@@ -234,7 +248,7 @@ def _lost(history: History, name: str) -> tuple[int, list[str]] | None:
 
 
 def reward_fell(history: History) -> Finding | None:
-    """Find a reward that was lost again.
+    """Find a mean reward that rose and then fell again.
 
     The mean reward of the last 5 steps is below the best mean of 5 steps by at least half of what was learnt, and by at
     least the standard deviation of single rewards.
