@@ -177,7 +177,7 @@ class Workers:
         return Daemons() if self.liveness is None else self.liveness.daemons
 
     async def recorded(self) -> list[trace.Recorded]:
-        """Return and forget the events of all worker processes that are ready. See `rltrain.base.trace`."""
+        """Return and delete the timeline events of all ready worker processes (see `rltrain.base.trace`)."""
         engines = [replica.role.process for replica in self.rollout.replicas if replica.ready]
         return [*await recorded_by([*self.training.processes, *engines]), *await self.rewards.recorded()]
 

@@ -255,7 +255,10 @@ async def results(
 
 
 async def recorded_by(processes: Sequence[WorkerProcess]) -> list[trace.Recorded]:
-    """Return and forget the events of separate processes. Processes that are lost have no events."""
+    """Return the timeline events that separate processes have recorded since the last call, and delete them there.
+
+    A lost process contributes no events.
+    """
     found = await asyncio.gather(*(_recorded_by(one) for one in processes if isinstance(one, RayProcess)))
     return [one for one in found if one is not None]
 

@@ -87,7 +87,7 @@ class Host:
             return getattr(called, method)(*args, **kwargs)
 
     def take_events(self) -> trace.Recorded | None:
-        """Return and forget the events of this process, or return None if the run has no timeline."""
+        """Return and delete the recorded timeline events of this process, or return None if the run has no timeline."""
         return trace.take()
 
     def call_joined(self, role: str, method: str, joins: Sequence[Join | None], *args: Any, **kwargs: Any) -> Any:

@@ -253,8 +253,8 @@ class GuardedWorker:
                 return
             ours, theirs = socket.socketpair()
             code = _START.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
-            # The functions' output is dropped, because Ray would keep all of it on disk. The child process itself keeps
-            # the first line that each function prints.
+            # The output of reward functions is dropped, because Ray would keep all of it on disk. The child process
+            # itself keeps the first line that each function prints.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],
@@ -342,7 +342,7 @@ class Guard:
         """Start the first child process.
 
         Args:
-            arguments: Arguments of `GuardedWorker`.
+            arguments: Positional arguments of `GuardedWorker`.
             environment: Result of `trace.environment` in the driver, or None if the run has no timeline.
             options: Keyword arguments of `GuardedWorker`.
         """
@@ -370,7 +370,7 @@ class Guard:
             return self._lanes[lane].rest()
 
     def take_events(self) -> trace.Recorded | None:
-        """Return and forget the events of this process and its children, or None if the run has no timeline."""
+        """Return and delete the timeline events of this process and its children, or return None without a timeline."""
         return trace.take()
 
     def introduce(self) -> Process | None:

@@ -151,7 +151,10 @@ class RayTransport:
         return news
 
     async def recorded(self) -> list[trace.Recorded]:
-        """Return and forget the events of the actors. See `Transport.recorded`. Actors that do not answer have none."""
+        """Return and delete the timeline events that the actors have recorded (see `Transport.recorded`).
+
+        Actors that do not answer contribute no events.
+        """
         ready = [slot for slot in self._slots[: self.size] if not slot.starting and not slot.process.how_lost]
         if not trace.on() or not ready:
             return []
