@@ -184,7 +184,8 @@ def _listener(path: str) -> int:
 def _is_gcs_of(session: str, pid: int) -> bool:
     """Return whether a process is the gcs_server of the connected Ray cluster.
 
-    A check of the program's name is not enough, because descendants of this process may belong to a second Ray cluster.
+    Checking only the program's name would not be enough, because this process may also have started a second Ray
+    cluster.
     """
     try:
         arguments = psutil.Process(pid).cmdline() or [""]

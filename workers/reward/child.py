@@ -57,9 +57,7 @@ def serve(descriptor: int, parent: int) -> None:
     except Exception as error:
         connection.send(str(error))
         return
-    helpers = process_tree.descendants(
-        own
-    )  # processes that were started while reward functions were imported, and are never killed
+    helpers = process_tree.descendants(own)  # processes started by imports of reward functions, which are never killed
     limit_memory(memory_mb)
     printed.forget()  # the driver also imports the functions, so it has already printed the lines of the imports
     connection.send(READY)
