@@ -214,7 +214,7 @@ class Workers:
 
 
 def connect(config: Config) -> dict[str, float]:
-    """Start a Ray cluster, or join an existing one. Return the cluster's resources, as amounts by name.
+    """Start a Ray cluster, or join an existing one, and return the amounts of the cluster's resources by name.
 
     Raises:
         ConfigError: The existing cluster cannot be joined.
@@ -234,7 +234,7 @@ def connect(config: Config) -> dict[str, float]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # same as Ray's default; an explicit value avoids a warning
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default value, which is set to avoid a warning
             os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower its workers' CPU priority
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # only a dashboard needs task events
             # A glibc arena never returns its peak memory, and each of Ray's many threads would have its own arena.
@@ -586,7 +586,7 @@ def spawner(
     if config.placement.address == "local":
         environment |= LOOPBACK
     # A training rank runs one call at a time, in order. An engine must accept calls while it generates.
-    make: Any = ray.remote  # `Any`, because Ray's type annotations lack the options below
+    make: Any = ray.remote  # typed as `Any`, because Ray's annotations lack the options below
     remote = make(max_concurrency=8 if engines else 1, **resources)(Host)
 
     def spawn(number: int) -> RayProcess:

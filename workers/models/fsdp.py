@@ -99,7 +99,7 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
-    """Compile a layer's forward pass and enable activation checkpointing, each if the config enables it.
+    """Compile a layer's forward pass and enable its activation checkpointing, if the config requests either of them.
 
     FSDP's hooks run outside both the compiled function and the checkpoint. The checkpoint wraps the compiled function,
     because `torch.compile` does not compile the code inside a checkpoint.

@@ -95,7 +95,7 @@ class _Call:
     def add(self, result: SampleScores) -> bool:
         """Store the next result of this call.
 
-        Return whether the result belongs to the expected request, judged by its key.
+        Return whether the result has the key of the expected request.
         """
         if self.whole < len(self.results):
             self.results.pop()
@@ -105,7 +105,7 @@ class _Call:
         return row < len(self.requests) and result.key == self.requests[row].key
 
     def new(self, results: list[SampleScores]) -> list[SampleScores]:
-        """Return the elements of `results` that this call has not returned before.
+        """Return the elements of `results` that were not returned before during this call.
 
         If the call is stepwise and `hold` was called, return at most one result.
         """
@@ -306,7 +306,7 @@ class GuardedWorker:
     def _end(self) -> str:
         """Kill the child process and all its descendants.
 
-        Return a description of how the child process had ended, or that the child did not answer in time.
+        Return a text that says how the child process had ended, or that the child process did not answer in time.
         """
         with _LOCK:
             status = self._process.poll()
