@@ -202,7 +202,7 @@ class Workers:
     def kill(self) -> None:
         """Stop the workers of this run at once.
 
-        A process that this method does not stop ends when the driver disconnects from Ray.
+        Processes that are not stopped by this method end when the driver disconnects from Ray.
         """
         with contextlib.suppress(WorkerError):
             self.rewards.close()

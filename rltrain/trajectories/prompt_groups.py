@@ -260,7 +260,7 @@ class PromptGroups:
     def answered(self, count: int) -> list[Group]:
         """Return the oldest `count` groups if all their answers are finished, else an empty list.
 
-        The answers need not be scored.
+        Finished answers need not be scored.
         """
         return self._oldest_in(count, {GroupState.SCORING, GroupState.READY})
 

@@ -133,7 +133,7 @@ class Answered:
 
     @property
     def outcome(self) -> Any:
-        """The unpickled result of the call."""
+        """Return the unpickled result of the call."""
         return self.result.get()
 
 

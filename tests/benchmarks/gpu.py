@@ -85,8 +85,8 @@ def train(bench: Bench, name: str, tokens: int, *, checkpointing: bool) -> None:
 def mixed(bench: Bench, name: str, tokens: int) -> None:
     """Measure training on a pack of rows with very different lengths, with two implementations of attention.
 
-    The longest possible row is 16 times as long as the shortest. The first implementation is one attention kernel for
-    all rows, and the second computes attention in buckets of rows with similar lengths.
+    The row lengths vary by a factor of up to 16. The measurement compares a single attention kernel for all rows with
+    attention that is computed in buckets of rows with similar lengths.
     """
     with bench.cell("train, lengths 1:16", model=name, tokens=tokens) as found:
         source, lengths = random.Random(0), list[int]()

@@ -56,7 +56,7 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Number of answers per training step."""
+        """Return the number of answers per training step."""
         return self.prompts_per_step * self.samples_per_prompt
 
 
@@ -184,7 +184,7 @@ def watch(
         job: Job to run.
         folder: Folder for the files of the run, which must not exist yet.
         timeout_s: Maximum seconds of the run.
-        look_s: Seconds between reads of the progress file. Each read costs CPU time.
+        look_s: Seconds between reads of the progress file. Each read of the progress file costs CPU time.
         weigh_s: Seconds between measurements of the memory, which also cost CPU time; `math.inf` for no measurements.
 
     Raises RuntimeError with the end of the run's output if the run fails or takes too long.

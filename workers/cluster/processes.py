@@ -255,7 +255,7 @@ async def results(
 
 
 async def recorded_by(processes: Sequence[WorkerProcess]) -> list[trace.Recorded]:
-    """Return the timeline events that separate processes have recorded since the last call, and delete them there.
+    """Return and delete the timeline events that separate processes have recorded since the last call.
 
     A lost process contributes no events.
     """

@@ -97,8 +97,8 @@ class Host:
             role: Name of the role.
             method: Name of the method.
             joins: One entry for each argument of the method. A `Join` says how many of the next elements of `args` are
-                joined into the argument, and which columns are kept. None means that the argument is the next element
-                of `args`.
+                joined into the argument, and which columns are kept. An entry None means that the argument is simply
+                the next element of `args`.
             args: All arguments and parts of arguments, in the order of `joins`.
             kwargs: Keyword arguments of the method.
         """

@@ -59,7 +59,7 @@ def serve(descriptor: int, parent: int) -> None:
         return
     helpers = process_tree.descendants(own)  # processes started by imports of reward functions, which are never killed
     limit_memory(memory_mb)
-    printed.forget()  # the driver also imports the functions, so it has already printed the lines of the imports
+    printed.forget()  # forget output of imports, which the driver has already shown when it imported the functions
     connection.send(READY)
     while True:
         try:

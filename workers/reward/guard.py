@@ -225,7 +225,7 @@ class GuardedWorker:
             return self._ended(str(error))
 
     def _ended(self, said: str) -> Ended:
-        """Kill the child process, whose running call is lost, and start a new child process.
+        """Kill the child process and start a new child process. The running call is lost.
 
         Args:
             said: Why the child is no longer usable, or "" if the child ended or timed out.

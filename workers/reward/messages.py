@@ -39,7 +39,7 @@ class SampleScores:
         success: Whether the answer is correct according to the values of `RewardResult.success` that the functions
             returned. False if any function returned False, else True if any function returned True, else None.
         printed: (name of a reward function, first line that the function printed) for each function that has printed
-            something in the child process. This field is ignored when two results are compared.
+            something in the child process. The field `printed` is ignored when two `SampleScores` are compared.
     """
 
     key: Key

@@ -34,7 +34,9 @@ _AGAIN = 2
 
 @dataclass(frozen=True)
 class _Alone:
-    """A sample whose remaining reward functions are called one by one, because it was slow or its chunk was lost."""
+    """A slow sample, or a sample from a lost chunk. The remaining reward functions of the sample are called one by
+    one.
+    """
 
     request: RewardRequest
     scores: tuple[float | None, ...] = ()

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _START_ATTEMPTS = 3
 _MARGIN_S = 10.0  # a guard counts as stuck if it has not ended a call this many seconds after the call's deadline
 _STOP_S = 2.0
-_TAKE_S = 1.0  # maximum seconds to wait for the events of the actors
+_TAKE_S = 1.0  # maximum seconds to wait until the actors return their timeline events
 _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 

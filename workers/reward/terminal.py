@@ -75,8 +75,9 @@ class _Stream(io.TextIOWrapper):
 def stand_in() -> FirstLines:
     """Replace the standard streams, `breakpoint` and `input` of this process, and return the record of first lines.
 
-    From then on, the first line that each reward function prints is recorded. `breakpoint()` and `input()` raise an
-    error at once, because no terminal exists that could answer a call.
+    After a call of `stand_in`, the first line that each reward function prints is recorded, so that the driver can show
+    it. The functions `breakpoint` and `input` then raise an error at once, instead of waiting for a terminal that does
+    not exist.
     """
     lines = FirstLines()
     sys.stdout, sys.stderr = _Stream(1, lines), _Stream(2, lines)

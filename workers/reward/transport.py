@@ -54,8 +54,8 @@ class Held:
     """Event: a call takes long, so its worker may begin another call in a spare process.
 
     A held call continues, and another event will report its end. If the held call is stepwise, its process continues
-    only with the first request that has no complete result, and the event at the end of the call reports this request
-    alone. All later requests of a held stepwise call must be scored in another call.
+    only with the first request that has no complete result. The event at the end of a held stepwise call reports only
+    the result of the continued request. All later requests of a held stepwise call must be scored in another call.
 
     Attributes:
         slot: Number of the process.

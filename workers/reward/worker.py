@@ -268,9 +268,9 @@ def _outcome(result: Any) -> Outcome:
 def _unless_stopped(error: BaseException) -> BaseException:
     """Return an exception that a reward function raised, but re-raise it if it is the user's request to stop the run.
 
-    The user stops the run with Ctrl-C (KeyboardInterrupt) or quits the debugger (BdbQuit). An exception of these two
-    types is the user's request if it is raised in the main thread of a process in which SIGINT does not have its
-    default action, as in the driver.
+    The user stops the run with Ctrl-C (KeyboardInterrupt) or quits the debugger (BdbQuit). A KeyboardInterrupt or a
+    BdbQuit counts as the user's request if it is raised in the main thread, and if SIGINT does not have its default
+    action, as in the driver.
     """
     here = threading.current_thread() is threading.main_thread()
     stops = isinstance(error, KeyboardInterrupt | bdb.BdbQuit)

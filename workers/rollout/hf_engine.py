@@ -225,8 +225,9 @@ def sample(
         temperatures: (B,) sampling temperatures. A temperature of 0 selects the most likely token, with its log-prob at
             temperature 1.
         uniforms: (B,) float64 uniform random numbers in [0, 1).
-        filters: Logits processors that set the logits of tokens which must not be sampled to minus infinity. They are
-            applied after the temperature, and not to rows with temperature 0.
+        filters: Logits processors that set the logits of tokens which must not be sampled to minus infinity. The
+            processors are applied to logits that are already divided by the temperature. Rows with temperature 0 are
+            not processed.
 
     Returns:
         The sampled tokens (B,) int64, and their log-probs (B,) float32 under the distribution that was sampled from.
@@ -239,7 +240,8 @@ def sample(
         kept = keep(cast(torch.LongTensor, None), cast(torch.FloatTensor, kept))
     probabilities = torch.where(greedy[:, None], scaled, kept).softmax(-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    # The random numbers are scaled by the computed total probability, which may differ from 1 because of rounding.
+    # The random numbers are scaled by the computed total probability. Rounding may make the total smaller than 1, and
+    # an unscaled random number could then give an index that is too large.
     drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.size(-1) - 1))
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()

@@ -1,7 +1,7 @@
 """Searches answers for stop strings, in the same way for all engines.
 
-vLLM's own option `stop` is not used. Because all engines share this search, an answer's end and text depend only on its
-tokens and not on the engine. vLLM also needs no tokenizer, which might decode tokens differently.
+vLLM's own option `stop` is not used. Because all engines use the same search, the end and the text of an answer depend
+only on the answer's tokens and not on the engine. vLLM also needs no tokenizer, which might decode tokens differently.
 """
 
 from collections.abc import Sequence
@@ -62,8 +62,8 @@ class StopStrings:
     def _tail(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the last tokens of an answer, enough to contain any stop string that the last token completes.
 
-        Each of these tokens counts only if it adds text. The number of counted tokens is the number of bytes in the
-        longest stop string plus `MARGIN`.
+        Among the returned tokens, the number of tokens that add text is the number of bytes in the longest stop string
+        plus `MARGIN`. If the answer has fewer tokens that add text, all tokens are returned.
         """
         missing = self.window
         for start in range(len(ids) - 1, -1, -1):

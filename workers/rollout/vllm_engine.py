@@ -143,11 +143,11 @@ class Growing:
 
     Args:
         key: Key of the answer's request.
-        strings: The stop strings.
+        strings: Object that searches for the stop strings of the run.
 
     Attributes:
-        ended: Whether the text contains a stop string. If `ended` is True, tokens that vLLM samples later are not
-            added.
+        ended: Whether the text of the answer contains a stop string. If `ended` is True, tokens that vLLM samples later
+            are not added.
     """
 
     def __init__(self, key: tuple[int, int], strings: StopStrings) -> None:
@@ -408,7 +408,7 @@ class AsyncVLLM:
         try:
             async for output in self.engine.generate(prompt, params, name):
                 if growing is not None and growing.add(output.outputs[0], 0) and not output.finished:
-                    await self.engine.abort(name)  # the loop then gets a last output, with the weight versions
+                    await self.engine.abort(name)  # vLLM then yields a last output with the weight versions
                 if output.finished:
                     self.answers.put((name, self._completion(output, request.key, growing)))
         except Exception as error:
