@@ -34,8 +34,9 @@ _AGAIN = 2
 
 @dataclass(frozen=True)
 class _Alone:
-    """A slow sample, or a sample from a lost chunk. The remaining reward functions of the sample are called one by
-    one.
+    """A slow sample, or a sample from a lost chunk.
+
+    The remaining reward functions of the sample are called one by one.
     """
 
     request: RewardRequest
