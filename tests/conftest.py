@@ -1,4 +1,4 @@
-"""Shared fixtures: tiny models, batches, and Ray for tests that ask for it."""
+"""Shared fixtures: tiny models, batches, and a local Ray for the tests that need Ray."""
 
 import os
 

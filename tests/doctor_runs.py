@@ -57,7 +57,7 @@ def run_with(folder: Path, metrics=None, *, config=None, evaluations=(), steps: 
             with the value None is left out.
         config: Values by config key, such as `{"actor.lr": 1.0}`.
         evaluations: Objects of `evaluations.jsonl`.
-        steps: Number of steps; the run has the first steps of the healthy run.
+        steps: Number of steps to write, counted from the first step of the healthy run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     columns = HEALTHY | (metrics or {})

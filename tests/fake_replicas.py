@@ -105,8 +105,8 @@ class EngineProcess(RayProcess):
     Calls reach the engine at once, but the engine answers only when a test makes it answer.
 
     Attributes:
-        alive: Whether the process lives. Setting the attribute to False is a death that no caller has noticed yet;
-            `die` also reports the death.
+        alive: Whether the process lives. A test sets `alive` to False for a death that no caller has noticed, and calls
+            `die` for a death that is reported.
         built: The pending construction of the engine.
         open: The result of the last `poll`, pending until the engine returns answers.
         patience: The patience of each `poll` so far.

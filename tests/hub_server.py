@@ -107,7 +107,7 @@ class _Server(ThreadingHTTPServer):
 
 
 class Hub:
-    """The hub server, which runs while its context manager is entered.
+    """The hub server, which runs inside a `with` block.
 
     Args:
         store: Folder for the content of files, which the hub creates.

@@ -35,7 +35,7 @@ DEPTH = 8  # maximum number of caller levels searched for the category of a func
 def shares(function: Function, stats: dict[Function, Any], depth: int = DEPTH) -> dict[str, float]:
     """Return the shares of a profiled function's time by cost category.
 
-    A function without a category of its own gets the categories of its callers.
+    The time of a function without a category is divided among its callers' categories.
     """
     text = f"{function[0]}:{function[2]}"
     if own := next((name for name, marks in COSTS if any(mark in text for mark in marks)), None):

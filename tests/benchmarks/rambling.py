@@ -22,7 +22,7 @@ STEPS = 120
 
 
 def mess(digits: str, rng: random.Random) -> tuple[str, bool]:
-    """Return a random answer, and whether it ends.
+    """Return a random answer for training, and whether an end token follows it.
 
     The answer is a worked solution, a guess, or the sorted digits repeated without end.
 

@@ -1,4 +1,4 @@
-"""Compare a weight sync of 120M parameters from two FSDP2 ranks to one vLLM with only gathering or loading.
+"""Time a weight sync of 120M parameters from two FSDP2 ranks to a vLLM engine, and gathering and loading alone.
 
 The time for gathering alone is measured by calling `full_tensor()` on each tensor on both ranks and discarding the
 results. The time for loading alone is the time that the engine takes to reload its weights from tensors in its own

@@ -2,9 +2,9 @@
 
 Each trainer runs with its fastest engine.
 
-TRL is installed in a virtual environment of its own: `build/trl`, which `make bench` makes, or the value of `TRL_VENV`.
-The time to the goal is also measured for a run of rltrain at staleness 1. The variable `BENCH_STALENESS` sets another
-staleness; an empty value skips the run.
+TRL is installed in a virtual environment of its own, in `build/trl` (which `make bench` makes) or in the folder
+`TRL_VENV`. The time to the goal is also measured for a run of rltrain at staleness 1. The variable `BENCH_STALENESS`
+sets another staleness; an empty value skips the run.
 
     python -m tests.benchmarks.trl
 """
@@ -71,7 +71,7 @@ def median_rows(folder: Path) -> list[Row]:
 
 
 def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: str, notes: str, command: str) -> Row:
-    """Make the row that compares seconds per step, as TRL's over rltrain's."""
+    """Make the row that divides TRL's seconds per step by rltrain's."""
     a, b = (median_of(runs, lambda run: run.step_s(job.warm_up)) for runs in (ours, theirs))
     lengths = "/".join(f"{median_of(runs, lambda run: run.lengths[-1]):.1f}" for runs in (ours, theirs))
     return Row(
@@ -87,7 +87,7 @@ def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: st
 
 
 def goal_row(which: str, ours: list[Run], theirs: list[Run], job: Job, target: str, notes: str) -> Row:
-    """Make the row that compares training seconds to the goal, as TRL's over rltrain's.
+    """Make the row that divides TRL's training seconds to the goal by rltrain's.
 
     A run reaches the goal when the mean reward of three steps is at least `GOAL`.
 

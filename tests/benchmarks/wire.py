@@ -160,7 +160,7 @@ def find_verl() -> bool:
     """Return whether verl can be imported; the folder VERL_PATH is added to the search path if the variable is set."""
     folder = os.environ.get("VERL_PATH", "")
     if folder and folder not in sys.path:
-        sys.path.append(folder)  # at the end of the path, because VERL_PATH also has a package `tests`
+        sys.path.append(folder)  # appended to the end of the path, because VERL_PATH also has a package `tests`
     return importlib.util.find_spec("verl") is not None
 
 

@@ -1,4 +1,4 @@
-"""Run the trainer with an injected fault: `python -m tests.chaos.driver JOB.json OVERRIDES...`.
+"""Run the trainer with an injected fault, by `python -m tests.chaos.driver JOB.json OVERRIDES...`.
 
 JOB.json holds the strike (a signal to one process) or null, the usual duration of each phase, and the path of a JSON
 lines file for events. The driver patches the trainer's methods to detect phases. The trainer itself has no code for
@@ -27,7 +27,7 @@ from tests.chaos.strikes import START, Strike
 from workers import placement
 from workers.cluster.liveness import PROCESSES
 
-SHORT_S = 0.02  # if the strike's delay is shorter, the signal is sent as soon as the phase begins
+SHORT_S = 0.02  # a strike with a delay below `SHORT_S` happens as soon as the phase begins
 
 
 class Watcher:

@@ -139,7 +139,7 @@ def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overr
 def _adopting_orphans() -> Iterator[list[int]]:
     """Make orphaned processes of a run children of the calling process, so that they can be found.
 
-    Yields the pids of the processes below the calling process before the run.
+    Yields the pids of all descendants that the calling process had before the run.
 
     Orphans that have ended are reaped, because otherwise they would remain zombies.
     """
@@ -196,7 +196,7 @@ def compare(output: Path, undisturbed: Path, *, exact: bool) -> list[str]:
 
 @cache
 def weights(folder: Path) -> dict[str, bytes]:
-    """Return the tensors of an exported model, as bytes."""
+    """Return the tensors of an exported model as bytes, by file and tensor name."""
     from safetensors import deserialize
 
     return {
@@ -207,7 +207,7 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of a JSON lines file; none if the file does not exist."""
+    """Read the objects of a JSON lines file; return [] if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 

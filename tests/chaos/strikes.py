@@ -20,7 +20,7 @@ STARTS = 10  # number of driver kills during start-up in each cycle through all 
 
 @dataclass(frozen=True)
 class Strike:
-    """A signal to one process: SIGKILL ends it, SIGSTOP makes it hang, and SIGHUP acts as a lost terminal.
+    """A signal that makes a process end (SIGKILL), hang (SIGSTOP) or react to a lost terminal (SIGHUP).
 
     Attributes:
         role: Role whose process is struck.
@@ -49,7 +49,7 @@ class Strike:
     def kind(self) -> str:
         """Row of the summary that counts the strike.
 
-        There is one row for each role, but the driver has a row for each signal and one for its start.
+        There is one row for each role, but the driver has a row for each signal and one for strikes during start-up.
         """
         if self.role != "driver":
             return self.role
@@ -66,7 +66,7 @@ class Strike:
 def kinds() -> list[tuple[str, str, str]]:
     """Return the (role, phase, signal) of all kinds of strike.
 
-    For a worker the signal is "": each strike replaces it with STOP in a third of cases, else with KILL.
+    A worker has the signal "", which a draw replaces with STOP in a third of cases, else with KILL.
     """
     found = [(role, phase, "") for role in WORKERS for phase in PHASES]
     found += [(role, phase, signal) for role in SIGNALS for signal in SIGNALS[role] for phase in PHASES]

@@ -48,7 +48,7 @@ async def workers_of(ranks: int, config: Config, path: str, roles=("actor",)) ->
 async def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks_and_budget(start, name):
     """The old policy differs slightly from the current policy.
 
-    With equal policies, rounding would decide on which side of the kink of kl_cov's penalty |log r| at 0 a token lies.
+    The penalty |log r| of kl_cov has a kink at 0, so with equal policies its gradient would depend on rounding.
     """
     knobs = [f"algorithm.loss.{text}" for text in KNOBS.get(name, [])]
     config = config_of(f"algorithm.loss_mode={name}", "algorithm.old_log_probs=rollout", *knobs)

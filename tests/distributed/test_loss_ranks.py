@@ -63,7 +63,7 @@ def chosen(logits, responses):
 def make_batch():
     """Make a batch with every column that a loss may need, and the weight matrix of a linear model.
 
-    The model computes logits from the batch's features.
+    The linear model computes logits from the batch's features.
     """
     batch = batch_builder()(seed=1)
     generator = torch.Generator().manual_seed(2)
@@ -143,7 +143,7 @@ def far_apart(actual, expected):
 def failures_of(term, mode, batch, weight, rows, wanted):
     """Compare sums over ranks with `wanted`, the result of one process with all rows.
 
-    The calling rank has `rows`.
+    Each rank computes the gradient and metrics of its own `rows`.
     """
     whole, expected = wanted
     part = {name: column[rows] for name, column in batch.items()}

@@ -140,7 +140,7 @@ async def test_reward_processes_never_import_torch(functions, monkeypatch, runti
 def survivors(log: Path) -> list[int]:
     """Return the pids of processes that ran a misbehaving call and are still alive after 5 s.
 
-    The newest process is left out.
+    The newest process is not returned.
     """
     pids = list(dict.fromkeys(int(line) for line in log.read_text().split()))
     for _ in range(100):

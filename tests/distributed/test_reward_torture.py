@@ -111,7 +111,7 @@ async def test_what_a_file_starts_when_it_is_imported_stays(session, tmp_path):
     path = tmp_path / "helper.py"
     path.write_text(
         "import subprocess, sys\n"
-        "if 'ray' not in sys.modules:\n    HELPER = subprocess.Popen(['sleep', '3600'])\n"  # not in the test process
+        "if 'ray' not in sys.modules:\n    HELPER = subprocess.Popen(['sleep', '3600'])\n"  # only in a reward process
         "def score():\n    subprocess.Popen(['sleep', '3600'])\n    return float(HELPER.poll() is None)\n"
     )
     function = RewardFunctionConfig(

@@ -30,7 +30,7 @@ async def liveness(tmp_path, tasks):
 
 @pytest.fixture
 async def group(liveness):
-    """Start two ranks, each with a `threading.Event` that is never set as its role."""
+    """Start two ranks; the role of each rank is a `threading.Event` that is never set."""
     made = WorkerGroup([Role(spawn(liveness, f"rank {number}"), "event") for number in range(2)])
     await build(made)
     yield made

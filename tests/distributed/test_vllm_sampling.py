@@ -1,4 +1,4 @@
-"""vLLM with top-p, top-k and stop strings, compared with the rules that the transformers engine follows."""
+"""Tests of top-p, top-k and stop strings in vLLM, compared with the rules that the transformers engine follows."""
 
 import contextlib
 import dataclasses

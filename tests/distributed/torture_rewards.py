@@ -132,7 +132,7 @@ DEEDS = {
 
 
 def score(response, deed=None):
-    """Return the response's length, after the misbehaviour `deed` if there is one.
+    """Return the response's length, after carrying out the misbehaviour `deed` if there is one.
 
     If the deed has to make the sample fail, the deed's result is returned instead.
     """

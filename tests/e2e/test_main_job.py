@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def check_outputs(run, steps: int) -> None:
-    """Check every output that a run promises, with the libraries that users would read the output with."""
+    """Check every promised output of a run, reading each output with the libraries that users would use."""
     assert [row["step"] for row in run.metrics()] == list(range(1, steps + 1))
     assert [row["step"] for row in run.lines("evaluations.jsonl")] == [0, steps]
     table = pq.read_table(run.output / "rollouts" / f"step_{steps:06d}.parquet")

@@ -26,7 +26,7 @@ def test_a_local_run_listens_on_the_loopback_address_alone(vllm_run):
     """The listening sockets belong to Ray's daemons and workers, the ranks' store, gloo's pairs and the engine."""
     run, found = vllm_run
     assert run.status == 0, run.stderr
-    assert len(found) >= 8  # at least the daemons, the store, two gloo ranks and the workers
+    assert len(found) >= 8  # the daemons, the store, two gloo ranks and the workers were found
     assert {f"{address}: {name}" for address, name in found if not ipaddress.ip_address(address).is_loopback} == set()
 
 

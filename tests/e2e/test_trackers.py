@@ -19,7 +19,7 @@ ALL = "trainer.trackers=[tensorboard,wandb,mlflow,trackio]"
 
 @pytest.fixture
 def local(tmp_path, monkeypatch):
-    """Let every tracker write to the test's folder or run offline."""
+    """Make every tracker write to the local disk instead of a service."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))

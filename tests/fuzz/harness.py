@@ -26,7 +26,7 @@ ROWS = 32  # number of prompts of a built-in task
 def cases(share: float, by_default: int) -> Any:
     """Return Hypothesis's settings.
 
-    The test cases are equal in every run, unless `make fuzz` sets the number of cases.
+    The test cases are the same in every test run, unless `make fuzz` sets the number of cases.
     """
     return settings(
         max_examples=max(1, round(share * COUNT)) if COUNT else by_default, derandomize=not COUNT, deadline=None,

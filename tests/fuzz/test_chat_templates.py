@@ -1,4 +1,4 @@
-"""For any chat template and any prompt text, a prompt is encoded as written, or refused with its row."""
+"""For any chat template and any prompt text, a prompt is encoded as written, or refused with an error for its row."""
 
 import functools
 import json

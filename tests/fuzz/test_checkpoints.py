@@ -1,4 +1,4 @@
-"""A run resumes or is refused in one line, for any damage to a checkpoint and any value of `trainer.resume`."""
+"""For any damage to a checkpoint and any value of `trainer.resume`, a run resumes or ends with a one-line error."""
 
 import asyncio
 import copy

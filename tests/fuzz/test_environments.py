@@ -1,4 +1,4 @@
-"""A good command line runs or is refused in one line, for any locale, home, working directory and output streams."""
+"""For any locale, home, working directory and streams, a good command line runs or ends with a one-line error."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""Any values in a parquet file are loaded, stored and sent unchanged, or refused with the row and column."""
+"""Any values in a parquet file are loaded, stored and sent unchanged, or refused by an error with row and column."""
 
 import dataclasses
 import functools

@@ -282,7 +282,7 @@ roles = st.sampled_from([[], CRITIC, LORA, ["rollout=vllm", "placement=colocated
 
 
 def spoiled(files, done, folder: Path) -> Path:
-    """Write the model's folder after all corruptions in `done`."""
+    """Write the model's folder, with all corruptions in `done` applied."""
     files = dict(files)
     for name, at, what in done:
         if weights_in(files):

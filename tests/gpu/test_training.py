@@ -193,7 +193,7 @@ def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def measured(form, tokens: int) -> tuple[int, float, list[Tensor]]:
-    """Run a forward and a backward pass; return peak extra bytes, median seconds, and values and gradients."""
+    """Run forward and backward passes; return peak extra bytes, median seconds, and the outputs and gradients."""
     source = torch.Generator(device()).manual_seed(0)
     made = {"device": device(), "dtype": torch.bfloat16, "generator": source}
     hidden, head = torch.randn(tokens, 896, **made).requires_grad_(), torch.randn(151_936, 896, **made) * 0.07
