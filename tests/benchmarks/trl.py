@@ -3,8 +3,8 @@
 Each trainer runs with its fastest engine.
 
 TRL is installed in a virtual environment of its own, in `build/trl` (which `make bench` makes) or in the folder
-`TRL_VENV`. The time to the goal is also measured for a run of rltrain at staleness 1. The variable `BENCH_STALENESS`
-sets another staleness; an empty value skips the run.
+`TRL_VENV`. The time to the goal is also measured for a run of rltrain at staleness 1. The environment variable
+`BENCH_STALENESS` sets another staleness.
 
     python -m tests.benchmarks.trl
 """
