@@ -21,7 +21,7 @@ PATH = "rltrain.rewards.judge:judge"
 
 
 class Server(ThreadingHTTPServer):
-    """Answers request n with `reply(n)`: a text, a body, or (status, headers[, body]).
+    """An HTTP server that answers request n with `reply(n)`: a text, a body, or (status, headers[, body]).
 
     Records the bodies and times of all requests, and the largest number of simultaneous requests.
     """
