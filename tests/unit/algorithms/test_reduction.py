@@ -1,4 +1,4 @@
-"""Tests invariants A: the gradient of a mini-batch does not depend on how the mini-batch is split.
+"""Tests invariants A: changes such as another split of a mini-batch or masked rows must not affect its gradient.
 
 The tests cover every combination of loss term and aggregation mode.
 """

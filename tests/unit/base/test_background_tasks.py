@@ -275,7 +275,8 @@ async def test_changes_that_follow_each_other_before_anybody_runs_are_all_seen()
             seen.append(queue.pop(0))
 
     consumers = [asyncio.create_task(consume()) for _ in range(3)]
-    for number in range(102):  # consumers read 100 items, and the two that still wait then need one more item each
+    # the consumers need 100 items, and the two consumers that still wait after that need one more item each
+    for number in range(102):
         queue.append(number)
         changes.notify()
         if number % 7 == 0:
