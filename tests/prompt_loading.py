@@ -27,7 +27,7 @@ STRICT_TEMPLATE = (
 
 
 def tokenizer(*, adds: str = "<s> $A", chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that makes one token of each ASCII character, with the id character code + 3.
+    """Return a tokenizer with one token per ASCII character, where the id of a token is the character code + 3.
 
     The template `adds` defines which special tokens the tokenizer puts around a text.
     """

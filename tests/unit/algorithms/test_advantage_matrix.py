@@ -1,4 +1,4 @@
-"""Invariants C for every registered advantage estimator: how rows may affect each other's advantages.
+"""Tests of invariants C, on how rows may affect each other's advantages, for every registered estimator.
 
 Each estimator's registration declares the rows that share statistics: a group, the batch, or none.
 """
@@ -27,7 +27,7 @@ def advantages_of(name, batch, call):
 def with_scores(batch, scores, uid, valid=None):
     """Return the batch with all tokens trained and with `scores` as the rewards.
 
-    Each score is the reward of its row's last token, and also each of its row's reward components.
+    The score of a row is the reward of its last token, and the value of all its reward components.
     """
     rewards = torch.zeros_like(batch["token_level_rewards"], dtype=scores.dtype)
     rewards[:, -1] = scores
@@ -100,7 +100,7 @@ def test_C1_without_statistics_no_row_moves_another(name, make_batch, call, take
 def test_C1_batch_statistics_are_shared_by_all_groups(name, make_batch, call):
     batch = make_batch()
     other = with_scores(batch, torch.tensor([1.0, 0, 2, 1, 4, 1, 3, 2]), batch["uid"])
-    # the batch `moved` has another score in row 1 only, which makes all scores of group 9 equal
+    # the batch `moved` differs from `other` only in the score of row 1, which makes all scores of group 9 equal
     moved = with_scores(batch, torch.tensor([1.0, 1, 2, 1, 4, 1, 3, 2]), batch["uid"])
     before, after = advantages_of(name, other, call), advantages_of(name, moved, call)
     assert not torch.allclose(before[batch["uid"] == 5], after[batch["uid"] == 5])

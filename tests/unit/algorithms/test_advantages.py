@@ -117,8 +117,8 @@ def test_gae_refuses_a_discount_outside_0_to_1(gamma, lam, complaint):
 
 def test_grpo_on_a_case_worked_by_hand():
     columns = groups([1, 4, 3, 0], [7, 2, 7, 2])
-    # Group 7 has scores (1, 3), mean 2 and std sqrt 2. Group 2 has scores (4, 0), mean 2 and std 2 sqrt 2. Every score
-    # is 1/sqrt 2 stds away from its group's mean.
+    # Group 7 has scores (1, 3), mean 2 and std sqrt 2. Group 2 has scores (4, 0), mean 2 and std 2 sqrt 2.
+    # Every score is 1/sqrt 2 stds away from the mean of its group.
     away = 2**-0.5
     wanted = torch.tensor([-away, away, away, -away], dtype=torch.float64)[:, None].expand(4, 3)
     advantages, returns = grpo(*columns)

@@ -16,7 +16,8 @@ def broken(make_batch, scores, name):
     batch, scores = make_batch(), torch.tensor(scores, dtype=torch.float64)
     rewards = torch.zeros_like(batch["token_level_rewards"])
     if "reward_components" in columns_of(ADVANTAGE_ESTIMATORS.get(name)):
-        scores[ROW] = torch.inf  # infinity, because a NaN component means that its reward function does not apply
+        # the score is infinite, because a NaN component would mean that the reward function does not apply
+        scores[ROW] = torch.inf
     else:
         scores[ROW] = torch.nan
     rewards[:, 0] = scores

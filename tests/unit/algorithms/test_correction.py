@@ -120,13 +120,12 @@ def test_with_advantages_only_bad_tokens_are_dropped():
         assert torch.equal(correct(advantages=0 * advantages, mode=mode)[1], MASK == 1)
 
 
-# Each mask marks the kept tokens of two answers of four tokens. HALVES drops half of each answer, ONE_ROW drops one
-# answer, and TWO_TOKENS drops two of the eight tokens.
+# Each mask marks the kept tokens of two answers of four tokens.
+# HALVES drops half of each answer, ONE_ROW drops one answer, and TWO_TOKENS drops two of the eight tokens.
 HALVES = [[1, 1, 0, 0], [1, 1, 0, 0]]
 ONE_ROW = [[1, 1, 1, 1], [0, 0, 0, 0]]
 TWO_TOKENS = [[1, 1, 1, 0], [1, 1, 1, 0]]
-# The divisor of one token's loss in each aggregation mode is 8 tokens, 1, 2 answers, 2 answers x 4 tokens, or 2 answers
-# x 16 as the maximum response length.
+# The divisor of a token's loss is 8 tokens, 1, 2 answers, 2 answers x 4 tokens, or 2 answers x the maximum length 16.
 DENOMINATORS = {
     "token-mean": 8, "token-sum": 1, "seq-mean-token-sum": 2, "seq-mean-token-mean": 8, "seq-mean-token-sum-norm": 32,
 }  # fmt: skip
@@ -176,7 +175,10 @@ def test_A4_a_rejected_token_leaves_every_count_as_it_was(level, kept, agg_mode)
 
 
 def test_a_weight_of_a_whole_row_is_the_product_over_tokens_that_are_dropped_too():
-    """In sequence-masked TIS, a row's weight is the product over all its trained tokens, including rejected tokens."""
+    """In truncated importance sampling by sequence, a row's weight is the product over all its trained tokens.
+
+    Tokens that rejection drops still contribute to the weight of their row.
+    """
     weights, _, _ = correct(level="sequence", mode="truncate", upper=None)
     kept, _ = rollout_rejection(
         RATIOS.log() - 2, torch.full_like(RATIOS, -2), MASK, kl_estimator="abs", level="token", upper=0.5
@@ -301,7 +303,8 @@ def test_D8_where_engine_and_actor_agree_even_bounds_of_zero_reject_nothing(kl_e
     assert all(value.item() == 0 for value in metrics.values())
 
 
-# row 1 exceeds the bound; at the levels "sequence" and "max", it is dropped if its mean advantage is negative
+# At the levels "sequence" and "max", row 1 exceeds the bound, and is dropped if its mean advantage is negative.
+# The mean advantage of a row is taken over its unmasked tokens.
 @pytest.mark.parametrize(
     ("advantages", "by_row", "by_token"),
     [
@@ -318,7 +321,7 @@ def test_with_advantages_only_what_is_bad_is_rejected(advantages, by_row, by_tok
         upper = 0.4 if level == "sequence" else 1.0
         mask, metrics = reject(advantages=columns, kl_estimator="k1", level=level, lower=-0.6, upper=upper)
         assert mask.int().tolist() == [ALL, expected, [1, 1, 0], NONE]
-        # outside_fraction also counts rows 1 and 2 where they are outside the bound but kept
+        # outside_fraction counts rows 1 and 2, which are outside the bound, even if they are kept
         assert metrics["outside_fraction"].item() == (3 if level == "token" else 5)
         assert metrics["dropped_fraction"].item() == 3 - sum(expected)
 

@@ -98,7 +98,8 @@ def test_all_logits_are_never_alive_forward_or_backward():
     n, v = 256, 512
     # a chunk of 4,096 elements is larger than each input, but much smaller than a quarter of the n * v logits
     assert largest(n, v, chunk_size=4096) == 4096
-    assert largest(n, v, chunk_size=n * v) == n * v  # proves that the measurement sees a tensor of n * v elements
+    # with a single chunk, the measurement sees a tensor of n * v elements
+    assert largest(n, v, chunk_size=n * v) == n * v
 
 
 def test_what_is_alive_at_once_does_not_grow_with_the_positions(monkeypatch):

@@ -30,7 +30,7 @@ def per_row(function, *columns, **knobs):
 
 
 def parts(batch):
-    """Return (score, length, whether the row counts, counted rows of its group) as four lists over rows."""
+    """Return four lists over rows: score, length, whether the row counts, and the counted rows of its group."""
     mask, uid = batch["response_mask"], batch["uid"].tolist()
     counted = [bool(batch["valid"][i] and mask[i].any()) for i in range(8)]
     scores = [float(batch["token_level_rewards"][i][mask[i]].sum()) for i in range(8)]
@@ -49,8 +49,8 @@ def outcome_columns(batch):
 
 def test_opo_on_a_case_worked_by_hand():
     columns = rows([1.0, 5.0, 9.0, 2.0], [0, 0, 3, 0], [True, True, True, False], lengths=[3, 1, 2, 2])
-    # Group 0 has the length-weighted baseline (3 * 1 + 1 * 5) / 4 = 2. Row 2 is alone in its group, and row 3 is
-    # invalid.
+    # Group 0 has the length-weighted baseline (3 * 1 + 1 * 5) / 4 = 2.
+    # Row 2 is alone in its group, and row 3 is invalid.
     assert torch.equal(per_row(opo, *columns), tensor(-1, 3, 0, 0))
 
 
@@ -105,7 +105,8 @@ def test_grpo_passk_on_a_case_worked_by_hand():
     columns = rows([1, 2, 5, 4, 4, 9, 50, -3, -1], [0, 0, 0, 1, 1, 2, 0, 3, 3], [True] * 6 + [False] + [True] * 2)
     raw = per_row(grpo_passk, *columns, norm_by_std=False)
     assert torch.equal(raw, tensor(0, 0, 3, 0, 0, 0, 0, 0, 2))
-    # The scores 1, 2, 5 have mean 8/3 and variance (25 + 4 + 49) / 9 / 2. The scores -3, -1 have mean -2, variance 2.
+    # The scores 1, 2, 5 have mean 8/3 and variance (25 + 4 + 49) / 9 / 2.
+    # The scores -3, -1 have mean -2 and variance 2.
     stds = [(13 / 3) ** 0.5, 2**0.5]
     wanted = tensor(0, 0, 3 / (stds[0] + 1e-6), 0, 0, 0, 0, 0, 2 / (stds[1] + 1e-6))
     assert torch.allclose(per_row(grpo_passk, *columns), wanted, rtol=1e-12)

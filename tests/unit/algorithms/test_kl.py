@@ -100,7 +100,7 @@ def test_D6_times_the_ratio_it_is_that_of_samples_from_an_older_policy(name, see
 def test_D4_a_step_lowers_the_divergence_that_the_docstring_names(name, weighted):
     """A gradient step lowers the divergence that an estimator's docstring names.
 
-    The only exception is k1 without importance weights, which is not tested here.
+    The estimator k1 without importance weights is not tested, because its expected gradient is 0.
     """
     theta, ref = logits(0).requires_grad_(), logits(1).log_softmax(-1)
     old = logits(2).log_softmax(-1) if weighted else None
@@ -253,8 +253,8 @@ def test_D7_the_gradient_of_a_token_of_grpo_with_k3_is_the_papers():
     assert (gradient[~mask] == 0).all()
 
 
-# Each case is (d = log pi - log ref, k3, gradient of k3). The gradient is 1 - e^-d where k3 is below 10; elsewhere, k3
-# is 10 and the gradient is 0.
+# Each case is (d = log pi - log ref, k3, gradient of k3).
+# Where k3 is below 10, the gradient is 1 - e^-d. Elsewhere, k3 is 10 and the gradient is 0.
 BOUNDED_K3 = [
     (-1000.0, 10.0, 0.0),
     (-12.0, 10.0, 0.0),

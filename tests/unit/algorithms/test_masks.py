@@ -153,7 +153,7 @@ def test_every_output_of_every_loss_is_detached_but_the_losses(make_batch, call)
 
 def test_B8_without_a_penalty_the_token_rewards_sum_to_the_score_on_the_last_trained_token():
     mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
-    scores = torch.tensor([[0.0, 0, 2, 7], [0, 0, 0, -1], [0, 0, 0, 7]])  # the scores of 7 lie in masked slots
+    scores = torch.tensor([[0.0, 0, 2, 7], [0, 0, 0, -1], [0, 0, 0, 7]])  # the two scores of 7 lie in masked slots
     log_probs = torch.randn(3, 4)
     rewards = apply_kl_in_reward(scores, log_probs, log_probs - 1, mask, kl_coef=0.0, kl_estimator="k1")
     assert torch.equal(rewards, torch.tensor([[0.0, 0, 2, 0], [0, 0, 0, -1], [0, 0, 0, 0]]))

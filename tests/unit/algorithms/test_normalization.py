@@ -90,8 +90,8 @@ def test_C5_a_row_excluded_beforehand_never_moves_the_others(suppressed):
     assert torch.equal(result, tensor(-1, 0, 1))
 
 
-# Four answers to one prompt. Two answers are finished and have the scores 1 and 0 (mean .5, std 1/sqrt 2). Two answers
-# are truncated, do not count in the statistics, and also have the scores 1 and 0.
+# Two of four answers to one prompt are finished, with the scores 1 and 0 (mean .5, std 1/sqrt 2).
+# The other two answers are truncated, also with the scores 1 and 0, but are not counted in the statistics.
 FINISHED = torch.tensor([True, True, False, False])
 
 
@@ -203,7 +203,7 @@ def test_components_normalised_in_their_group_weigh_alike_whatever_their_scale()
     uid, valid = torch.tensor([0, 0, 1, 1, 0]), torch.tensor([True, True, True, True, False])
     result = combine_rewards(components, uid, valid, weights=[1.0, 2.0], aggregation="normalize_then_sum")
     away = 2**-0.5
-    # the row that is not counted is scaled by its group's statistics, but does not change them
+    # the row that is not counted is scaled by its group's statistics, but does not change the statistics
     moved = (99 - 0.5) / away + 2 * (-99 - 500) / (1000 * away)
     assert torch.allclose(result, tensor(-3 * away, 3 * away, -away, away, moved), rtol=1e-5)
 

@@ -14,8 +14,8 @@ def tensor(*values):
 
 
 def test_on_a_case_worked_by_hand():
-    # The energies are (1/2, 1/2) in row 0 and (3/4, 1/4) in row 1. The cumulative energies are (1/2, 1) and (3/4, 1),
-    # and the returns are (2, 2) and (4, 0).
+    # Row 0 has the energies (1/2, 1/2), the cumulative energies (1/2, 1) and the returns (2, 2).
+    # Row 1 has the energies (3/4, 1/4), the cumulative energies (3/4, 1) and the returns (4, 0).
     rewards = tensor([0, 2], [4, 0])
     log_probs = tensor([LOG(1 / 2), LOG(1 / 2)], [LOG(1 / 4), LOG(3 / 4)])
     advantages, returns = otb(rewards, torch.ones(2, 2), torch.tensor([6, 6]), torch.ones(2), log_probs)

@@ -73,7 +73,7 @@ def gradient_and_metrics(term, mode, batch, parts, call, take_rows):
 
 
 def assert_equal(actual, expected):
-    assert expected.abs().max() > 1e-3  # guards against a test that only compares gradients near 0
+    assert expected.abs().max() > 1e-3  # the check guards against comparing only gradients near 0
     assert (actual - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 

@@ -1,4 +1,4 @@
-"""Tests of advantage estimators that use the return of each token: REINFORCE, REINFORCE++ and ReMax."""
+"""Tests of REINFORCE, REINFORCE++ and ReMax, which are advantage estimators based on token returns."""
 
 import pytest
 import torch
@@ -66,7 +66,7 @@ def test_a_discount_outside_0_to_1_is_refused(function, gamma):
 
 
 def test_reinforce_plus_plus_on_a_case_worked_by_hand():
-    # the returns 1, 1, 6, 4 have mean 3 and squared deviations 4 + 4 + 9 + 1 = 18, divided by n - 1 = 3
+    # the returns 1, 1, 6, 4 have mean 3 and variance (4 + 4 + 9 + 1) / (n - 1) = 18 / 3 = 6
     std = 6**0.5 + 1e-6
     advantages, returns = reinforce_plus_plus(REWARDS, MASK, VALID)
     assert torch.allclose(advantages, tensor([-2 / std, 0, -2 / std], [3 / std, 1 / std, 0]), rtol=1e-12)
@@ -84,8 +84,8 @@ def test_reinforce_plus_plus_with_baseline_on_a_case_worked_by_hand():
     rewards = tensor([1.0, 0, 0], [0, 0, 3], [5.0, 0, 0])
     mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]])
     advantages, returns = reinforce_plus_plus_baseline(rewards, mask, torch.tensor([4, 4, 7]), torch.ones(3))
-    # Group 4 has the values -1 on one token and +1 on three tokens. Group 7 has one row, and the value 0 on two tokens.
-    # The mean is 2/6, and the squared deviations 4 - 4/6 are divided by 5.
+    # Group 4 has the value -1 on one token and +1 on three tokens, and the only row of group 7 has 0 on two tokens.
+    # The six tokens have mean 2/6 and variance (4 - 4/6) / 5.
     mean, std = 1 / 3, (2 / 3) ** 0.5 + 1e-6
     wanted = tensor([-1 - mean, 0, 0], [1 - mean] * 3, [-mean, -mean, 0]) / std
     assert torch.allclose(advantages, wanted, rtol=1e-12)

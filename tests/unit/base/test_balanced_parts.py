@@ -34,7 +34,7 @@ def test_exchanges_find_what_greedy_placing_misses():
 def test_no_partition_is_below_the_bound_or_far_above_the_best(weights, parts):
     found, optimum = largest(weights, partition(weights, parts)), best(weights, parts)
     assert least_largest_sum(weights, parts) <= optimum <= found
-    # exchanges of numbers between parts only improve on greedy placement, whose bound is 4/3 of the optimum
+    # exchanges only improve on greedy placement, whose largest sum is at most 4/3 of the optimum
     assert 3 * found <= 4 * optimum
 
 

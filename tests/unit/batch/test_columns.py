@@ -88,7 +88,7 @@ def test_stored_values_cannot_be_written_and_are_copied_once():
     memory = column.values.memory
     first = column.own()
     first.fill_(7)
-    assert column.own() is first  # `own` returns the same tensor object again
+    assert column.own() is first  # the second call of `own` returns the same tensor object
     assert memory.view(np.int64).tolist() == [0, 1, 2]
 
 

@@ -58,7 +58,7 @@ def sent(batch: DataProto) -> tuple[bytes, list[pickle.PickleBuffer]]:
 def received(batch: DataProto) -> DataProto:
     """Return the batch as another process receives it from shared memory.
 
-    The buffers are external to the pickle-5 stream and read-only.
+    The values lie outside the pickle stream (protocol 5), in read-only buffers.
     """
     stream, buffers = sent(batch)
     return pickle.loads(stream, buffers=[bytes(buffer.raw()) for buffer in buffers])

@@ -20,7 +20,7 @@ from tests.hub_server import Hub
 CONFIG, TOKENIZER, TEMPLATE = {"config.json": b"{}"}, {"tokenizer.json": b"{}"}, {"chat_template.jinja": b"{{ x }}"}
 SMALL = CONFIG | TOKENIZER | TEMPLATE
 CHUNK = constants.DOWNLOAD_CHUNK_SIZE
-# This code simulates a full disk: writes to unfinished files fail after 1,000 bytes.
+# The patched `open` simulates a full disk: writes to unfinished files fail after 1,000 bytes.
 FULL_DISK = """
 import errno, io, pathlib
 class Full(io.FileIO):

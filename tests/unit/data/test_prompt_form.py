@@ -1,4 +1,4 @@
-"""Tests of which columns become the prompt, when the chat template is used, and of one-line errors for wrong data."""
+"""Tests of the columns that become the prompt, the use of the chat template, and one-line errors for wrong data."""
 
 import itertools
 
@@ -199,7 +199,7 @@ def test_two_system_prompts_are_refused(tmp_path, chat_model):
 
 
 COMPLETE, QUESTION, TEMPLATE = ("prompt", None), ("question", None), ("question", "{question}")
-# For each (column, data.prompt): the values of data.chat at which a chat model gets the prompt as a user message.
+# For each (column, data.prompt): the values of data.chat with which a chat model gets the prompt as a user message.
 CASES = {
     COMPLETE: ["always"],
     QUESTION: ["auto", "always"],

@@ -1,6 +1,6 @@
 """Tests that the lower bound on a text's token count never exceeds the count.
 
-The tests also check that the bound is high enough to reject texts of megabytes without tokenising them.
+The tests also check that the bound is high enough to reject texts of several megabytes without tokenising them.
 """
 
 import random

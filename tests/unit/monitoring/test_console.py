@@ -47,7 +47,7 @@ def console(*, terminal=False, width=80) -> Console:
 
 
 def shown(batch: DataProto, *, terminal=False) -> str:
-    """Return the text that the console display prints for the batch of one sample."""
+    """Return the text that the console display prints for a batch with one sample."""
     where = console(terminal=terminal)
     display = ConsoleDisplay(10, 1, where)
     display.step(1, METRICS, batch)
@@ -119,7 +119,7 @@ def test_without_a_terminal_there_is_one_line_every_ten_steps_and_one_at_the_end
 
 
 class Clock:
-    """A fake clock that only advances when a test moves it or sleeps."""
+    """A fake clock whose time advances only when a test changes it or when code calls `sleep`."""
 
     def __init__(self):
         self.now = 1000.0

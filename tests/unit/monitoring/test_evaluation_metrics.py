@@ -46,7 +46,7 @@ def test_each_function_and_the_mean_over_prompts_of_pass_at_k_are_reported():
 def test_failed_and_undecided_answers_are_in_no_pass_at_k():
     batch = answers([4, 4, 4, 9, 9, 9], [1.0, 0, 1.0, NAN, 1.0, 0], [True, True, False, True, True, True])
     found = evaluation_metrics(batch, ["right", "wrong"], "eval/sampled")
-    # of four answers that are valid and decided as correct or wrong, two are correct
+    # two of the four valid answers with a known outcome are correct
     assert found["eval/sampled_accuracy"] == 0.5
     assert found["eval/sampled_pass_at_2"] == 1.0  # two answers of each prompt count, and one of the two is correct
     assert "eval/sampled_pass_at_3" not in found

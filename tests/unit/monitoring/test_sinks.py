@@ -26,7 +26,7 @@ def filled(sink):
 
 
 def taken_back(sink):
-    """Restore the sink to step 2, log a different step 3, and close the sink."""
+    """Reset the sink to step 2, log a different step 3, and close the sink."""
     sink.restore(2, STEPS[:2], EVALUATIONS)
     sink.log_step(3, {"reward/mean": 9.0})
     sink.close()

@@ -86,7 +86,7 @@ def test_E1_the_gap_is_the_mean_difference_over_trained_tokens():
 
 def test_E1_the_kl_is_that_of_the_engine_from_the_actor():
     engine, actor = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.2, 0.3]).double()
-    counts = [7, 2, 1]  # each token occurs in proportion to the engine's probabilities
+    counts = [7, 2, 1]  # the tokens occur in proportion to the engine's probabilities
     old, rollout = ([float(p.log()[t]) for t, n in enumerate(counts) for _ in range(n)] for p in (actor, engine))
     made = DataProto.from_dict({"responses": jagged([[1] * 10], torch.int64)}).with_values(
         "responses", old_log_probs=torch.tensor(old), rollout_log_probs=torch.tensor(rollout),

@@ -17,7 +17,7 @@ from rltrain.monitoring.trackers.background import BackgroundSink
 from rltrain.monitoring.tracking import Tracker
 
 NAN = math.nan
-PASSES = ["old_log_probs", "ref_log_probs", "entropies"]  # columns that only some runs compute
+PASSES = ["old_log_probs", "ref_log_probs", "entropies"]  # columns of the batch that only some steps compute
 PARTS = ["right", "short"]
 
 

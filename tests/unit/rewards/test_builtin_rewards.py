@@ -231,7 +231,7 @@ def test_the_math_library_says_nothing_of_its_timeouts(capfd, caplog):
 
 def test_math_leaves_the_alarm_of_the_process_alone():
     before = signal.getsignal(signal.SIGALRM)
-    # whether a time limit of the test run itself has armed the timer
+    # whether the timer already runs, because the test itself has a time limit
     running = signal.getitimer(signal.ITIMER_REAL)[0] > 0
     assert math_answer("p", r"\boxed{\frac{2}{4}}", answer="1/2") == 1.0
     assert signal.getsignal(signal.SIGALRM) is before

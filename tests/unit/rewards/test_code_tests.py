@@ -66,8 +66,8 @@ def test_G1_the_golden_set_scores_the_same_through_the_loader_in_another_thread(
     assert any(elsewhere)
 
 
-# Each cheat would pass if the judging code shared an interpreter or an output with the program. No cheat defines a
-# right function.
+# Each cheat would pass if the judging code shared an interpreter or an output with the program.
+# No cheat defines a right function.
 
 SPRAY = "import os\nfor fd in range(3, 256):\n    try: os.write(fd, b'1' * 64)\n    except OSError: pass\n"
 CHEATS = {
@@ -277,7 +277,7 @@ def test_all_pairs_of_a_program_share_its_seconds():
     program = "import time\nif input() != '0': time.sleep(600)\nprint(1)"
     begin = time.monotonic()
     assert score(program, pairs, timeout_s=1.0) == 1 / 8
-    # the time limit covers all eight tests together, and one second for each test would take longer
+    # all tests share one second, whereas one second for each test would take longer than 7 s
     assert time.monotonic() - begin < 7.0
 
 

@@ -1,4 +1,4 @@
-"""Tests of the forms of reward functions: options, results with a reason, batched, async, and mixed forms."""
+"""Tests of reward functions that take options, return a reason, are batched or async, or mix these forms."""
 
 import asyncio
 import time
@@ -202,7 +202,7 @@ def test_a_batch_that_returns_another_number_of_scores_is_an_error(path):
     assert {r.error for r in results} == {
         "reward function 'lists' returned 1 scores for 2 samples; return one score per sample, in the same order"
     }
-    # the function was called once, so a failed batched function is not called again
+    # the batched function was called only once with the 2 samples, although it failed
     assert module_of(path)["sizes"] == [2]
     for wrong, said in (([1.0], "returned 1 scores for 2 samples"), (1.0, "returned float: a batched function")):
         with pytest.raises(ScoreError, match=said):
@@ -225,7 +225,7 @@ def test_async_calls_of_a_process_run_at_the_same_time(path):
     seconds = time.monotonic() - start
     assert scores(results) == [float(n % 4) for n in range(64)]
     assert module_of(path)["most"] == 64
-    assert seconds < 0.8  # the calls run concurrently; sequential calls would take 3.2 s
+    assert seconds < 0.8  # sequential calls would take 3.2 s
 
 
 async def scored_by_a_pool(reward, asked):

@@ -22,7 +22,7 @@ from rltrain.rewards.sandbox import SandboxError, SandboxResult, run
 WHY_NOT = sandbox.why_not_strong()
 needs_strong = pytest.mark.skipif(bool(WHY_NOT), reason=f"no strong form here: {WHY_NOT}")
 BOTH = [pytest.param("required", marks=needs_strong), "limits"]
-SOON_S = 20.0  # limit in seconds that is generous on a slow machine for programs with a time limit of 1 s
+SOON_S = 20.0  # a generous number of seconds for programs with a time limit of 1 s, even on a slow machine
 
 
 def left(mark: str) -> list[str]:
@@ -310,7 +310,7 @@ print("still here")
     assert result.status == "ok"
     assert result.stdout.splitlines()[0] == "True"
     assert result.stdout.splitlines()[-1] == "still here"
-    assert os.getpid()  # the test process also survived
+    assert os.getpid()  # the test process itself was not killed
 
 
 @needs_strong

@@ -154,7 +154,7 @@ def test_required_is_refused_before_any_worker_where_only_the_weak_form_works(wi
 
 def test_a_run_without_model_written_code_asks_for_no_sandbox(without_bubblewrap):
     assert checks.sandbox_warning(compose(["reward.sandbox=required"])[0]) == ""
-    assert sandbox._why_not == []  # the program did not even try whether the strong form works
+    assert sandbox._why_not == []  # no code has tried whether the strong form works
 
 
 @pytest.mark.parametrize("placement", ["local", "inprocess"])

@@ -26,7 +26,7 @@ HISTORY = {
 
 
 class Ranks:
-    """Two fake training ranks, each of which writes one file when asked for the second time, if `writes` is set."""
+    """Two fake training ranks that each write one file at the second request for their state, if `writes` is set."""
 
     def __init__(self):
         self.url, self.looks, self.error, self.writes = "", 0, "", True

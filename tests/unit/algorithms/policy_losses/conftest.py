@@ -31,9 +31,9 @@ def by_hand():
 def against(make_batch):
     """Compare the losses and the gradient of a batch with those of `oracle`, one token at a time.
 
-    The oracle is called with one token: its log pi, log pi_old, advantage A, and whether it is selected. The argument
+    The oracle gets log pi, log pi_old and the advantage A of one token, and whether the token is selected. The argument
     `row` lists the pairs (log-ratio, advantage) of all trained tokens of the token's row. The oracle returns the loss,
-    the gradient and a name of the branch that the token took; the fixture returns the set of all branches.
+    the gradient and a name of the branch that the token took. The fixture returns the set of the names of all branches.
     """
 
     def run(name, oracle, *, selected=False, spread=1.0, length=16, **knobs):

@@ -7,7 +7,7 @@ from rltrain.algorithms import POLICY_LOSSES, TOKEN_SELECTORS, aggregate_loss, k
 from rltrain.algorithms.policy_losses.selection import smallest
 
 NAMES = TOKEN_SELECTORS.names()
-# for each selector, knobs with which it selects some tokens of a random batch, but not all tokens
+# for each selector, knob values that select some but not all tokens of a random batch
 SOME = {
     "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.1, "clip_cov_ub": 2.0},
     "kl_cov": {"kl_cov_ratio": 0.2},
@@ -39,8 +39,8 @@ def picked(selected):
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        # floor(2e-4 * 5) = 0 is raised to 1 token: of the four tokens with covariance in [1, 5], (1, 0) has the
-        # smallest draw
+        # the count floor(2e-4 * 5) = 0 is raised to 1
+        # of the four tokens with covariance in the interval [1, 5], token (1, 0) has the smallest draw
         ({}, [(1, 0)]),
         ({"clip_cov_ratio": 0.4}, [(0, 0), (1, 0)]),
         ({"clip_cov_ratio": 0.59}, [(0, 0), (1, 0)]),  # floor(2.95)
@@ -77,7 +77,7 @@ def test_clip_cov_looks_at_covariances_from_one_to_five_by_default(covariance, i
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        ({}, [(0, 0)]),  # of the two tokens with covariance 4, the one with the smaller draw is selected
+        ({}, [(0, 0)]),  # of the two tokens with covariance 4, the token with the smaller draw is selected
         ({"kl_cov_ratio": 0.4}, [(0, 0), (0, 1)]),
         ({"kl_cov_ratio": 0.6}, [(0, 0), (0, 1), (1, 0)]),
         ({"kl_cov_ratio": 0.8}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
@@ -92,7 +92,7 @@ def test_kl_cov_takes_the_largest_covariances(knobs, expected):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("advantage", [0.0, 0.1, -1 / 3])
 def test_kl_cov_selects_nothing_where_all_advantages_are_equal(advantage, dtype):
-    """The float32 mean of 1,000 values of 0.1 is not exactly 0.1; the error must not count as covariance."""
+    """Rounding makes the float32 mean of 1,000 values of 0.1 differ from 0.1, which must not count as covariance."""
     log_probs = -torch.rand(10, 100, generator=torch.Generator().manual_seed(0)).to(dtype)
     columns = log_probs, torch.full_like(log_probs, advantage), torch.ones(10, 100), torch.rand(10, 100)
     assert not TOKEN_SELECTORS.get("kl_cov")(*columns, kl_cov_ratio=0.1).any()

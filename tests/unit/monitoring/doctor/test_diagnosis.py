@@ -44,7 +44,7 @@ STALE = {"rollout/staleness_max": 2.0}
 # a metric that rises from 0.3 to 0.8: its best mean over 5 steps is 0.8, and its first mean is 0.3
 LEARNT = [*[0.3] * 5, *[0.8] * 10]
 
-# for each case: the name of the rule, then metrics and config keys just beyond its threshold, and just within it
+# each case has the rule's name, and metrics and config keys just beyond and just within the rule's threshold
 BOTH_SIDES = {
     "1% of the rewards fail": (
         "reward function fails",
