@@ -20,7 +20,7 @@ def texts(*rows, folder, chosen=None, **options):
     return [prompt.text for prompt in load(jsonl(folder, *rows), chosen, **options)]
 
 
-# Tests of the recognised columns
+# Tests of the prompt columns that are recognised
 
 
 def test_a_question_is_a_user_message_for_a_chat_model_and_text_for_another(tmp_path, chat_model):

@@ -35,10 +35,10 @@ MODULES = {
     "regex_format": "regex_format",
     "repetition_penalty": "repetition",
 }
-# functions that need no data column, and so always apply
+# reward functions that need no data column, and so always apply
 NEVER_NONE = {"overlong_penalty", "regex_format", "repetition_penalty"}
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-CALLS = {  # typical arguments of each function
+CALLS = {  # typical arguments of each built-in reward function
     "exact_match": {"answer": "7", "ignore_case": True, "ignore_whitespace": True},
     "json_schema": {"schema": OBJECT},
     "length_penalty": {"target": 100, "unit": "words"},

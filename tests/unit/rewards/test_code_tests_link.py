@@ -11,7 +11,8 @@ def score(program: str, tests: str) -> float:
     return code_tests("p", f"```python\n{program}\n```", tests=tests, timeout_s=30.0)
 
 
-# forged messages that the program sends in place of the answer 3; no message may pass the test or change anything
+# Each name maps to a forged message that the program sends in place of the answer 3.
+# No forged message may pass the test or change anything.
 SENT = {
     "something for nothing": ("answer", 3),
     "an error without text": ("raised", "ValueError", None),

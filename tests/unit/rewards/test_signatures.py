@@ -311,7 +311,7 @@ def test_a_function_of_OpenRLHF_gets_queries_that_are_prompts_and_responses(path
     assert "returned a dict without 'rewards' (it has scores)" in said
 
 
-# Tests of which functions are recognised
+# Tests of which reward functions are recognised as functions of TRL, verl or OpenRLHF
 
 
 @pytest.mark.parametrize(
