@@ -1,13 +1,15 @@
-"""Sums of two digits, such as "What is 3 + 4? Answer with the number only."."""
+"""Data set of the sums of two digits, which asks for instance `What is 3 + 4?`."""
 
 from collections.abc import Iterator
 
 
 def rows(split: str) -> Iterator[dict[str, str]]:
-    """Yield the questions and answers of a split: every fifth sum is for evaluation, the others are for training.
+    """Yield the questions and answers of a split.
+
+    Every fifth sum is for evaluation, and all other sums are for training.
 
     Args:
-        split: `train` or `val`.
+        split: The name of the split, `train` or `val`.
     """
     for number in range(100):
         first, second = divmod(number, 10)
