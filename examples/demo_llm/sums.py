@@ -1,15 +1,12 @@
-"""Data set of the sums of two digits, which asks for instance `What is 3 + 4?`."""
+"""A data set of questions such as `What is 3 + 4?`, which ask for the sum of two digits."""
 
 from collections.abc import Iterator
 
 
 def rows(split: str) -> Iterator[dict[str, str]]:
-    """Yield the questions and answers of a split.
+    """Yield the questions and answers of the split that is named `train` or `val`.
 
     Every fifth sum is for evaluation, and all other sums are for training.
-
-    Args:
-        split: The name of the split, `train` or `val`.
     """
     for number in range(100):
         first, second = divmod(number, 10)

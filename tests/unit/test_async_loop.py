@@ -296,7 +296,7 @@ async def test_an_evaluation_beside_groups_in_flight_changes_neither(staleness, 
 
 async def test_late_and_second_answers_and_scores_of_groups_that_are_gone_or_never_were_change_nothing(collector):
     class Stray(Engines):
-        """Fake engines that also send every earlier answer again, and answers that were never requested."""
+        """Fake engines that repeat every earlier answer, and send answers that were never requested."""
 
         sent = ()
 

@@ -1,6 +1,6 @@
 """Test of a whole run with LoRA adapters in one process.
 
-The reward rises, the engine follows the actor, and a model is saved.
+The reward rises, the engine's log-probs follow the actor's log-probs, and a model is saved.
 """
 
 from pathlib import Path

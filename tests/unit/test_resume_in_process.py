@@ -1,6 +1,7 @@
 """Tests of invariant F4, exact resumption, with whole runs in one process.
 
-Training for k steps, restarting from the checkpoint and training for N-k steps must equal N steps bit for bit.
+Training for k steps, restarting from the checkpoint, and training for N-k steps must give the results of N steps bit
+for bit.
 """
 
 import asyncio
@@ -93,7 +94,7 @@ async def resumed_run(*arguments, **named):
 
 
 class Run:
-    """A run with its trainer, and the actions that tests take on it."""
+    """A training run, with methods for the actions that tests take."""
 
     def __init__(self, folder, trainer):
         self.folder, self.trainer, self.tasks, self.checkpoints = folder, trainer, trainer.tasks, trainer.checkpoints
@@ -122,7 +123,7 @@ class Run:
         return self
 
     def result(self):
-        """Return all results that must be equal: last tensors, driver's state, ledger and untimed metrics."""
+        """Return the results that tests compare: tensors, driver's state, ledger, and metrics without timings."""
         found = {}
         for role, group in self.trainer.trained().items():
             tensors = group.ranks[0].process.host.roles[role].state.tensors()
@@ -146,7 +147,7 @@ def assert_same(one, other):
 def reseed():
     """Reseed all global random number generators with a random seed.
 
-    Code that draws from a global generator would then give different results in each run.
+    Code that draws from a global generator gives different results after each call of `reseed`.
     """
     seed = random.SystemRandom().randrange(1 << 31)
     torch.manual_seed(seed)
@@ -272,7 +273,7 @@ async def test_a_run_stopped_while_it_waits_keeps_what_is_finished_and_goes_on_a
 
 
 def out_of_order(run, *, after: int = 0, of=range(1000)):
-    """Make the rewards of all groups whose uid is in `of` fail from step `after` on."""
+    """Make the rewards fail for all groups whose uid is in `of`, in step `after` and all later steps."""
     rewards = run.trainer.collector.rewards
     poll = rewards.poll
 

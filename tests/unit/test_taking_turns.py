@@ -1,6 +1,6 @@
 """Tests that engines and training ranks take turns on one device (invariant E6).
 
-The fakes raise an error for every other order of calls.
+The fakes raise an error if engines and training ranks use the device at the same time.
 """
 
 from types import MappingProxyType
@@ -25,7 +25,7 @@ REQUEST = Request((0, 0), [1], 1.0, 4, 0)
 
 
 class Device:
-    """A fake device on which engine or actor may compute only while the other of the two holds no memory.
+    """A fake device that raises an error if the actor computes while the engine holds memory, or vice versa.
 
     The list `log` records the events on the device in order.
     """

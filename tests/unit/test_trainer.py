@@ -489,7 +489,7 @@ async def test_the_entropy_coefficient_moves_step_by_step_towards_the_target():
     )
     made.actor.entropies = [0.4, 0.3, 0.6, 0.4, 0.4]
     shown = [(await made.train_step())[0]["actor/entropy_coef"] for _ in range(6)]
-    # the metric shows the coefficient that the actor received
+    # the metric shows the entropy coefficient that the actor received
     assert [coef for (coef,) in made.actor.arguments] == shown
     # the entropy bonus is off while the entropy is above the target
     assert shown == pytest.approx([0.01, 0.014, 0.018, 0.0, 0.018, 0.02])

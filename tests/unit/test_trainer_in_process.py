@@ -257,9 +257,9 @@ async def test_a_greedy_baseline_is_scored_for_each_prompt(tasks, start, reward)
 
 
 async def test_a_cut_answer_ends_with_the_critics_value_of_its_last_state(tasks, start, reward):
-    """The expected value comes from a forward pass of the transformers model over the whole answer.
+    """The expected value of the last state comes from transformers' own forward pass over the whole answer.
 
-    The expected value is computed with the critic's weights from before the training step.
+    The test computes the expected value with the critic's weights from before the training step.
     """
     settings = [
         "algorithm=ppo",

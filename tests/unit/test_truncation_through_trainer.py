@@ -58,7 +58,7 @@ class Engines(Immortal):
 
 
 class Judges:
-    """Fake reward workers that look up the score of each key.
+    """Fake reward workers that look up each score in the mapping `scores`.
 
     A score of None makes the reward fail.
     """
@@ -109,7 +109,7 @@ BASE, _ = compose(
 async def trained(scores, *, cut=((0, 1),), config=BASE, actor=None):
     """Take one training step, and return its batch and its metrics.
 
-    The keys of the mapping `scores` are (group, answer).
+    The keys of the mapping `scores` are pairs of group number and answer number.
     """
     async with BackgroundTasks() as tasks:
         collector = Collector(config, rollout=Engines(cut), rewards=Judges(scores), prompts=PROMPTS, tasks=tasks)
@@ -150,7 +150,7 @@ def modes():
 def pairs():
     """Yield all pairs of a score normalisation and an advantage normalisation.
 
-    The last pairs consist of two equal normalisations with the biased standard deviation.
+    Also yield pairs of two equal normalisations that use the biased standard deviation.
     """
     yield from itertools.product(modes(), modes())
     yield from ((mode, mode) for mode in (dataclasses.replace(m, unbiased=False) for m in modes()) if mode.std_level)

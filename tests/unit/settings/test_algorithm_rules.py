@@ -165,7 +165,7 @@ def test_a_knob_that_no_tensor_holds_is_refused_in_one_line_with_its_section():
 
 @contextmanager
 def registered(registry, name, function):
-    """Register a function under `name` at the start of a `with` block, and remove the function at its end."""
+    """Context manager that registers a function under `name`, and removes the function at the end."""
     registry.register(name)(function)
     try:
         yield

@@ -13,7 +13,7 @@ from rltrain.settings.typed import keys, parse
 
 EVERY = tuple(declared_keys(Config))
 # Keys that a resumed run may change, because they do not affect what the model learns.
-# A resumed run may not change a key that is missing here.
+# A resumed run may not change a key that is missing in CHANGEABLE.
 CHANGEABLE = {
     "actor.max_tokens_per_microbatch",
     "critic.max_tokens_per_microbatch",

@@ -22,7 +22,7 @@ def task(request: pytest.FixtureRequest) -> Task:
 
 
 def by_counting(digits: str) -> str:
-    """Sort digits by counting the digits.
+    """Sort digits with a counting sort.
 
     As an oracle, the function shares no code with the sorting tasks.
     """
@@ -62,7 +62,7 @@ def test_the_same_seed_gives_the_same_distinct_rows_and_another_seed_gives_other
 
 
 def test_no_prompt_can_be_in_both_splits(task: Task) -> None:
-    """For any seed, `split_of` assigns each prompt to the split that has the prompt, so no splits overlap."""
+    """For any seed, `split_of` assigns every prompt of a split to that split, so no splits overlap."""
     for split in ("train", "val"):
         for seed in range(3):
             assert {split_of(row["prompt"]) for row in task.prompts(split, seed, 100)} == {split}

@@ -389,13 +389,13 @@ def test_an_answer_is_correct_if_every_function_that_decides_says_so():
     # the last answer is wrong, because its score 0.5 is below the success threshold 1.0
     assert successes_of(groups, [exact, style]) == [1.0, 0.0, None, 0.0]
     assert successes_of(groups, [exact, TWO[1]]) == [1.0, 1.0, None, 0.0]
-    # without success thresholds, only a success that a reward function reports itself counts
+    # without success thresholds, an answer is correct only if a reward function reports success
     assert successes_of(groups, TWO) == [None, None, None, 1.0]
     groups[0].results[0] = replace(groups[0].results[0], success=False)
     assert successes_of(groups, [exact, style]) == [0.0, 0.0, None, 0.0]
 
 
 def successes_of(groups, components):
-    """Return for each row whether the answer is correct, or None if no reward function decides it."""
+    """Return for each row 1.0 if the answer is correct, 0.0 if it is wrong, and None if no reward function decides."""
     found = to_batch(groups, components).batch["successes"].tolist()
     return [None if math.isnan(value) else value for value in found]

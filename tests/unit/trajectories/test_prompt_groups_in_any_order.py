@@ -79,7 +79,7 @@ class Life(RuleBasedStateMachine):
         self.empty_places += not replace
 
     def age(self, group):
-        """Return how many versions of the weights can at most pass between a group's shipping and its use in a step."""
+        """Return the largest possible number of weight updates between a group's shipping and its use in a step."""
         before = sum(uid < group.uid for uid in self.groups.groups)
         return (len(self.used) + self.empty_places + before) // self.per_step - group.shipped
 
@@ -117,7 +117,7 @@ class Life(RuleBasedStateMachine):
         assert len(self.groups.groups) + self.groups.used <= self.steps * self.per_step, "no step would use it"
 
     def teardown(self):
-        """Check that the run can complete another step after any history, if the engines work."""
+        """Check that with working engines, the run can complete another step after any order of actions."""
         if not hasattr(self, "groups"):
             return
         before, places = len(self.used), self.places()

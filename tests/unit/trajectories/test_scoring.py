@@ -79,7 +79,7 @@ REASONS = ["length", "stop", "length", "abort"]
 
 
 def test_a_cut_answer_is_one_that_the_engine_cut_and_no_other():
-    """Row 1 has the maximum length but finished.
+    """Row 1 is an answer of maximum length that finished by itself.
 
     Row 2 is short, but the engine cut the answer at the model's own length limit.
     """

@@ -195,9 +195,9 @@ def test_C5_a_cut_row_is_in_no_statistic_from_here_on_and_keeps_its_tokens_and_i
 
 @pytest.mark.parametrize("how", ["suppress", "exclude"])
 def test_C9_under_gae_and_normalisation_a_wrong_answer_is_worth_no_more_for_being_cut(how):
-    """Two answers are finished, right and wrong, and two answers are truncated, right and wrong.
+    """The four answers are right, wrong, right but truncated, and wrong but truncated.
 
-    If excluded rows had an advantage of 0, they would exceed the -0.5 of the wrong finished answer.
+    An advantage of 0 for an excluded wrong answer would exceed the advantage of -0.5 of a finished wrong answer.
     """
     made = batch([1.0, 0.0, 1.0, 0.0], reasons=["stop", "stop", "length", "length"])
     config = config_of(

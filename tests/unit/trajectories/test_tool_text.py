@@ -170,7 +170,7 @@ def test_lengths_age_and_entropy_are_of_sampled_tokens_also_in_a_row_whose_rewar
 
 
 def test_the_penalty_of_length_is_of_sampled_tokens_also_in_rows_that_are_no_longer_trained():
-    """The answer has 13 of 16 allowed tokens, and the penalty grows over the last 12 allowed tokens, so it is 9/12."""
+    """The length penalty grows over the last 12 of 16 allowed tokens, so 13 sampled tokens give a penalty of 9/12."""
     config = config_of()
     batch = scored([ROWS], config, tools=True)
     cleared = batch.with_values("responses", response_mask=torch.zeros(34, dtype=torch.bool))

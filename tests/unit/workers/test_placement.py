@@ -18,7 +18,7 @@ from workers.cluster.shared_devices import SharedDevices
 
 @pytest.fixture
 def made(monkeypatch):
-    """Return the list of (options, environment) with which Ray actors are created, without starting processes."""
+    """Return the list of (options, environment) of all requested Ray actors, which the fake does not start."""
     found = []
 
     def remote(**options):
@@ -113,7 +113,7 @@ def test_a_ray_of_its_own_has_the_cores_that_may_be_used(monkeypatch, tmp_path):
 def test_devices_of_one_machine_are_numbered_one_after_the_other(monkeypatch):
     """Ray assigns the bundles of a large placement group to machines in arbitrary order.
 
-    Machines with more devices must come first.
+    Machines with more devices must come first in the numbering of devices.
     """
     nodes = {0: "b", 1: "a", 2: "b", 3: "a", 4: "a", 5: "c"}
     asked = []

@@ -1,4 +1,4 @@
-"""Tests that leftovers of killed processes are removed, and that everything of other programs is kept."""
+"""Tests that leftovers of killed processes are removed, and that files and processes of other programs are kept."""
 
 import os
 import secrets

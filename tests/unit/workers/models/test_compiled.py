@@ -45,15 +45,15 @@ def gradients(model, packed):
     return [parameter.grad for parameter in model.parameters()]
 
 
-# the compiler reads `.grad` of a tensor that is not a leaf, which causes the warning
+# the compiler reads `.grad` of a tensor that is not a leaf, which causes the ignored warning
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kernel", [True, False])
 def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing, monkeypatch):
     """A compiled graph must not depend on the number of attention batches.
 
-    If graphs depended on the number of attention batches, the compiler would compile layers for the first eight
-    numbers, and then silently stop.
+    If graphs depended on the number of attention batches, the compiler would compile layers for the first eight batch
+    counts, and then silently stop.
     """
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     if kernel:

@@ -1,6 +1,6 @@
 """Tests of the fused head, which takes the place of a model's last layer.
 
-The fused head must compute the log-probs, entropies and exact KL that follow from all logits at once.
+The log-probs, entropies and exact KL of the fused head must equal the values computed from all logits at once.
 """
 
 import os
@@ -88,7 +88,7 @@ def test_any_chunk_gives_the_values_and_gradients_of_all_logits_at_once(temperat
 @pytest.mark.parametrize("entropies", [False, True])
 @pytest.mark.parametrize("unused", [[2], [0, 1, 2, 3, 4, 8, 9, 10]], ids=["one word", "whole chunks"])
 def test_words_with_a_logit_of_minus_infinity_are_as_if_they_were_not_there(unused, entropies, chunk_size):
-    """Words with probability 0 do not change values or gradients, because p log p counts as 0 at p = 0."""
+    """Vocabulary entries with p = 0 do not change values or gradients, because p log p counts as 0 at p = 0."""
     hidden, head, bias, _ = inputs()
     with torch.no_grad():
         bias[unused] = -torch.inf

@@ -72,7 +72,7 @@ KERNELS = {
 
 
 def outputs(model, rows):
-    """Return the log-probs of a pack, shape (R,), and the gradients of their weighted sum for all parameters."""
+    """Return the log-probs of a pack, shape (R,), and the parameter gradients of a weighted sum of the log-probs."""
     batch = {"prompts": [row[0] for row in rows], "responses": [row[1] for row in rows]}
     packed = pack(DataProto.from_dict({name: jagged(ids, torch.int64) for name, ids in batch.items()}))
     found = policy_output(model, packed, temperature=0.7).log_probs

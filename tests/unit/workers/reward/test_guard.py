@@ -1,4 +1,4 @@
-"""Tests of the guard of a reward process, a separate process that ends all descendants of the reward process."""
+"""Tests of the reward guard, a separate process that ends all descendants of a reward process."""
 
 import subprocess
 import sys

@@ -306,7 +306,7 @@ def test_a_top_k_of_one_is_greedy(start):
 
 
 def ends_of(answer: Completion, stop: str) -> int | None:
-    """Return the number of tokens up to the end of the first `stop` in an answer, or None without `stop`.
+    """Return the number of tokens up to the end of the stop string, or None if the answer lacks the stop string.
 
     Each token is one character.
     """

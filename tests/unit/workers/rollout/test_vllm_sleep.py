@@ -18,7 +18,7 @@ LOAD = ["start_weight_update", "update_weights", "finish_weight_update", "reset_
 
 
 class Core:
-    """A fake vLLM core that tracks memory by tag, and refuses calls that need memory while it is released."""
+    """A fake vLLM core that tracks memory by tag, and refuses calls that need released memory."""
 
     def __init__(self, log):
         self.log, self.asleep, self.paused, self.arguments = log, set(), False, {}
@@ -88,10 +88,7 @@ class AsyncCore:
 
 @pytest.fixture(params=["inprocess", "async"])
 def made(request, monkeypatch, start):
-    """Return a function that makes an engine on a fake GPU.
-
-    The function returns the engine, the fake core below the engine, and the log of calls.
-    """
+    """Return a function that makes (engine, fake core below the engine, log of calls) on a fake GPU."""
     log: list[str] = []
     core = Core(log)
 

@@ -206,7 +206,7 @@ async def test_entropies_of_the_old_policy_are_there_for_selectors_only(start, s
 
 
 def test_a_selector_sees_the_rows_of_its_mini_batch_and_no_others():
-    """The two trained tokens of highest entropy in rows 0 and 2 are selected, although row 1 has a higher entropy."""
+    """The two trained tokens of highest entropy in rows 0 and 2 are selected, although row 1 has more entropy."""
     from rltrain.batch.data_proto import jagged
 
     config = compose(["algorithm.loss_mode=top_entropy", "algorithm.loss.entropy_fraction=0.4"])[0].algorithm
@@ -262,7 +262,7 @@ async def test_a_reference_in_bfloat16_holds_no_more_and_agrees_with_the_actor_t
 
 
 async def test_D5_the_exact_kl_pulls_back_to_the_reference(start, sampled_batch):
-    """A policy that has diverged from the reference returns towards it when the KL is the only loss term."""
+    """A policy far from the reference moves back towards the reference when the KL is the only loss term."""
     run = Run(start, *FULL, "actor.lr=3e-4")
     for _ in range(3):
         await run.update(await run.prepared(sampled_batch))

@@ -30,7 +30,7 @@ PACKS = ([[0, 1, 2, 3, 4]], [[3, 0], [4, 2, 1]])
 
 
 def model_of(kind):
-    """Return a model in float64, except for norms, rotations and the critic's values, which are always float32."""
+    """Return a model in float64, except for norms, rotary embeddings and critic values, which are always float32."""
     torch.manual_seed(0)
     model = kind(LlamaConfig(**SIZES, num_labels=1, initializer_range=0.2, attn_implementation="eager"))
     return model.double().eval()
@@ -39,7 +39,7 @@ def model_of(kind):
 def batch_of() -> DataProto:
     """Return a batch with every column that a loss may read.
 
-    Row 3 has tokens from tools, which are not trained.
+    The tokens from tools in row 3 are not trained.
     """
     generator = torch.Generator().manual_seed(1)
 

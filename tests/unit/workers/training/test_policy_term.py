@@ -150,7 +150,7 @@ def test_the_sequence_mask_goes_with_the_engines_log_probs_as_the_old_ones():
 
 
 def test_stale_answers_weigh_by_how_likely_the_actor_still_finds_them_up_to_two():
-    """With a single optimizer step, the ratio is 1, and only the correction depends on the sampling policy."""
+    """With a single optimizer step, the policy ratio is 1, and only the correction depends on the sampling policy."""
     stale = compose(["trainer.max_staleness=4"])[0].algorithm
     columns = columns_of_batch([[0, math.log(2), math.log(4), 0], [0, -math.log(1.5), -math.log(4), 0]])
     (gradient,), sums = gradients(columns, stale)
@@ -200,7 +200,7 @@ def uneven_batch(name):
 
 
 def split_gradient(batch, algorithm, parts):
-    """Return the gradient for the log-probs of all rows and the metric sums, both summed over micro-batches."""
+    """Return the gradient with respect to all rows' log-probs, and the metrics, both summed over micro-batches."""
     log_probs = batch["log_probs"].clone().requires_grad_()
     mask, totals = batch["response_mask"], {}
     counts = {"num_tokens": int(mask.sum()), "num_sequences": int(mask.any(-1).sum()), "max_response_length": 16}
