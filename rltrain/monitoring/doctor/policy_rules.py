@@ -31,13 +31,12 @@ JUDGED_STEPS = 10  # number of most recent steps over which a critic's noisy exp
 def learning_rate_too_high(history: History) -> Finding | None:
     """Detect updates that are too large.
 
-    One of three conditions must hold. First condition: the updates of one step moved the policy by a KL of at least 0.5
-    nats a token, and the mean reward then fell by at least half the standard deviation of single rewards. Second
-    condition: in each of at least 3 steps, the updates moved the policy by a KL of at least 0.3 nats a token. Third
-    condition: no KL above 0 was measured (as with one update per step), the entropy changed by a factor of at least 3
-    from one step to the next, and the mean reward then fell by at least half the standard deviation of single rewards.
-    The fall of the mean reward is measured from the (at most 5) steps up to the large update to the (at most 5) last
-    steps of the run.
+    The rule reports any of three cases. In the first case, the updates of one step moved the policy by a KL of at least
+    0.5 nats a token, and the mean reward then fell. In the second case, the updates of each of at least 3 steps moved
+    the policy by a KL of at least 0.3 nats a token. In the third case, no KL above 0 was measured, as happens with one
+    update per step, the entropy changed by a factor of at least 3 from one step to the next, and the mean reward then
+    fell. A fall of the mean reward counts if it is at least half the standard deviation of single rewards. It is
+    measured from the 5 steps up to the large update to the last 5 steps of the run.
     """
     kl = history.points("actor/ppo_kl")
     huge = [point for point in kl if point[1] >= HUGE_KL]

@@ -26,8 +26,8 @@ _COUNTED = re.compile(r"eval/(?:[^/]+/)?(?:sampled|greedy)_(?:accuracy|reward)")
 def reward_fails(history: History) -> Finding | None:
     """Find reward functions that fail.
 
-    At least 1% of the answers of the run have no reward because a reward function failed, or the run was stopped at a
-    step because too many rewards failed.
+    A reward function failed for at least 1% of the run's answers, or the run stopped at a step because too many rewards
+    failed.
     """
     points = history.points("reward/failed_fraction")
     stopped = [file for file in history.run.samples if file.failed]
@@ -67,8 +67,8 @@ def _messages(history: History, step: int) -> list[str]:
 def reward_never_applies(history: History) -> Finding | None:
     """Find reward functions that return None instead of a score for many answers.
 
-    In the mean of the last 5 steps, at least half of the answers have no score although no reward function failed on
-    them, or a reward function returned None for each answer of the last step.
+    Over the last 5 steps, at least half of the answers have no score although no reward function failed for them. The
+    finding is also reported if a reward function returned None for each answer of the last step.
     """
     failed = dict(history.points("reward/failed_fraction"))
     points = [(step, value - failed.get(step, 0.0)) for step, value in history.points("reward/unscored_fraction")]
@@ -107,8 +107,8 @@ def _silent(history: History) -> list[str]:
 def dead_reward(history: History) -> Finding | None:
     """Find a reward that does not distinguish the answers to a prompt.
 
-    For at least the last 5 steps, all answers to each prompt had the same outcome (or, with one answer a prompt or
-    advantages from a critic, all answers of the step had the same score), and the task is not solved.
+    In each of at least the last 5 steps, all answers to each prompt had the same outcome, and the task is not solved.
+    With one answer per prompt or with advantages from a critic, all answers of a step had the same score instead.
     """
     grouped = history.number("rollout.samples_per_prompt", 2) > 1
     grouped = grouped and history.setting("algorithm.advantage_estimator") != "gae"
@@ -144,9 +144,10 @@ def dead_reward(history: History) -> Finding | None:
 def reward_hacking(history: History) -> Finding | None:
     """Find a training reward that rises while the share of correct answers stays flat.
 
-    From the first 5 to the last 5 steps (at least 10 in all), the mean reward rose by at least half the standard
-    deviation of single rewards, and the share of correct answers, or the score of the functions with `outcome: true`
-    beside others, rose by less than 0.02.
+    The rule compares the first 5 steps with the last 5 steps of a run of at least 10 steps. The mean reward rose by at
+    least half the standard deviation of single rewards, but the share of correct answers rose by less than 0.02. In a
+    run that does not measure correct answers, the score of the functions with `outcome: true` takes the place of that
+    share, if the run has other reward functions too.
     """
     rewards, spread = windows(history.points("reward/mean")), history.points("reward/std")
     right, what = _correctness(history)
@@ -195,9 +196,9 @@ def _correctness(history: History) -> tuple[Points, str]:
 def worse_evaluation(history: History) -> Finding | None:
     """Find evaluations that get worse while the training reward rises.
 
-    From its best to its last value, an evaluated accuracy fell by at least 0.05 and two standard errors, or an
-    evaluated reward without accuracy by at least a quarter of the standard deviation of single rewards and two
-    standard errors, and the mean training reward rose meanwhile.
+    The accuracy of an evaluation fell from its best value to its last value by at least 0.05 and at least two standard
+    errors, while the mean training reward rose. In an evaluation without accuracy, the mean reward fell by at least a
+    quarter of the standard deviation of single rewards and at least two standard errors.
     """
     names = [name for name in history.names() if _COUNTED.fullmatch(name)]
     names = [name for name in names if name.replace("_reward", "_accuracy") == name or not _has_accuracy(history, name)]
@@ -250,8 +251,8 @@ def _lost(history: History, name: str) -> tuple[int, list[str]] | None:
 def reward_fell(history: History) -> Finding | None:
     """Find a mean reward that rose and then fell again.
 
-    The mean reward of the last 5 steps is below the best mean of 5 steps by at least half of what was learnt, and by at
-    least the standard deviation of single rewards.
+    The mean reward of 5 steps rose to a best value and fell again by the last 5 steps. The fall is at least half of the
+    rise, and at least the standard deviation of single rewards.
     """
     found, spread = windows(history.points("reward/mean")), dict(windows(history.points("reward/std")))
     best = max(found, key=lambda point: point[1], default=None)
@@ -282,7 +283,7 @@ def reward_fell(history: History) -> Finding | None:
 def too_few_groups(history: History) -> Finding | None:
     """Find dynamic sampling that does not fill its batches.
 
-    In the mean of the last 5 steps, at least half of the groups of a step are missing, and the task is not solved.
+    On average over the last 5 steps, at least half of the groups of a step are missing, and the task is not solved.
     """
     missing, wanted = history.points("rollout/groups_missing"), history.number("trainer.prompts_per_step", 0)
     low = [(step, value / wanted) for step, value in missing] if wanted else []
