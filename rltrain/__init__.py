@@ -1,1 +1,1 @@
-"""rltrain: train language models by reinforcement learning. Importing `rltrain` alone imports no other module."""
+"""rltrain: train language models by reinforcement learning. The statement `import rltrain` loads no other module."""

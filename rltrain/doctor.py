@@ -1,4 +1,4 @@
-"""Says what went wrong in finished or running runs, from the files that they wrote.
+"""Finds out what went wrong in finished or running training runs, from the files in the runs' output folders.
 
 Usage: `python -m rltrain.doctor RUN_DIR [RUN_DIR ...]`.
 """
@@ -22,10 +22,10 @@ USAGE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program with command-line arguments, and return the exit status.
+    """Examine the runs that the command-line arguments name, print the findings, and return the exit status.
 
     Returns:
-        0: no run has findings. 1: a run has findings, or a file could not be read. 2: the arguments are wrong.
+        0 if no run has findings, 1 if a run has findings or a file could not be read, 2 if the arguments are wrong.
     """
     return run_program(_examine, USAGE, argv, remedy=_remedy)
 
@@ -45,7 +45,7 @@ def _remedy(error: OSError) -> str:
 
 
 def parse(words: Sequence[str]) -> list[Path]:
-    """Return the folders of the runs, given the command-line arguments."""
+    """Return the run folders that the command-line arguments name."""
     unknown = next((word for word in words if word.startswith("-")), "")
     require(not unknown, f"unknown flag '{unknown}': the only flag is --help")
     require(bool(words) and all(words), USAGE)

@@ -150,7 +150,7 @@ def show(text: str) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # keeps the interpreter from writing its remaining buffer to the closed pipe at exit
+        # prevents the interpreter from writing its remaining output to the closed pipe at exit
         outlive_readers()
     return 0
 
@@ -384,7 +384,7 @@ async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Cons
     try:
         await trainer.fit()
         return 0
-    except (Stopped, bdb.BdbQuit) as stopped:  # BdbQuit: the user has quitted the debugger in a function of theirs
+    except (Stopped, bdb.BdbQuit) as stopped:  # BdbQuit: the user has quit a debugger in user code
         console.print(f"stopping: saving a checkpoint of step {trainer.step}", highlight=False)
         await trainer.save()
         await trainer.checkpoints.finish()
@@ -458,7 +458,7 @@ def start_model(config: Config, display: "ConsoleDisplay") -> str:
 
 
 def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, PromptSet]]:
-    """Load the training prompts, and the prompts of each evaluation set by the name of the set.
+    """Load the training prompts and the evaluation prompts; the evaluation sets are returned as a dict by name.
 
     Raise ConfigError if the data lacks a column that a reward function reads.
     """

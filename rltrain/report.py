@@ -27,7 +27,7 @@ def _report(words: list[str]) -> None:
     try:
         notes = write(folders, output)
     except OSError as error:
-        error.filename = error.filename or str(output)  # the error of a full disk names no file
+        error.filename = error.filename or str(output)  # the OSError of a full disk has no file name
         raise
     for note in notes:
         print(f"note: {one_line(note, LONGEST)}", file=sys.stderr)  # noqa: T201
@@ -61,7 +61,7 @@ def write(folders: Sequence[Path], output: Path) -> list[str]:
     """Write the HTML page, and return a list with one line about each file that could not be read."""
     from rltrain.monitoring.report.config_differences import COMMAND
     from rltrain.monitoring.report.page import write_report
-    from rltrain.run.command import command_of  # imported late, because importing torch takes seconds
+    from rltrain.run.command import command_of  # imported late, because the module imports torch
 
     require(not output.is_dir(), f"--output={output}: is a folder; give the path of the page, such as report.html")
     older = any(not (folder / COMMAND).exists() for folder in folders)

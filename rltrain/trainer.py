@@ -67,7 +67,8 @@ class Trainer:
         tracker: records metrics and samples.
         checkpoints: saves and reads the checkpoints of the run.
         val_prompts: prompts of each evaluation set, by the name of the set; "" is the name of the set of `data.val`.
-        tasks: the run's background tasks. An interruption of the run ends only waits during which nothing can be lost.
+        tasks: the run's background tasks. An interruption of the run cancels only waits during which no results can be
+            lost.
         restart: function that ends all processes of the training ranks and starts new processes; None if the ranks
             cannot be restarted.
         timeline: collects the events of all processes after each step; None if the run has no timeline.
@@ -77,8 +78,8 @@ class Trainer:
         incarnation: number of times that the run was restored, which together with `step` identifies the weights.
         origin: checkpoint to which the run was last restored; None if the run was never restored to a checkpoint.
         beginning: state of the driver before the first step; None if the run began from a checkpoint.
-        engine_checked: whether the engine's log-probs were compared with the actor's. True from the start if top-p or
-            top-k makes the engine's log-probs those of another distribution.
+        engine_checked: whether the engine's log-probs were compared with the actor's log-probs. With top-p or top-k,
+            `engine_checked` is True from the start, because the engine's log-probs belong to a restricted distribution.
         checked_before: value of `engine_checked` before the current step.
         dropped: uids of the prompt groups that the last step dropped.
     """
@@ -112,7 +113,7 @@ class Trainer:
         self.beginning: dict[str, Any] | None = None
         self.engine_checked = self.checked_before = config.rollout.is_restricted
         self.dropped: list[int] = []
-        self.timer = Timer()  # of the current step
+        self.timer = Timer()  # timer of the phases of the current step
 
     async def fit(self) -> None:
         """Train until the last training step is done.
@@ -233,7 +234,8 @@ class Trainer:
     def last_good(self) -> Checkpoint | None:
         """Return the newest undamaged checkpoint of the run.
 
-        Without an undamaged checkpoint, return the checkpoint to which the run was last restored, or None.
+        If there is no undamaged checkpoint, return the checkpoint to which the run was last restored. If the run was
+        never restored to a checkpoint, return None.
         """
         return self.checkpoints.newest() or self.origin
 
@@ -440,7 +442,7 @@ class Trainer:
         await self.collector.rollout.load(self.actor.ranks, self.step, check=self.config.rollout.verify_sync)
 
     async def evaluate(self) -> None:
-        """Evaluate the policy on all evaluation sets, sampled and greedy, unless the step is already evaluated."""
+        """Evaluate sampled and greedy answers to all evaluation sets, unless the current step is already evaluated."""
         if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:

@@ -1,4 +1,4 @@
-"""Fixtures that tests share: tiny models, batches, and Ray for tests that ask for it."""
+"""Shared fixtures: tiny models, batches, and a local Ray for the tests that need Ray."""
 
 import os
 
@@ -14,7 +14,10 @@ from rltrain.settings.compose import compose
 
 @pytest.fixture(scope="session")
 def start(tmp_path_factory) -> str:
-    """Return a tiny model directory after a few supervised steps; answers vary, and some of them end."""
+    """Return the directory of a tiny model after a few supervised steps.
+
+    The model's answers vary, and some of them end with an end token.
+    """
     from rltrain.tasks import TASKS
     from rltrain.tasks.tiny_model import make_start
 
@@ -68,7 +71,10 @@ def ray_here():
 
 @pytest.fixture(scope="session")
 def sampled_batch() -> DataProto:
-    """Return a batch as after a rollout, with random tokens and advantages; every seventh answer is empty."""
+    """Return a batch like that of a finished rollout, with random tokens and advantages.
+
+    Every seventh answer is empty.
+    """
     generator = torch.Generator().manual_seed(0)
 
     def ids(low: int, high: int) -> list[int]:

@@ -1,4 +1,4 @@
-"""Output folders of runs with given metrics, for tests of the doctor."""
+"""Write output folders of fake runs with given metrics, for tests of the doctor."""
 
 import json
 from pathlib import Path
@@ -28,11 +28,11 @@ CONFIG = {
 
 
 def line(first: float, last: float, steps: int = STEPS) -> list[float]:
-    """Return values that go from the first to the last in equal parts."""
+    """Return equally spaced values from `first` to `last`, one for each step."""
     return [first + (last - first) * number / (steps - 1) for number in range(steps)]
 
 
-# What a run that learns writes: similar to the numbers of the demo.
+# Metrics of a run that learns, similar to the numbers of the demo.
 HEALTHY = {
     "reward/mean": line(0.3, 0.8), "reward/std": [0.45] * STEPS, "reward/accuracy": line(0.3, 0.8),
     "reward/right/mean": line(0.3, 0.8), "reward/length/mean": [0.0] * STEPS, "reward/failed_fraction": [0.0] * STEPS,
@@ -47,14 +47,17 @@ HEALTHY = {
 
 
 def run_with(folder: Path, metrics=None, *, config=None, evaluations=(), steps: int = STEPS) -> Path:
-    """Write the files of a healthy run except for the given metrics and config keys, and return its folder.
+    """Write the files of a run, and return its folder.
+
+    The run is healthy except for the given metrics and config keys.
 
     Args:
-        folder: output folder, which is made. metrics: a value for each step, or one value for all steps, by name; None:
-            the run does not have the metric.
-        config: values by key, such as `{"actor.lr": 1.0}`.
-        evaluations: the objects of `evaluations.jsonl`.
-        steps: number of steps; the first ones of the healthy run.
+        folder: Output folder, which the function makes.
+        metrics: Values by the metric's name: a list with a value for each step, or one value for all steps. A metric
+            with the value None is left out.
+        config: Values by config key, such as `{"actor.lr": 1.0}`.
+        evaluations: Objects of `evaluations.jsonl`.
+        steps: Number of steps to write, counted from the first step of the healthy run.
     """
     folder.mkdir(parents=True, exist_ok=True)
     columns = HEALTHY | (metrics or {})
@@ -81,7 +84,7 @@ def _write(path: Path, rows) -> None:
 
 
 def write_samples(folder: Path, name: str, components, errors=None) -> None:
-    """Write a table of samples with the given scores by component, and the error of each row."""
+    """Write a table of samples with the given scores by component and the given error for each row."""
     (folder / "rollouts").mkdir(exist_ok=True)
     errors = errors or [""] * len(components)
     pq.write_table(

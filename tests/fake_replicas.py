@@ -1,4 +1,7 @@
-"""Fake rollout replicas whose processes die, become ready and answer at a test's command, and a pool of them."""
+"""Fake rollout replicas, and a pool of replicas.
+
+A test decides when a replica's process dies, becomes ready or answers.
+"""
 
 import asyncio
 import concurrent.futures
@@ -37,7 +40,7 @@ async def settled() -> None:
 
 
 async def answers_of(pool: RolloutPool) -> list[Completion]:
-    """Return the answers that have arrived and were not returned before."""
+    """Return the answers that arrived since the last call."""
     await settled()
     polling = asyncio.ensure_future(pool.poll())
     await settled()
@@ -77,7 +80,11 @@ class Reply:
         self._tell()
 
     def future(self) -> concurrent.futures.Future:
-        """Return a new future that gets the call's result. Cancelling the future cancels nothing else, as with Ray."""
+        """Return a new future that receives the call's result.
+
+        Cancelling the future does not cancel the call, as with Ray.
+
+        """
         future = concurrent.futures.Future()
         self._asked.append(future)
         self._tell()
@@ -93,12 +100,15 @@ class Reply:
 
 
 class EngineProcess(RayProcess):
-    """A fake process of a replica. Calls reach the engine at once, and the engine answers only when a test makes it.
+    """A fake process of a replica.
+
+    Calls reach the engine at once, but the engine answers only when a test makes it answer.
 
     Attributes:
-        alive: Whether the process lives. A death is known only once a caller has noticed it; see `die`.
+        alive: Whether the process lives. A test sets `alive` to False for a death that no caller has noticed, and calls
+            `die` for a death that is reported.
         built: The pending construction of the engine.
-        open: The last `poll`, which has no result until the engine returns answers.
+        open: The result of the last `poll`, pending until the engine returns answers.
         patience: The patience of each `poll` so far.
         keys: Keys of the unfinished requests.
         finished: Keys of the answers that no `poll` has returned.
@@ -146,13 +156,16 @@ class EngineProcess(RayProcess):
         return Reply.of(None)
 
     def finish(self, *keys) -> None:
-        """Let the engine finish answers that the open poll does not return yet."""
+        """Let the engine finish the answers `keys`, which the open poll does not return yet."""
         for key in keys:
             self.keys.remove(key)
             self.finished.append(key)
 
     def say(self) -> None:
-        """Let the open poll return the finished answers, or none of them, as after the poll's patience."""
+        """Let the open poll return all finished answers.
+
+        Without finished answers, the poll returns nothing, as it does when its patience runs out.
+        """
         finished, self.finished = self.finished, []
         self.open.give([Completion(key, [self._number], [-1.0], "stop", [self.version]) for key in finished])
 
@@ -165,7 +178,7 @@ class EngineProcess(RayProcess):
         self.open.fail(of_worker(SyncError("weights of two versions")))
 
     def die(self) -> None:
-        """Let the process die, and let its death be noticed at once."""
+        """Let the process die, and report its death at once."""
         self.alive = False
         self.lose("is gone")
 
@@ -213,7 +226,7 @@ class Replicas:
 
 
 async def give_weights(ranks, engines, version, *, check):
-    """Stand in for a weight sync: give the weights to all engines, or raise at the first dead engine."""
+    """Fake a weight sync: give the weights to all engines, or raise an error at the first dead engine."""
     for engine in engines:
         await asyncio.sleep(0)
         if not engine.process.alive:
@@ -232,7 +245,10 @@ def fail_syncs(monkeypatch, error):
 
 
 async def pool_of(size, monkeypatch, tasks, *, busy=False):
-    """Return a pool whose replicas have weights 0 and, if `busy`, one request each; return the replicas too."""
+    """Return a pool and its fake replicas, which have weights of version 0.
+
+    With `busy`, each replica has one request.
+    """
     monkeypatch.setattr(pool_module, "sync", give_weights)
     replicas = Replicas(size, tasks)
     pool = RolloutPool(replicas.all, tasks)

@@ -1,9 +1,11 @@
-"""A small local model hub: real clients download models and data sets from it, and it fails on request.
+"""A small local model hub, from which real clients download models and data sets.
 
-The server implements the parts of the hub's protocol that `huggingface_hub` and `datasets` use: facts about a
-repository, lists of its files, and the files. Large kinds of files are behind a redirect to another host, as on the
-real hub. A client finds the server through the environment variables of `Hub.environment`. `huggingface_hub` reads
-environment variables when it is imported, so clients run in processes of their own.
+Tests can make the hub fail.
+
+The server implements the parts of the hub's protocol that `huggingface_hub` and `datasets` use: information about
+repositories, lists of files, and file contents. Kinds of files that are usually large are served through a redirect to
+another host, as on the real hub. A client finds the server through the environment variables of `Hub.environment`.
+`huggingface_hub` reads environment variables when it is imported, so clients run in processes of their own.
 """
 
 import hashlib
@@ -54,9 +56,10 @@ class StoredFile:
 
 @dataclass
 class Repository:
-    """A repository: commits by hash, the hash of each branch and tag, and the access rights.
+    """A repository: its commits by hash, the commit hash of each branch and tag, and the access rights.
 
-    The attribute `readers` holds the tokens that may read a gated repository's files, or see a private repository.
+    The attribute `readers` holds the access tokens that can read a gated repository's files or see a private
+    repository.
     """
 
     commits: dict[str, dict[str, StoredFile]] = field(default_factory=dict)
@@ -76,7 +79,7 @@ class Repository:
 
 @dataclass(frozen=True)
 class Request:
-    """A request that the server received. The attribute `range` is the header that asks for a part of a file."""
+    """A request that the server received. The attribute `range` is the HTTP header that asks for a part of a file."""
 
     method: str
     path: str
@@ -86,7 +89,7 @@ class Request:
 
 @dataclass
 class _Break:
-    """A fault: the connection breaks at byte `at` of a file, for the next `left` requests."""
+    """A fault that breaks the connection at byte `at` of a file, for the next `left` requests."""
 
     at: int
     left: int
@@ -104,10 +107,10 @@ class _Server(ThreadingHTTPServer):
 
 
 class Hub:
-    """The hub server, which runs while its context manager is open.
+    """The hub server, which runs inside a `with` block.
 
     Args:
-        store: folder for the content of files; it is created.
+        store: Folder for the content of files, which the hub creates.
     """
 
     def __init__(self, store: Path) -> None:
@@ -139,7 +142,7 @@ class Hub:
         return f"http://127.0.0.1:{self.port}"
 
     def environment(self, home: Path, **more: str) -> dict[str, str]:
-        """Return the environment variables that point a client to the server, with `home` as the folder of its cache.
+        """Return the environment variables that point a client to the server and put its cache into the folder `home`.
 
         The caller has to remove HF_HUB_OFFLINE and HF_TOKEN from the client's environment.
         """
@@ -162,7 +165,7 @@ class Hub:
         return commit
 
     def tag(self, name: str, tag: str, *, kind: str = "model", commit: str | None = None) -> None:
-        """Give a tag to a commit, which is the newest one of `main` by default."""
+        """Make a tag point to a commit, which is the newest commit of `main` by default."""
         repository = self.repositories[kind, name]
         repository.tags[tag] = commit or repository.branches["main"]
 
@@ -176,15 +179,15 @@ class Hub:
     # --- faults ---
 
     def gate(self, name: str, *tokens: str, kind: str = "model") -> None:
-        """Give the files only to clients with one of the given tokens.
+        """Make the repository gated: only clients with one of the given access tokens can read its files.
 
-        All other clients see the repository and its list of files.
+        Clients without one of the tokens see only the repository and its list of files.
         """
         self.repositories[kind, name].gated = True
         self.repositories[kind, name].readers = tokens
 
     def hide(self, name: str, *tokens: str, kind: str = "model") -> None:
-        """Make the repository private: to clients without one of the given tokens, it does not exist."""
+        """Make the repository private, so that it does not exist for clients without one of the given tokens."""
         self.repositories[kind, name].private = True
         self.repositories[kind, name].readers = tokens
 
@@ -192,10 +195,10 @@ class Hub:
         """Close the connection at byte `at` of a file, for the next `times` requests that reach the byte.
 
         Args:
-            path: path of the file in its repository; the fault affects files with the same path in all repositories.
-            at: number of bytes of the file before the break.
-            times: number of requests that break.
-            reset: whether to reset the connection instead of closing it.
+            path: Path of a file in its repository. The fault affects files of this path in all repositories.
+            at: Number of bytes of the file before the connection breaks.
+            times: Number of requests that fail.
+            reset: Whether to reset the connection instead of closing it.
         """
         self._breaks[path] = _Break(at, times, reset)
 
@@ -206,14 +209,14 @@ class Hub:
     # --- methods for the request handler ---
 
     def take_unavailable(self) -> bool:
-        """Return whether the current request has to fail with status 503, and count it."""
+        """Return whether the current request has to fail with status 503; a failing request is counted."""
         with self._lock:
             failing = self._unavailable > 0
             self._unavailable -= failing
         return failing
 
     def take_break(self, sha256: str, start: int, end: int) -> _Break | None:
-        """Return the fault that a request for bytes `start` to `end` of a file's content meets, if any."""
+        """Return the fault that applies to a request for bytes `start` to `end` of a file, or None."""
         with self._lock:
             for path, fault in self._breaks.items():
                 if fault.left > 0 and start <= fault.at < end and sha256 in self._contents(path):
@@ -238,7 +241,7 @@ class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Do not print requests."""
+        """Do nothing, so that requests are not printed."""
 
     def do_HEAD(self) -> None:
         self._answer()
@@ -270,7 +273,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _repository(self, match: re.Match[str]) -> tuple[str, Repository] | None:
         """Return the repository of a request.
 
-        If the client may see no such repository, send an error and return None.
+        If the repository does not exist or the client may not see it, send an error and return None.
         """
         kind, name = _KINDS[match["kind"]], unquote(match["id"])
         found = self.hub.repositories.get((kind, name))
@@ -281,7 +284,7 @@ class _Handler(BaseHTTPRequestHandler):
         return name, found
 
     def _commit(self, repository: Repository, revision: str) -> str | None:
-        """Return the commit of a request. If there is no such commit, send an error and return None."""
+        """Return the commit of a request. If the commit does not exist, send an error and return None."""
         commit = repository.commit(unquote(revision))
         if commit is None:
             self._error(404, "RevisionNotFound", f"Invalid rev id: {unquote(revision)}")
@@ -397,7 +400,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 
 def _entries(files: dict[str, StoredFile]) -> list[dict[str, Any]]:
-    """Return every folder and file of a commit, as the hub lists them."""
+    """Return every folder and file of a commit, in the form in which the hub lists them."""
     parents = {parent.as_posix() for path in files for parent in PurePosixPath(path).parents} - {"."}
     folders = [
         {"type": "directory", "oid": hashlib.sha1(path.encode()).hexdigest(), "size": 0, "path": path}

@@ -1,4 +1,4 @@
-"""Output folders of fake runs, written by the real tracker from made-up batches, and readers of their report pages."""
+"""Write output folders of fake runs with the real tracker from made-up batches, and read their report pages."""
 
 import base64
 import gzip
@@ -34,9 +34,11 @@ class SilentDisplay:
 
 
 def batch(responses=("12", "9"), *, uids=None, observed=(), scores=None, errors=None, prompts=None) -> DataProto:
-    """Return a batch with one sample for each response; each character is a token, and <eos> ends each response.
+    """Return a batch with one sample for each response.
 
-    The set `observed` holds the (row, token) of tokens that no policy sampled, such as tool text.
+    Each character is one token, and each response ends with <eos>.
+
+    The set `observed` holds the (row, token) positions of tokens that no policy sampled, such as tool text.
     """
     rows = [[*map(ord, text), EOS_ID] for text in responses]
     uids = list(range(len(rows))) if uids is None else uids
@@ -73,7 +75,7 @@ EVALUATION = {"eval/sampled_accuracy": 0.25, "eval/greedy_accuracy": 0.5, "eval/
 
 
 def made_run(folder: Path, batches=None, *, tokens=True) -> Path:
-    """Write a run with one step for each batch, and return its folder."""
+    """Write the output folder of a run with one training step for each batch, and return the folder."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(CONFIG)
     write_command(COMMAND, folder)
@@ -98,7 +100,7 @@ def data_of(page: str) -> dict:
 
 
 def chunk_of(page: str, run=0, place=0) -> tuple[dict, dict[str, np.ndarray]]:
-    """Return the header and columns of a chunk, decoded by code that is independent of the page's JavaScript."""
+    """Return the header and columns of a data chunk, decoded by code that is independent of the page's JavaScript."""
     whole = block(page, f"chunk-{run}-{place}")
     size = int.from_bytes(whole[:4], "little")
     header, at, columns = json.loads(whole[4 : 4 + size]), 4 + size, {}

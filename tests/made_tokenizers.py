@@ -1,4 +1,7 @@
-"""Small tokenizers of the kinds that real models have, trained on a few lines, with the control tokens of ChatML."""
+"""Small tokenizers for tests, one of each kind that real models use, trained on a few lines of text.
+
+Every tokenizer has the control tokens of the ChatML format.
+"""
 
 import functools
 import json
@@ -49,7 +52,7 @@ def legacy_llama() -> Tokenizer:
 def unigram() -> Tokenizer:
     """Make a Unigram tokenizer with NFKC normalisation, like XGLM's.
 
-    The vocabulary holds the control tokens as words.
+    The model's vocabulary itself contains the special tokens `<unk>`, `<s>` and `</s>`.
     """
     made = Tokenizer(models.Unigram())
     made.normalizer = normalizers.NFKC()
@@ -81,7 +84,10 @@ KINDS: dict[str, Callable[[], Tokenizer]] = {
 
 
 def made(kind: str, *, chat_template: str | None = CHATML, adds_bos: bool = False, **flags) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of the given kind; `flags` are options of its control tokens, such as `lstrip=True`."""
+    """Return a tokenizer of the given kind.
+
+    The keyword arguments `flags` are options of the control tokens, such as `lstrip=True`.
+    """
     inner = Tokenizer.from_str(_saved(kind))
     unknown = next((token for token in ("<unk>", "[UNK]") if inner.token_to_id(token) is not None), None)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner, unk_token=unknown, chat_template=chat_template)

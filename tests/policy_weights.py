@@ -1,4 +1,4 @@
-"""The policy's full weights, gathered from its ranks in float32, with adapters merged."""
+"""Gather the policy's full weights from its ranks in float32, with the LoRA adapters merged."""
 
 import asyncio
 
@@ -13,7 +13,7 @@ from workers.training.worker_group import WorkerGroup
 
 
 def merged_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the full tensor of every parameter, with adapters merged.
+    """Return every parameter as a full tensor, not sharded, with the LoRA adapters merged.
 
     The function is a collective: all ranks of the model must call it.
     """
@@ -27,7 +27,7 @@ def merged_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 async def weights_of(actor: WorkerGroup) -> dict[str, Tensor]:
-    """Return the weights of the actor, as rank 0 gathers them."""
+    """Return the actor's full weights, gathered on rank 0."""
 
     def on_a_rank(host: Host, role: str) -> dict[str, Tensor]:
         return merged_weights(host.roles[role].model)

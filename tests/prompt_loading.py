@@ -1,4 +1,4 @@
-"""Load prompts from a file that a test writes, with a tokenizer of one token per character."""
+"""Load prompts from files that tests write, with a tokenizer that makes one token of each character."""
 
 import json
 from pathlib import Path
@@ -27,9 +27,9 @@ STRICT_TEMPLATE = (
 
 
 def tokenizer(*, adds: str = "<s> $A", chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with one token per character (its code + 3).
+    """Return a tokenizer with one token per ASCII character, where the id of a token is the character code + 3.
 
-    The template `adds` says which special tokens the tokenizer puts around a text.
+    The template `adds` defines which special tokens the tokenizer puts around a text.
     """
     vocab = {"<unk>": 0, "<s>": BOS, "</s>": EOS} | {chr(code): code + 3 for code in range(128)}
     inner = Tokenizer(WordLevel(vocab, unk_token="<unk>"))

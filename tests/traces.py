@@ -1,4 +1,4 @@
-"""Reading of a run's timeline in tests, from the file alone."""
+"""Read a run's timeline in tests, using only the trace file."""
 
 import gzip
 import json
@@ -9,7 +9,10 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Drawn:
-    """An event as a viewer draws it. Times are in nanoseconds, as Perfetto rounds them."""
+    """A complete event of a trace, as a trace viewer draws it.
+
+    Times are rounded to whole nanoseconds, as in the trace viewer Perfetto.
+    """
 
     process: str
     row: str
@@ -19,15 +22,16 @@ class Drawn:
     args: dict
 
     def inside(self, other: "Drawn") -> bool:
-        """Return whether this event lies inside another one."""
+        """Return whether this event lies within the time span of `other`."""
         return other.start <= self.start and self.end <= other.end
 
 
 def drawn(path: Path) -> list[Drawn]:
-    """Read all complete events of a trace, with the names of their processes and rows, in order of start.
+    """Read all complete events (phase X) of a trace file, sorted by start time.
 
-    Fails if the format is violated: each event needs a named process and row, and only events with the phases M and X
-    may occur.
+    Each returned event contains the names of its process and its row.
+
+    The function fails if an event lacks a named process or a named row, or has a phase other than M and X.
     """
     events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     meta = [event for event in events if event["ph"] == "M"]
@@ -44,7 +48,7 @@ def drawn(path: Path) -> list[Drawn]:
 
 
 def by_row(events: list[Drawn]) -> dict[tuple[str, str], list[Drawn]]:
-    """Return the events of each row of each process."""
+    """Return the events grouped by (process, row)."""
     found = defaultdict(list)
     for event in events:
         found[event.process, event.row].append(event)
@@ -52,7 +56,7 @@ def by_row(events: list[Drawn]) -> dict[tuple[str, str], list[Drawn]]:
 
 
 def require_nested(events: list[Drawn]) -> None:
-    """Fail if two events of one row overlap and neither lies inside the other, which Perfetto cannot draw."""
+    """Fail if two events of one row overlap only in part, because Perfetto cannot draw partial overlaps."""
     for row, own in by_row(events).items():
         outer: list[Drawn] = []
         for event in own:

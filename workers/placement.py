@@ -177,7 +177,7 @@ class Workers:
         return Daemons() if self.liveness is None else self.liveness.daemons
 
     async def recorded(self) -> list[trace.Recorded]:
-        """Return and forget the events of all worker processes that are ready. See `rltrain.base.trace`."""
+        """Return and delete the timeline events of all ready worker processes (see `rltrain.base.trace`)."""
         engines = [replica.role.process for replica in self.rollout.replicas if replica.ready]
         return [*await recorded_by([*self.training.processes, *engines]), *await self.rewards.recorded()]
 
@@ -202,7 +202,7 @@ class Workers:
     def kill(self) -> None:
         """Stop the workers of this run at once.
 
-        A process that this method does not stop ends when the driver disconnects from Ray.
+        Processes that are not stopped by this method end when the driver disconnects from Ray.
         """
         with contextlib.suppress(WorkerError):
             self.rewards.close()
@@ -214,7 +214,7 @@ class Workers:
 
 
 def connect(config: Config) -> dict[str, float]:
-    """Start a Ray cluster, or join an existing one. Return the cluster's resources, as amounts by name.
+    """Start a Ray cluster, or join an existing one, and return the amounts of the cluster's resources by name.
 
     Raises:
         ConfigError: The existing cluster cannot be joined.
@@ -234,7 +234,7 @@ def connect(config: Config) -> dict[str, float]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # same as Ray's default; an explicit value avoids a warning
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default value, which is set to avoid a warning
             os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower its workers' CPU priority
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # only a dashboard needs task events
             # A glibc arena never returns its peak memory, and each of Ray's many threads would have its own arena.
@@ -586,7 +586,7 @@ def spawner(
     if config.placement.address == "local":
         environment |= LOOPBACK
     # A training rank runs one call at a time, in order. An engine must accept calls while it generates.
-    make: Any = ray.remote  # `Any`, because Ray's type annotations lack the options below
+    make: Any = ray.remote  # typed as `Any`, because Ray's annotations lack the options below
     remote = make(max_concurrency=8 if engines else 1, **resources)(Host)
 
     def spawn(number: int) -> RayProcess:

@@ -1,9 +1,9 @@
-"""Converts a Llama model in a GGUF file to a directory in Hugging Face format.
+"""Convert a Llama model in a GGUF file to a directory in Hugging Face format.
 
-    python examples/demo_llm/convert.py MODEL.gguf DIRECTORY
+Run the script with `python examples/demo_llm/convert.py MODEL.gguf DIRECTORY`. The script needs the package gguf.
 
-transformers reads the quantised weights as float32. It refuses to save the model, because the model's config says that
-the model is quantised. So the weights are copied into a new model without such a config. Needs the package gguf.
+The transformers library reads the quantised weights as float32, but refuses to save a model whose config says that the
+weights are quantised. The script therefore copies the weights into a new model whose config has no quantisation.
 """
 
 import sys

@@ -1,13 +1,12 @@
-"""Sums of two digits, such as "What is 3 + 4? Answer with the number only."."""
+"""A data set of questions such as `What is 3 + 4?`, which ask for the sum of two digits."""
 
 from collections.abc import Iterator
 
 
 def rows(split: str) -> Iterator[dict[str, str]]:
-    """Yield the questions and answers of a split: every fifth sum is for evaluation, the others are for training.
+    """Yield the questions and answers of the split that is named `train` or `val`.
 
-    Args:
-        split: `train` or `val`.
+    Every fifth sum is for evaluation, and all other sums are for training.
     """
     for number in range(100):
         first, second = divmod(number, 10)

@@ -17,7 +17,7 @@ def aggregate_loss(
     num_sequences: int | Tensor | None = None,
     max_response_length: int | None = None,
 ) -> Tensor:
-    """Sum the trained tokens of `token_losses` (B, T) and divide by the counts of the whole mini-batch.
+    """Sum `token_losses` (B, T) over the trained tokens, and divide by a count from the whole mini-batch.
 
         token-mean               sum_bt l_bt / num_tokens                                 DAPO, arXiv 2503.14476 eq. 8
         token-sum                sum_bt l_bt                                              divides by nothing
@@ -26,10 +26,11 @@ def aggregate_loss(
         seq-mean-token-sum-norm  sum_bt l_bt / (num_sequences * max_response_length)      Dr GRPO, arXiv 2503.20783
 
     `num_tokens` is the number of trained tokens of the whole mini-batch, over all micro-batches and ranks.
-    `num_sequences` is the number of rows of the whole mini-batch that have a trained token. If both counts are those of
-    the whole mini-batch, the losses of its micro-batches add up to the loss of the mini-batch, for every split into
-    micro-batches. A count (`num_tokens` or `num_sequences`) that is None is computed from `response_mask`. Masked
-    tokens, and rows with no trained token, add exactly 0. If the batch has no trained token, the result is 0.
+    `num_sequences` is the number of rows of the whole mini-batch that have a trained token. If `num_tokens` and
+    `num_sequences` are counted over the whole mini-batch, the losses of the micro-batches add up to the loss of the
+    mini-batch, for every split into micro-batches. A count (`num_tokens` or `num_sequences`) that is None is computed
+    from `response_mask`. Masked tokens, and rows with no trained token, add exactly 0. If the batch has no trained
+    token, the result is 0.
 
     Raises:
         ValueError: if `loss_agg_mode` is unknown, or if seq-mean-token-sum-norm gets no `max_response_length` >= 1.

@@ -1,4 +1,4 @@
-"""Softmax over a vocabulary, forward and backward, in chunks of (positions, words) instead of on the full logits."""
+"""Forward and backward pass of a softmax over a vocabulary, in chunks of logits (positions, words)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -12,8 +12,8 @@ LEAST_LOG = -1e4  # finite replacement for -inf: exp gives 0 in every dtype, and
 # largest number of rows in a chunk; more rows would leave room for fewer columns without speeding up the matrix product
 MAX_ROWS = 2048
 # Number of logits per chunk, by device type.
-# On a CPU, a chunk must be small enough to stay in the cache between the few passes over the chunk.
-# On other devices, the matrix products must be large enough to hide the kernel launch overhead.
+# On a CPU, a chunk must fit into the cache, because the computation reads the chunk several times. On other devices,
+# the matrix products must be large enough to hide the kernel launch overhead.
 CHUNK_SIZES = {"cpu": 2**21}
 OTHER_CHUNK_SIZE = 2**26
 

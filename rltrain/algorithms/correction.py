@@ -35,9 +35,9 @@ def rollout_correction(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Compute importance weights w = pi_old / pi_rollout and the mask of the tokens that keep their policy-loss term.
 
-    `level` defines w. "token" is pi_old(y_t) / pi_rollout(y_t). "sequence" is the product of the token ratios over the
-    row's trained tokens. "geometric" is the |y|-th root of the sequence ratio. `mode` defines what happens to tokens
-    whose w is outside of [lower, upper]:
+    The knob `level` defines the importance weight w of a token. "token" is pi_old(y_t) / pi_rollout(y_t). "sequence" is
+    the product of the token ratios over the row's trained tokens. "geometric" is the |y|-th root of the sequence ratio.
+    `mode` defines what happens to tokens whose w is outside of [lower, upper]:
 
         truncate  w is clamped to the bounds and no token is dropped; lower=0 gives TIS (truncated importance sampling)
         mask      tokens outside are dropped; tokens inside have weight w (IcePop, arXiv 2510.18855). At the levels

@@ -10,9 +10,10 @@ def uniform_draws(lengths: Tensor, *, seed: int, step: int) -> Tensor:
         u = h(h(h(h(seed) + step) + row) + token) / 2^64, its first 53 bits
         h(x): the output of SplitMix64 at state x (doi 10.1145/2660193.2660195), a bijection on 64 bits
 
-    `lengths` (B,) int64 holds the number of tokens of each row, which can be 0. N is the sum of `lengths`. The draws
-    use no generator state. The random number of a (row, token) pair does not depend on the lengths of other rows, and
-    is the same on every device and after a run is resumed.
+    `lengths` (B,) int64 holds the number of tokens of each row, which can be 0. N is the sum of `lengths`.
+    `uniform_draws` does not read or change the state of any random number generator. The random number of a (row,
+    token) pair does not depend on the lengths of other rows, and is the same on every device and after a run is
+    resumed.
     """
     rows = torch.arange(len(lengths), device=lengths.device)
     row = rows.repeat_interleave(lengths)

@@ -25,8 +25,8 @@ def full_kl(
         dKL / dz_v = pi_v (log pi_v - log pi_ref_v - KL) / temperature
 
     hidden (N, H) and head (V, H) belong to the policy. ref_hidden (N, H') and ref_head (V, H') belong to the reference,
-    which gets no gradient. The result is (N,) and never negative. The estimators in the module `kl` estimate the same
-    divergence from samples.
+    which gets no gradient. The result is (N,) and never negative. The module `kl` contains estimators that need only
+    log-probs of sampled tokens.
 
     A word of probability 0 under the policy adds exactly 0 and has no gradient. The policy and the reference can have
     logits of -inf for the same words. If only the reference has a logit of -inf for a word, the KL is inf.

@@ -86,7 +86,7 @@ def kl_estimate(
 
     `old_log_probs` are the log-probs of the policy that sampled the tokens. If `old_log_probs` is given, the estimate
     is multiplied by r = pi / pi_old, so that its mean over samples from pi_old equals the mean over samples from pi.
-    Gradients also flow through r:
+    Gradients also flow through the importance ratio r:
 
     * r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. r k3 is the
       unbiased estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
@@ -94,9 +94,9 @@ def kl_estimate(
     * A "+" estimator, such as k3+, already has the complete gradient, so a gradient through r would count it twice. For
       a "+" estimator, r is detached and only reweights the estimate.
 
-    Where k3 is at its bound, no gradient flows through r, because the gradient of r times a constant would drive log pi
-    further away from the reference. The bound of 10 nats applies to k3 before the multiplication by r. log r is clamped
-    to [-20, 20].
+    At a token where k3 is at its bound of 10, no gradient flows through r, because the gradient of r times a constant
+    would drive log pi further away from the reference. The bound of 10 nats applies to k3 before the multiplication by
+    r. log r is clamped to [-20, 20].
 
     `kl_estimate` takes no mask. At a token with a NaN or inf input, the result is NaN and has no gradient.
     `aggregate_loss` drops a NaN in a masked slot, and lets a NaN in a trained slot show in the loss.

@@ -13,7 +13,7 @@ _AGGREGATIONS = ("sum", "normalize_then_sum")
 
 
 class Statistics(NamedTuple):
-    """For each row, statistics of the row's population (its group or batch); all tensors have the shape of the scores.
+    """Statistics of each row's population (the group or batch of the row), as tensors of the shape of the scores.
 
     `size` is the number of valid rows of the population. `varied` is True if the population has at least two valid rows
     and their scores are not all the same finite number.
@@ -77,7 +77,7 @@ class _Levels(NamedTuple):
 
 
 def _normalized(raw: Tensor, group: Tensor, counted: Tensor, levels: _Levels) -> Tensor:
-    """Compute (raw - mean) / (std + eps) for all values, with mean and std of the counted values; tensors are 1-D."""
+    """Compute (raw - mean) / (std + eps) for all values of 1-D tensors, with mean and std over the counted values."""
     members = {"group": group, "batch": torch.zeros_like(group)}
     result = raw
     if levels.mean is not None:
@@ -110,7 +110,8 @@ def normalize_rewards(
     `mean_level` of None turns off the subtraction of the mean, and a `std_level` of None turns off the division by the
     std. The std is computed from the raw scores of the population that `std_level` selects, around the mean of the same
     population. With `unbiased`, the sum of squared deviations is divided by n - 1 instead of n. With `leave_one_out`,
-    the mean of the population's *other* rows is subtracted from each row, which gives k/(k-1) (r - mean) for k rows.
+    the mean over all *other* rows of the population is subtracted from the score of a row, which gives k/(k-1) (r -
+    mean) for k rows.
 
     A row that is not `valid` has no score, is excluded from the statistics and gets 0.
 
@@ -150,8 +151,8 @@ def combine_rewards(
     not rescale the weights of the remaining components. The result is NaN for a row whose components are all NaN, and
     the caller must mark the row invalid.
 
-    `gates` (K,) is True for each component that acts as a gate. If a gate scores <= 0 on a row, every other component
-    of the row counts as 0.
+    The argument `gates` (K,) is True for each reward component that acts as a gate. If a gate scores <= 0 on a row,
+    every other component of the row counts as 0.
 
     `aggregation` is "sum" or "normalize_then_sum". With "normalize_then_sum", which needs `uid`, each component is
     first normalised by its mean and std over the valid rows of the group in which the component is not NaN (GDPO, arXiv
@@ -228,14 +229,14 @@ def normalize_advantages(
     ("group"), or of all rows ("batch"). A `mean_level` of None turns off the subtraction of the mean, and a `std_level`
     of None turns off the division by the std. Each token counts once, so a long row weighs more than a short one. The
     std is computed from the raw advantages of the population that `std_level` selects. With `unbiased`, the sum of
-    squared deviations is divided by n - 1 instead of n. With `leave_one_out`, the mean of the population's *other*
-    tokens is subtracted from each token, which gives n/(n-1) (A - mean) for n tokens.
+    squared deviations is divided by n - 1 instead of n. With `leave_one_out`, the mean over all *other* tokens of the
+    population is subtracted from the advantage of a token, which gives n/(n-1) (A - mean) for n tokens.
 
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
     enter the statistics; None means all rows. Tokens of rows that are not `counted` are normalised by the statistics of
-    the counted tokens. A row can be trained on without being counted, for example with the estimator `gae`, and its
-    advantages are then on the scale of the counted rows. To keep the advantages of a row at 0, leave the tokens of the
-    row out of `response_mask`.
+    the counted tokens. Some estimators, such as `gae`, also train on rows that are not counted. The advantages of a row
+    that is not counted are on the same scale as the advantages of counted rows. To keep the advantages of a row at 0,
+    leave the tokens of the row out of `response_mask`.
 
     A population with fewer than two counted tokens, or with max == min, has no usable spread. In a population without
     spread, the deviations of counted tokens from the mean are exactly 0, a token that is not counted gets its deviation

@@ -54,8 +54,8 @@ def k3_unbounded(log_ratio: Tensor) -> Tensor:
     """Compute e^x - 1 - x, which is never negative.
 
     For tokens sampled from q and x = log(p / q), e^x - 1 - x is the k3 estimate of KL(q || p). `k3_unbounded` grows as
-    e^x without a bound, which is right for a measurement. For a penalty in a loss, use `rltrain.algorithms.kl.k3`,
-    which has a bound.
+    e^x without a bound, so it is suitable for metrics. For a penalty in a loss, use `rltrain.algorithms.kl.k3`, which
+    has a bound.
     """
     return log_ratio.expm1() - log_ratio
 
@@ -100,7 +100,7 @@ def clipped_ratio(
 
 
 def metric_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the detached sum over trained tokens, the form of every metric in `rltrain.algorithms`."""
+    """Return the detached sum of `values` over the trained tokens, as a metric of `rltrain.algorithms`."""
     return masked(values.detach(), mask).sum()
 
 

@@ -10,8 +10,8 @@ Every registered function follows a contract with these rules:
 * A policy loss returns `(token_losses, metrics)` and does not aggregate the token losses. Only the function
   `aggregate_loss` divides a loss by a count.
 * A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The token selector
-  computes the column `selected`, (B, T) bool, from the columns of a whole mini-batch. A loss and its selector have no
-  knob name in common.
+  computes the column `selected`, a bool tensor (B, T), from the columns of a whole mini-batch. A loss and its selector
+  have no knob name in common.
 * A policy loss states its special properties when it is registered. `uses_ratio=False` means that the loss's gradient
   does not depend on `old_log_probs`. `aggregations` lists the modes of `aggregate_loss` that the loss supports, if the
   loss does not support all modes.
@@ -110,7 +110,7 @@ def required_columns(advantage_estimator: str, loss_mode: str) -> frozenset[str]
 
 
 def own_knobs(fn: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of `given` that are knobs of the function `fn`."""
+    """Return the entries of `given` that are knobs (keyword-only parameters) of the function `fn`."""
     return {name: value for name, value in given.items() if name in knobs_of(fn)}
 
 

@@ -1,4 +1,4 @@
-"""Runs named asyncio tasks in the background of training, and ends waits when a background task fails."""
+"""Runs named asyncio tasks in the background of training, and passes the failure of a task on to waiting coroutines."""
 
 import asyncio
 import contextlib
@@ -38,7 +38,7 @@ class BackgroundTasks:
         return task
 
     def interrupt(self, error: BaseException) -> None:
-        """Make all present and later calls of `until` raise the given error, as if a background task had failed."""
+        """Make all current and future calls of `until` raise the given error, as if a background task had failed."""
         self._failures.append(error)
         self._changes.notify()
 
@@ -77,7 +77,7 @@ class BackgroundTasks:
 
 
 class Changes:
-    """Notifies coroutines of state changes, so that a coroutine can wait until a condition on the state holds."""
+    """Notifies coroutines of state changes, so that a coroutine can wait until a condition holds."""
 
     def __init__(self) -> None:
         self._next: asyncio.Future[None] | None = None
@@ -103,7 +103,7 @@ class Changes:
 
 @contextlib.contextmanager
 def outside_event_loop() -> Iterator[None]:
-    """Run the `with` block as if no event loop were running in the thread, so that its code may run a new event loop.
+    """Run the `with` block as if no event loop were running in the thread, so that the block may run a new event loop.
 
     User code that runs in the driver's process needs `outside_event_loop`, because asyncio refuses nested event loops.
     """

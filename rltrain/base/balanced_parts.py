@@ -38,8 +38,8 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
     Args:
         weights: the numbers to partition, non-negative integers.
         parts: number of parts. If there are at least as many positive weights as parts, no part is empty.
-        sizes: size of each index, such as the number of tokens; the sum of sizes in a part is limited to `room`. None:
-            no size limit.
+        sizes: size of each index, such as the number of tokens; the sum of sizes in a part is limited to `room`. If
+            `sizes` is None, parts have no size limit.
         room: limit on the sum of `sizes` in a part.
 
     Returns:

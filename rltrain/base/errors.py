@@ -109,7 +109,7 @@ def described(error: BaseException, limit: int = 300) -> str:
     """Return an exception's type and text on one line, without secrets.
 
     The exception's text is cut after `limit` characters. The returned text can always be encoded, stored and shown.
-    `described` also handles an exception whose `__str__` raises, and a text that contains half of a surrogate pair.
+    `described` also handles an exception whose `__str__` raises, and an error message with an unpaired surrogate.
     """
     try:
         text = str(error)[:_READ]

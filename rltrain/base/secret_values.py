@@ -40,7 +40,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Co
     """Return `text` with every secret in it replaced by `[hidden]`.
 
     A secret is found even if its whitespace is changed, escaped or removed, or its other characters are escaped as in
-    repr(), JSON or a URL. In a secret with several lines, each long line is also hidden if it occurs alone.
+    repr(), JSON or a URL. Each long line of a multi-line secret is also hidden in places where only that line occurs.
 
     Args:
         text: text that may contain secrets and is about to be shown or written. Shorten the text only after redaction,

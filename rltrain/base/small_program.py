@@ -16,15 +16,15 @@ def run_program(
     *,
     remedy: Callable[[OSError], str],
 ) -> int:
-    """Run a program with command-line arguments, and return the exit status.
+    """Run a program with command-line arguments, handle its errors, and return the exit status.
 
-    Errors are printed as one line on stderr. If `--help` is the only argument, the program's usage is printed.
+    An error is printed as one line on stderr. If `--help` is the only argument, the program's usage is printed.
 
     Args:
-        program: function that gets the arguments, prints its results, and returns the exit status; None: 0.
-        usage: text of `--help`.
-        argv: the command-line arguments; None: the arguments of the process. remedy: function that returns the error
-            message for an OSError.
+        program: function that gets the arguments, prints its results, and returns the exit status (None counts as 0).
+        usage: text that the option `--help` prints.
+        argv: the command-line arguments. If `argv` is None, the arguments of this process are used.
+        remedy: function that returns the error message for an OSError.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if words in (["--help"], ["-h"]):

@@ -10,7 +10,7 @@ _STREAMS = ("stdin", "stdout", "stderr")  # the index of a stream in the list is
 
 
 class _Lasting(io.FileIO):
-    """A file that silently drops data if its reader or terminal is gone or the disk is full."""
+    """A file that silently drops written data if the reader or terminal is gone or the disk is full."""
 
     def write(self, data: Any) -> int:
         try:

@@ -1,9 +1,11 @@
-"""Recorder of what this process does and when, from which the driver makes the timeline of a run.
+"""Records what this process does and when, so that the driver can build the timeline of a run.
 
-Each process keeps its own events in memory until `take` is called. The times are the wall-clock time of the process's
-machine (`time.time_ns`), so events of several machines are as far apart as the clocks of the machines.
+Each process keeps its own events in memory until `take` is called. Event times come from the wall clock of the
+process's machine (`time.time_ns`). If the clocks of two machines differ, the events of the two machines are shifted
+against each other by the difference.
 
-The recorder is off until `start` is called. A span then costs one function call, which returns a shared object.
+The recorder is off until `start` is called. While the recorder is off, a call of `span` returns a shared context
+manager that does nothing.
 """
 
 import asyncio
@@ -18,26 +20,27 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
-VARIABLE = "RLTRAIN_TRACE"  # environment variable that starts the recorder of a worker process; its value is the label
-CALLS = "calls"  # track of the calls of the roles of a training rank
-OTHER_TASKS = "other tasks"  # track of asyncio tasks that have no name of their own
-MOST_EVENTS = 200_000  # events that a process keeps; further events are only counted
-_MERGE_NS = 5_000_000  # two events of equal names are merged if at most 5 ms are between them
-_UNNAMED = re.compile(r"Task-\d+")  # name that asyncio gives to a task
-_OF_STEP = re.compile(r" of step \d+")  # left out of the names of tracks, so that a run has one track for all steps
+VARIABLE = "RLTRAIN_TRACE"  # environment variable that starts the recorder of a worker process; holds the process label
+CALLS = "calls"  # track of calls to the roles (such as actor or critic) of a training rank
+OTHER_TASKS = "other tasks"  # track of asyncio tasks that were not given a name
+MOST_EVENTS = 200_000  # maximum number of events that a process keeps; further events are only counted
+_MERGE_NS = 5_000_000  # two events of one track are merged only if the gap between the events is at most 5 ms
+_UNNAMED = re.compile(r"Task-\d+")  # matches the default name of an asyncio task
+# matches the step number in a task's name, which is removed so that all steps of a run share one track
+_OF_STEP = re.compile(r" of step \d+")
 
 
 class Event(NamedTuple):
-    """Something that a process did.
+    """One activity of a process, with its start time and duration.
 
     Attributes:
-        track: name of the row of the timeline on which the event is drawn.
-        name: text on the event.
+        track: name of the timeline row on which the event is drawn.
+        name: label of the event in the timeline.
         start_ns: wall-clock time of the start, in nanoseconds since 1970.
         duration_ns: duration in nanoseconds.
         args: details that the viewer shows when the event is selected, as plain JSON values.
-        nests: whether the event may be drawn inside another event of its track. If false, the event gets a row on
-            which nothing else happens at the same time.
+        nests: whether the event may be drawn inside another event of the track. If `nests` is false, the event is drawn
+            on a row without other events at the same time.
     """
 
     track: str
@@ -49,20 +52,20 @@ class Event(NamedTuple):
 
     @property
     def end_ns(self) -> int:
-        """Return the wall-clock time of the end, in nanoseconds since 1970."""
+        """Return the wall-clock time at which the event ended, in nanoseconds since 1970."""
         return self.start_ns + self.duration_ns
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """Events of one process.
+    """All recorded events of one process.
 
     Attributes:
         process: label of the process, such as "training rank 0".
-        pid: process id on its machine.
-        host: name of the machine.
+        pid: operating-system id of the process.
+        host: name of the machine on which the process runs.
         events: the events, in the order in which they ended.
-        lost: number of events that were dropped because the process kept too many.
+        lost: number of events that were dropped because the process already kept `MOST_EVENTS` events.
     """
 
     process: str
@@ -73,7 +76,7 @@ class Recorded:
 
 
 class _Recorder:
-    """Keeps the events of this process. Any thread may add events."""
+    """Stores the events of this process in memory. Any thread may add events."""
 
     def __init__(self, process: str) -> None:
         self.process, self.pid, self.host = process, os.getpid(), socket.gethostname()
@@ -82,11 +85,16 @@ class _Recorder:
 
     def clear(self) -> None:
         self.events: list[Event] = []
-        self.latest: dict[str, int] = {}  # by track: index of the latest event, if the next one may extend it
+        # maps a track to the index of the track's latest event, if a later event may extend the latest event
+        self.latest: dict[str, int] = {}
         self.lost = 0
 
     def add(self, event: Event, *, merged: bool = False) -> None:
-        """Add an event. If `merged` is true, it extends the track's latest event if that one adjoins the event."""
+        """Add an event to the list, or merge it into the latest event of the track.
+
+        The event is merged if `merged` is true, and if the latest event of the track was also added with `merged`, has
+        the same name, and ends at most 5 ms before the new event starts.
+        """
         with self.lock:
             latest = self.latest.pop(event.track, None)
             if merged and latest is not None and _adjoin(last := self.events[latest], event):
@@ -109,12 +117,12 @@ class _Recorder:
 
 
 def _adjoin(last: Event, event: Event) -> bool:
-    """Return whether two events have the same name, and the second one starts when the first one ends."""
+    """Return whether `event` has the name of `last` and starts within 5 ms after the end of `last`."""
     return last.name == event.name and 0 <= event.start_ns - last.end_ns <= _MERGE_NS
 
 
 class _Span:
-    """Context manager that adds an event for the time of its `with` block, also if the block raises an exception."""
+    """Context manager that records the time of a `with` block as an event, even if the block raises an exception."""
 
     __slots__ = ("args", "merged", "name", "recorder", "start_ns", "track")
 
@@ -138,41 +146,41 @@ _NOTHING = contextlib.nullcontext()
 
 
 def start(process: str) -> None:
-    """Start to record the events of this process, under the given label of the process."""
+    """Start recording the events of this process, with `process` as the label of the process."""
     global _recorder
     _recorder = _Recorder(process)
 
 
 def stop() -> None:
-    """Stop recording, and forget all events that `take` has not returned."""
+    """Stop recording, and discard all events that `take` has not returned."""
     global _recorder
     _recorder = None
 
 
 def on() -> bool:
-    """Return whether this process records events."""
+    """Return whether the recorder of this process is on."""
     return _recorder is not None
 
 
 def environment(process: str) -> dict[str, str]:
-    """Return the environment variables that make a new process record its events if this process does so."""
+    """Return the environment variables that start the recorder of a new process; {} if this process does not record."""
     return {VARIABLE: process} if _recorder is not None else {}
 
 
 def start_from(variables: "dict[str, str] | os._Environ[str]") -> None:
-    """Start to record the events of this process if the environment variables of `environment` say so."""
+    """Start the recorder of this process if `variables` contains the environment variable from `environment`."""
     if label := variables.get(VARIABLE):
         start(label)
 
 
 def span(name: str, track: str = "", *, merged: bool = False, **args: Any) -> "_Span | contextlib.nullcontext[None]":
-    """Return a context manager that records the time of its `with` block. It does nothing unless the recorder is on.
+    """Return a context manager that records the time of a `with` block if the recorder is on.
 
     Args:
-        name: text on the event.
-        track: row of the timeline. The default is the name of the current asyncio task.
-        merged: whether an event that directly follows an event of the same name extends that event, so that thousands
-            of short steps become one event. The values of `args` are added up.
+        name: label of the event in the timeline.
+        track: name of the timeline row. The default is the name of the current asyncio task.
+        merged: whether the event may be merged with an event of the same name that ended directly before, so that
+            thousands of short steps become one event. Merging adds up the values of `args`.
         args: details of the event, as plain JSON values; numbers if `merged` is true.
     """
     if _recorder is None:
@@ -181,11 +189,11 @@ def span(name: str, track: str = "", *, merged: bool = False, **args: Any) -> "_
 
 
 def add(name: str, track: str, start_ns: int, **args: Any) -> None:
-    """Record an event that ends now and has begun at `start_ns`, on a row where nothing else happens meanwhile.
+    """Record an event from `start_ns` until now, drawn on a timeline row without other events at the same time.
 
     Args:
-        name: text on the event.
-        track: name of the rows of the timeline.
+        name: label of the event in the timeline.
+        track: name of the timeline rows; events that overlap in time get separate rows of this name.
         start_ns: wall-clock time of the start, in nanoseconds since 1970.
         args: details of the event, as plain JSON values.
     """
@@ -194,25 +202,26 @@ def add(name: str, track: str, start_ns: int, **args: Any) -> None:
 
 
 def adopt(events: Iterable[Event]) -> None:
-    """Record events of a child process as events of this process."""
+    """Record the events of a child process as events of this process."""
     if _recorder is not None:
         for event in events:
             _recorder.add(event)
 
 
 def take() -> Recorded | None:
-    """Return and forget the events of this process, or return None if the recorder is off."""
+    """Return the events of this process and remove them from memory; return None if the recorder is off."""
     return _recorder.take() if _recorder is not None else None
 
 
 def _task() -> str:
     """Return the name of the current asyncio task, or of the thread if no asyncio task is running.
 
-    The number of the step is left out of the name.
+    A step number in the name of a task, such as " of step 3", is removed. For a task that was not given a name, the
+    result is "other tasks".
     """
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # no event loop runs in this thread
+    except RuntimeError:  # raised if no event loop is running in this thread
         task = None
     if task is None:
         return threading.current_thread().name

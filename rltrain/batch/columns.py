@@ -1,8 +1,9 @@
-"""Columns of a batch, stored as values and offsets, and functions that copy rows between batches, each byte once.
+"""Columns of a batch, stored as values and offsets, and functions that copy rows between batches.
 
 The values of a column are either a tensor or *stored*, that is, bytes of a received batch in memory that other
 processes may read too. Stored bytes are read-only, and no tensor shares memory with them. A caller that needs some
-rows, or the whole column as a tensor, gets a copy of only the values that it needs.
+rows, or the whole column as a tensor, gets a copy of only the values that it needs. The functions that copy rows copy
+each byte only once.
 """
 
 import math
@@ -57,7 +58,7 @@ class Column:
     tensor: Tensor | None = None
 
     def own(self) -> Tensor:
-        """Return the values of the column as a tensor.
+        """Return the values of all rows of the column as one tensor.
 
         If the column is stored as bytes, the first call copies the values into a tensor.
         """
@@ -143,7 +144,7 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
 
 class Route(NamedTuple):
-    """Describes where the values of new rows are copied from, for a group of columns that share their offsets.
+    """Describes from where the values of new rows are copied, for a group of columns with shared offsets.
 
     Attributes:
         pieces: (part, start, stop) of each range of contiguous values to copy, in the order of the new rows.

@@ -55,8 +55,8 @@ def microbatches(
 ) -> list[Rows]:
     """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
 
-    By default, first-fit packing with the longest row first determines the number of micro-batches. If `count` is
-    larger than the first-fit result, the number of micro-batches is `count`, but at most the number of rows.
+    By default, the number of micro-batches is the result of first-fit packing, which places the longest rows first. If
+    `count` is larger than the first-fit result, the number of micro-batches is `count`, but at most the number of rows.
 
     Raises:
         ValueError: a single row is longer than `max_tokens`.
@@ -102,7 +102,7 @@ def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows
 def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
     """Split micro-batches until their number is `count`.
 
-    Each split divides the micro-batch with the most work among the micro-batches with at least two rows.
+    Each split divides the micro-batch with the most work, but never a micro-batch with a single row.
     """
     cuts = [list(cut) for cut in cuts]
     while len(cuts) < count:

@@ -127,6 +127,6 @@ def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
 def _number(model: Mapping[str, Any], *names: str) -> int | None:
     """Return the first integer value that the config has under one of the given keys, or None.
 
-    Model architectures use different config keys for the same size.
+    Different model types store a dimension, such as the hidden size, under different config keys.
     """
     return next((int(model[name]) for name in names if isinstance(model.get(name), int)), None)

@@ -23,7 +23,7 @@ from rltrain.data.template_process import OUT_OF_MEMORY
 
 _CHATS, _BYTES = 256, 1 << 23  # maximum number of chats in a request, and number of bytes above which a request is full
 _SILENCE_S = 240.0  # wall-clock seconds to wait for an answer, including the start of the process
-_TRIES = 3  # rendering fails once this number of rendering processes have died or not answered
+_TRIES = 3  # rendering fails after this number of rendering processes have died or stopped responding
 _FIX = "use text prompts, or another template (chat_template in the tokenizer's files)"
 
 

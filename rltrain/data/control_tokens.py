@@ -10,9 +10,10 @@ control-token name, encoding has three steps:
 2. In a copy of the tokenizer, the control tokens have private names instead of their usual names. In the template's
    output, private names replace the usual names, and the original names replace the stand-ins. The copied tokenizer
    encodes the text with the private names.
-3. The method is checked: for the text with stand-ins, the copied tokenizer must give the same ids as the original
-   tokenizer. For the text with private names, the copied tokenizer must give the same control tokens as for the text
-   with stand-ins. A `ControlTokenError` is raised if one of the two checks on token ids fails.
+3. The method is checked: for the text in which stand-ins replace the control-token names, the copied tokenizer must
+   give the same ids as the original tokenizer. For the text with the private names of control tokens, the copied
+   tokenizer must give the same control tokens as for the text with stand-ins. A `ControlTokenError` is raised if one of
+   the two checks on token ids fails.
 """
 
 import functools

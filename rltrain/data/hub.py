@@ -185,7 +185,7 @@ def _download(name: HubName, where: str, on_bytes: Callable[[int, int], None], e
 def _last_message(lines: IO[str], on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
     """Pass the progress of the download process on to `on_bytes`.
 
-    Return the last message of the download process, which says how the download ended; {} without such a message.
+    Return the last message of the download process, which says how the download ended; {} if there was no message.
     """
     for line in lines:
         if not line.startswith('{"'):

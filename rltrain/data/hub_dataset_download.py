@@ -74,7 +74,7 @@ def _cached(
 
 
 def _from_hub(repository: str, config: str | None, split: str | None, revision: str | None, key: str) -> dict[str, Any]:
-    """Download and prepare all splits of a configuration, as `datasets` does, at the commit of the revision."""
+    """Download and prepare all splits of a configuration with `datasets`, at the commit of the revision."""
     import datasets
     from huggingface_hub import HfApi
 
@@ -111,8 +111,8 @@ def _chosen(splits: Sequence[str], split: str | None, repository: str, config: s
     If the user named no split, return the usual split for the config key (`train` or `val`), or the only split.
 
     Raises:
-        ConfigError: the named split does not exist, or no split is named and none of the several splits is usual for
-            the key.
+        ConfigError: the named split does not exist, or the user must name a split, because the data set has several
+            splits and no split has a usual name for the config key.
     """
     if split in splits:
         return str(split)
@@ -136,7 +136,7 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 
 def _persistently(call: Callable[[], Any]) -> Any:
-    """Call a function, and call it again if the connection breaks.
+    """Call a function, and repeat the call if the connection breaks.
 
     Files that an earlier call has downloaded are not downloaded again.
     """

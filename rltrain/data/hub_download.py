@@ -88,8 +88,8 @@ def _persistently(model: str, revision: str | None) -> Path:
 def _progress_class() -> type:
     """Return a progress-bar class that writes messages instead of displaying bars.
 
-    huggingface_hub makes several bars: one counts files, and the others count the same bytes as they are received and
-    written.
+    huggingface_hub creates several progress bars: one bar counts files, and the other bars count bytes. The same byte
+    may be counted twice, once when the byte is received and once when the byte is written.
     """
     from tqdm.auto import tqdm
 

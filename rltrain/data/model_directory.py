@@ -28,7 +28,7 @@ def check_directory(path: str, key: str = "model.path") -> None:
         key: start of error messages: the config key that holds `path`.
 
     Raises:
-        ConfigError: the directory is incomplete. The error message names the missing part.
+        ConfigError: the directory is incomplete. The error message names the missing part of the directory.
     """
     where, folder = f"{key}={path}", local_directory(path)
     other = ", or model.path=builtin" if where.startswith("model.path") else ""

@@ -1,4 +1,4 @@
-"""How the rows of a data set become prompts: which columns are read, and how a prompt is made from their values.
+"""Rules that turn the rows of a data set into prompts: which columns are read, and how a row becomes a prompt.
 
 The config key `data.prompt` names a column, or is a template such as `{question} Think step by step.`. If `data.prompt`
 is not set, the names of the data's columns decide what becomes the prompt. The prompt comes from the first of the

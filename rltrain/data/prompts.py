@@ -52,7 +52,7 @@ class Prompt:
 class PromptSet(Sequence[Prompt]):
     """The checked and tokenized prompts of one source.
 
-    A `Prompt` object is created each time an item of the set is read.
+    A new `Prompt` object is created each time an item of the set is read.
 
     Attributes:
         source: the source of the prompts, as written in the config.
@@ -61,7 +61,7 @@ class PromptSet(Sequence[Prompt]):
         filtered: number of prompts left out because they are too long.
         notes: one-line messages for the user about the prompts.
         own_splits: whether the same source gives different rows for training and for evaluation.
-        described: one line for the user about the source, and about how its rows became prompts.
+        described: one line for the user that describes the source and how rows became prompts.
     """
 
     def __init__(
@@ -140,18 +140,20 @@ def load_prompts(
         tokenizer: a Hugging Face tokenizer.
         split: purpose of the prompts: `train`, or `val` for evaluation. Built-in tasks have different prompts for
             training and for evaluation.
-        key: the config key under `data` that names the source, which error messages show; "" if it is `split`.
+        key: the config key under `data` that names the source, for error messages. If `key` is "", the key is the value
+            of `split`.
         seed: random seed for the prompts of a built-in task, and for a user's function with a parameter `seed`.
         max_prompt_length: maximum number of tokens in a prompt.
         overlong: what happens to prompts with more than `max_prompt_length` tokens. "refuse" raises an error. "filter"
             leaves the prompts out and counts them in `PromptSet.filtered`.
-        options: the user's settings for prompts: which columns they are made of, and whether a chat template is
+        options: the user's settings for prompts: which columns become the prompt, and whether a chat template is
             applied.
         special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. "text"
             encodes the name as ordinary text, "refuse" raises an error, and "allow" encodes the name as the control
             token.
         lossy_tokenizer: "allow" accepts a tokenizer that loses parts of the text, as defined in
-            `rltrain.data.tokenizer_round_trip`. "refuse" raises an error if it damages one of the first prompts.
+            `rltrain.data.tokenizer_round_trip`. "refuse" raises an error if the tokenizer damages one of the first
+            prompts.
         limit: maximum number of prompts to load. If the source has more prompts, the first prompts that are not too
             long are kept.
 

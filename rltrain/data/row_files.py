@@ -29,8 +29,8 @@ def path_rows(source: str, where: str) -> Rows:
         where: start of the error message: the config key and the path.
 
     Raises:
-        ConfigError: the file or folder does not exist, a file is damaged, or the folder holds no data files, or data
-            files of several kinds.
+        ConfigError: the file or folder does not exist, a file is damaged, or the folder holds either no data files or
+            data files of several kinds.
     """
     path = find_path(source, where)
     return _folder_rows(path, where) if path.is_dir() else _file_rows(path, where)

@@ -1,4 +1,4 @@
-"""Rows from a Python function that the user provides, and that returns or yields rows."""
+"""Loading of rows from a user's Python function that returns or yields rows."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping

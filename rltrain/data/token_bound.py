@@ -107,7 +107,7 @@ def _keeps_all_but_space(part: dict[str, Any]) -> bool:
 def _units(vocab: Collection[str], in_bytes: bool, fallback: bool, strips: bool, character: str) -> int:
     """Return how many units (characters or bytes) a character counts in the lower bound.
 
-    A character counts 0 units if the tokenizer may drop it or merge it with other characters.
+    A character counts as 0 units if the tokenizer may drop the character or merge it with other characters.
     """
     if strips and character.isspace():
         return 0

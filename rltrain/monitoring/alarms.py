@@ -25,7 +25,7 @@ PERSISTENT_STEPS = 5
 WINDOW_STEPS = 5
 # An alarm is raised if the mean reward falls by at least LOST_SHARE of its gain from the first window of steps to the
 # best window. The fall must also be at least as large as the standard deviation of single rewards in the best window.
-# Requiring both conditions avoids alarms from noise in the mean and from a reward curve that has become flat.
+# The two conditions together prevent alarms from noise in the mean and from a reward curve that has become flat.
 LOST_SHARE = 0.5
 
 
@@ -53,7 +53,7 @@ class Alarms:
         self.best: tuple[float, float] = (float("-inf"), 0.0)
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
-        """Check the metrics of one step, and return a line with value, limit and remedy for each alarm that begins.
+        """Check the metrics of one step, and return a line with value, limit and remedy for each newly raised alarm.
 
         Call `look` exactly once for each step, in order.
         """
@@ -70,7 +70,7 @@ class Alarms:
         """Return an alarm message if engine and actor disagree too much on the log-probs of tokens; otherwise "".
 
         A batch with tokens that older weights sampled raises no alarm, because older weights give other log-probs. With
-        top-p or top-k, nothing raises this alarm, because the engine's log-probs are of another distribution.
+        top-p or top-k, the result is always "", because the engine's log-probs then describe a truncated distribution.
         """
         if self.config.rollout.is_restricted:
             return ""

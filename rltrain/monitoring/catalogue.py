@@ -1,11 +1,11 @@
 """The catalogue of all metrics that a run writes, with name, meaning, unit and healthy range.
 
-This command generates `docs/metrics.md` from the list of metrics:
+The following command generates `docs/metrics.md` from the list of metrics:
 
     python -m rltrain.monitoring.catalogue > docs/metrics.md
 
-The name of a metric may contain `<name>`, `<phase>` or `<k>`, which stands for one word or number. The metrics of a
-named evaluation set have the name of the set after `eval/`, as in `eval/aime/sampled_reward`.
+A placeholder in the name of a metric (`<name>`, `<phase>` or `<k>`) stands for one word or number. The metric names of
+a named evaluation set contain the name of the set after `eval/`, as in `eval/aime/sampled_reward`.
 """
 
 import re
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric, or several metrics whose names differ in one word.
+    """A catalogue entry for one metric, or for several metrics whose names differ in one word.
 
     Attributes:
         name: name of the metric in `metrics.jsonl` and `evaluations.jsonl`.

@@ -31,11 +31,11 @@ from rltrain.monitoring.report.page import REPORT
 SHOWN_TEXT = 400  # maximum number of characters of a prompt or an answer in a sample
 SHOWN_PARTS = 3  # maximum number of reward components in the progress bar
 DOWNLOAD_LINE_EVERY_S = 60.0  # seconds between lines about a download if the output is not a terminal
-# If the output is not a terminal: a line every `PLAIN_EVERY` steps, or for each step that ends `PLAIN_EVERY_S` seconds
-# after the last line.
+# If the output is not a terminal, a line is printed every `PLAIN_EVERY` steps, and after each step that ends at least
+# `PLAIN_EVERY_S` seconds after the last line.
 PLAIN_EVERY, PLAIN_EVERY_S = 10, 10.0
-HEARTBEAT_S = 60.0  # seconds without a line after which a line says what the current step is doing
-TIMED_STEPS = 20  # number of last steps from which the remaining time is estimated
+HEARTBEAT_S = 60.0  # seconds without output after which a line describes the current step
+TIMED_STEPS = 20  # number of most recent steps from which the remaining time is estimated
 
 
 class ConsoleDisplay:
@@ -43,10 +43,11 @@ class ConsoleDisplay:
 
     Args:
         total_steps: number of training steps of the run.
-        sample_every: number of steps between printed samples; 0: no samples.
+        sample_every: number of steps between printed samples; 0 turns samples off.
         console: rich console to which the display writes.
-        components: names of the reward functions and models.
-        text_of: function that converts token ids to text with special tokens; None: samples are shown without them.
+        components: names of the reward functions and reward models.
+        text_of: function that converts token ids to text with special tokens. If `text_of` is None, samples are shown
+            without special tokens.
     """
 
     def __init__(
@@ -72,9 +73,11 @@ class ConsoleDisplay:
         )
         self.failures_seen = False
         self.task = self.progress.add_task("train", total=total_steps, state="")
-        self.ended: list[tuple[int, float]] = []  # the last steps that this process has trained, and when they ended
-        self.said_at = time.monotonic()  # time of the last line about a step, where there is no terminal
-        self.last = 0  # the last step that has ended
+        self.ended: list[
+            tuple[int, float]
+        ] = []  # (step, end time) of the most recent steps that this process has trained
+        self.said_at = time.monotonic()  # time of the last line about a step, if the output is not a terminal
+        self.last = 0  # number of the most recent step that has ended
 
     def __enter__(self) -> "ConsoleDisplay":
         self.progress.start()
@@ -125,8 +128,9 @@ class ConsoleDisplay:
     def time_left(self) -> str:
         """Return an estimate of the time until the last step, such as "  12 min left"; "" before the third step.
 
-        The estimate assumes that the steps to come take as long as the last `TIMED_STEPS` steps, evaluations and
-        checkpoints included. The first step of a process is left out, because it starts and compiles things.
+        The estimate assumes that the remaining steps take as long on average as the last `TIMED_STEPS` steps, including
+        evaluations and checkpoints. The estimate leaves out the first step of a process, because process start and
+        compilation make the first step slow.
         """
         (first, began), (last, ended) = self.ended[0], self.ended[-1]
         if last - first < 2 or last >= self.total_steps:
@@ -134,12 +138,13 @@ class ConsoleDisplay:
         return f"  {duration((ended - began) / (last - first) * (self.total_steps - last))} left"
 
     async def heartbeat(self, phase: Callable[[], str]) -> None:
-        """Print a line about the current step whenever no step has ended for `HEARTBEAT_S` seconds, until cancelled.
+        """Print a line about the current step whenever nothing was printed about a step for `HEARTBEAT_S` seconds.
 
-        On a terminal, nothing is printed, because the live bar shows the step.
+        The coroutine runs until it is cancelled. On a terminal, nothing is printed, because the live bar shows the
+        current step.
 
         Args:
-            phase: returns the name of the current phase of the step; "" before the first phase.
+            phase: function that returns the name of the current phase of the step, or "" before the first phase.
         """
         told_at = time.monotonic()
         while not self.console.is_terminal:
@@ -175,8 +180,9 @@ class ConsoleDisplay:
 def downloading(console: Console, what: str) -> Iterator[Callable[[int, int], None]]:
     """Show the progress of a download while the `with` block runs: a bar on a terminal, otherwise a line every minute.
 
-    A callback that takes the number of bytes downloaded so far and the total number of bytes.
-        Nothing is shown until the first call of the callback.
+    Yields:
+        A callback that takes the number of bytes downloaded so far and the total number of bytes. Nothing is shown
+        until the first call of the callback.
     """
     bar = Progress(
         TextColumn("downloading {task.description}", markup=False),
@@ -225,11 +231,14 @@ def step_text(metrics: dict[str, float]) -> str:
 
 
 def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
-    """Return the results of one evaluation set as text: accuracy or else reward, pass@k, scores of functions, length.
+    """Return the results of one evaluation set as text.
+
+    The text contains the accuracy (or the reward, if no accuracy is known), pass@k, the scores of the reward functions
+    if there are several, and the mean answer length.
 
     Args:
         step: number of training steps before the evaluation.
-        name: name of the evaluation set; "" is the set of `data.val`.
+        name: name of the evaluation set; "" stands for the set from `data.val`.
         metrics: the metrics of all evaluation sets.
     """
     what, form = _headline(name, metrics)
@@ -245,9 +254,9 @@ def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
 
 
 def _headline(name: str, metrics: Mapping[str, float]) -> tuple[str, str]:
-    """Return the metric that says most about an evaluation set, and the format of its values.
+    """Return the main metric of an evaluation set, and the format string for the metric's values.
 
-    The metric is the accuracy if a reward function decides which answers are correct, otherwise the reward.
+    The main metric is the accuracy if a reward function decides which answers are correct, and the reward otherwise.
     """
     known = all(f"{prefix_of(name, kind)}_accuracy" in metrics for kind in KINDS)
     return ("accuracy", ".1%") if known else ("reward", ".3g")
@@ -260,7 +269,7 @@ def _parts(metrics: Mapping[str, float]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as text for a person, such as "45 s", "12 min" or "3 h 5 min"."""
+    """Format a duration in a readable way, such as "45 s", "12 min" or "3 h 5 min"."""
     if seconds < 90:
         return f"{seconds:.0f} s"
     hours, minutes = divmod(round(seconds / 60), 60)
@@ -270,15 +279,16 @@ def duration(seconds: float) -> str:
 def sample_text(
     step: int, batch: DataProto, components: Sequence[str] = (), text_of: Callable[[list[int]], str] | None = None
 ) -> Text:
-    """Return the prompt, the answer and the reward of one sample of the batch. The row changes with the step.
+    """Return the prompt, the answer and the reward of one row of the batch as text.
 
-    Text that a model wrote is never interpreted as console markup.
+    The step number determines which row is shown. Text that a model wrote is never interpreted as console markup.
 
     Args:
         step: number of the training step.
         batch: the batch that was trained on.
-        components: names of the reward functions and models.
-        text_of: function that converts token ids to text with special tokens; None: the batch's texts are shown.
+        components: names of the reward functions and reward models.
+        text_of: function that converts token ids to text with special tokens. If `text_of` is None, the texts in the
+            batch are shown.
     """
     row = (step * 7) % len(batch)
     objects = batch.non_tensor_batch
@@ -336,7 +346,7 @@ def summary(
 
 
 def _before_and_after(name: str, before: Mapping[str, float], after: Mapping[str, float]) -> Table:
-    """Return a table of the metrics of one evaluation set, before and after training."""
+    """Return a table with the metrics of one evaluation set before and after training."""
     table = Table(name or "held-out", "before", "after", box=None, pad_edge=False)
     prefix = prefix_of(name, "sampled")
     parts = [metric for metric in after if metric.startswith(f"{prefix}_reward/")]
@@ -369,7 +379,8 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
     """Return two shell commands: one trains with another algorithm on the same data, one opens TensorBoard.
 
-    The command omits settings of the section `algorithm`, because the other algorithm may reject them.
+    The training command omits all settings of the config section `algorithm`, because the other algorithm may not
+    accept the settings.
     """
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"

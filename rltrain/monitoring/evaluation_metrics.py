@@ -1,4 +1,4 @@
-"""Metrics of an evaluation: rewards, accuracies, pass@k and lengths, for each evaluation set and kind of answer."""
+"""Metrics of each evaluation set: reward, accuracy, pass@k and length, for sampled and for greedy answers."""
 
 import math
 import re
@@ -9,12 +9,13 @@ from torch import Tensor
 from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.step_metrics import sample_metrics
 
-KINDS = ("sampled", "greedy")  # sampled: at the run's temperature; greedy: the likeliest token at each position
+# Sampled answers are generated at the run's temperature. Greedy answers take the likeliest token at each position.
+KINDS = ("sampled", "greedy")
 _REWARD = re.compile(r"eval/(?:(?P<name>[^/]+)/)?sampled_reward")
 
 
 def prefix_of(name: str, kind: str) -> str:
-    """Return the start of the metric names of one evaluation set and kind of answer, such as `eval/aime/greedy`.
+    """Return the prefix of the metric names for one evaluation set and kind of answer, such as `eval/aime/greedy`.
 
     Args:
         name: name of the set in `data.val_sets`; "" for the set of `data.val`.
@@ -24,7 +25,10 @@ def prefix_of(name: str, kind: str) -> str:
 
 
 def evaluated_sets(metrics: Iterable[str]) -> list[str]:
-    """Return the names of the evaluation sets that have metrics; "" is the name of the set of `data.val`."""
+    """Return the names of the evaluation sets that occur in the given metric names.
+
+    The set of `data.val` has the name "".
+    """
     found = (_REWARD.fullmatch(metric) for metric in metrics)
     return [match["name"] or "" for match in found if match]
 
@@ -37,7 +41,7 @@ def evaluation_metrics(batch: DataProto, components: Sequence[str], prefix: str)
     Args:
         batch: answers with scores; the answers to one prompt have the same `uid`.
         components: names of the reward functions and models.
-        prefix: start of the names of the metrics; see `prefix_of`.
+        prefix: common prefix of the metric names, from `prefix_of`.
     """
     samples = sample_metrics(batch, components)
     names = {"reward/mean": "reward", "reward/accuracy": "accuracy", "rollout/length_mean": "length"}
@@ -50,9 +54,10 @@ def evaluation_metrics(batch: DataProto, components: Sequence[str], prefix: str)
 
 
 def _pass_at_each_k(batch: DataProto) -> Iterator[tuple[int, float]]:
-    """Yield pass@k for k = 2, 4, 8, ... and for the number of answers to a prompt, where prompts have enough answers.
+    """Yield (k, pass@k) for k = 2, 4, 8, ... and for the largest number of answers to one prompt.
 
-    Answers without a decision on their correctness, such as those whose reward function failed, do not count.
+    For each k, pass@k is averaged over the prompts with at least k answers. pass@k ignores answers that are neither
+    correct nor wrong, such as answers whose reward function failed.
     """
     successes, uid = batch.batch["successes"], batch.batch["uid"]
     decided = batch.batch["valid"] & ~successes.isnan()
@@ -65,13 +70,13 @@ def _pass_at_each_k(batch: DataProto) -> Iterator[tuple[int, float]]:
 
 
 def pass_at_k(successes: Tensor, k: int) -> float:
-    """Estimate without bias the probability that at least one of k answers to a prompt is correct.
+    """Return an unbiased estimate of the probability that at least one of k answers to a prompt is correct.
 
     The estimate is 1 - C(n - c, k) / C(n, k) for n answers of which c are correct (arXiv 2107.03374, equation 1).
 
     Args:
-        successes: 1 for each correct answer and 0 for each wrong one, (n,), with n >= k.
-        k: number of answers that are drawn.
+        successes: tensor (n,) with n >= k: 1 for each correct answer, and 0 for each wrong answer.
+        k: number of answers that are drawn from the n answers.
     """
     count, correct = len(successes), int(successes.sum())
     return 1 - math.comb(count - correct, k) / math.comb(count, k)

@@ -12,7 +12,7 @@ class Timer:
     """Measures the seconds that each phase of one step takes.
 
     Attributes:
-        phase: name of the current phase, or of the last one; "" before the first phase.
+        phase: name of the phase that started last; "" before the first phase.
     """
 
     def __init__(self) -> None:
@@ -23,7 +23,7 @@ class Timer:
     def __call__(self, phase: str) -> Iterator[None]:
         """Measure the seconds that the `with` block takes, and add them to the metric `timing/<phase>`.
 
-        The block is also an event of the run's timeline.
+        The `with` block is also recorded as an event of the run's timeline.
         """
         start, self.phase = time.perf_counter(), phase
         with trace.span(phase):

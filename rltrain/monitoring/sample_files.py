@@ -12,8 +12,9 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.data.stored_samples import ROLLOUTS, sample_files
 
 SHOWN = 8  # number of samples of a step that are sent to trackers
-# Columns with one value per response token. A table contains only the columns that its batch has: `old_log_probs` is
-# missing if one optimizer step trains on the whole batch, and `entropies` if no loss reads them.
+# Columns with one value per response token. A table contains only the columns that the batch contains.
+# The column `old_log_probs` is missing if one optimizer step trains on the whole batch.
+# The column `entropies` is missing if no loss reads entropies.
 _OF_TOKENS = (
     "responses",
     "response_mask",
@@ -62,7 +63,7 @@ class SampleFiles:
         try:
             path.parent.mkdir(exist_ok=True)
             batch.save(path)
-        # possible causes are a full disk, or a column whose values JSON cannot represent
+        # saving fails, for example, if the disk is full or if JSON cannot represent the values of a column
         except (OSError, RuntimeError, TypeError) as error:
             return f"could not be kept ({' '.join(str(error).split())})"
         return str(path)

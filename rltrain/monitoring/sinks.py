@@ -46,13 +46,13 @@ class Sink(Protocol):
         """Receive the metrics of an evaluation.
 
         Args:
-            step: number of training steps that the run took before the evaluation. An evaluation of the run's initial
-                weights has the number 0.
+            step: number of training steps that the run took before the evaluation. `step` is 0 for an evaluation of the
+                run's initial weights.
             metrics: the value of each metric by the metric's name, as in `log_step`.
         """
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Discard everything after the training step `step`, from which the run continues.
+        """Discard all metrics and samples after the training step `step`, because the run continues after `step`.
 
         The trainer calls `restore` before the first step, and again whenever the loss of training ranks makes the run
         go back to a checkpoint. The sink may not have received all earlier steps, because the run may have begun in
@@ -102,10 +102,10 @@ class TakesSamples(Protocol):
 
 
 def replay(sink: Sink, rows: Iterable[Metrics]) -> None:
-    """Send the metrics of earlier steps to a sink that does not have them.
+    """Send the metrics of earlier steps to a sink that has not received those metrics.
 
     Args:
-        sink: sink that gets each row by `log_step`.
+        sink: sink whose method `log_step` receives each row.
         rows: metrics of training steps and evaluations. In each row, the key `step` gives the number of the training
             step.
     """
@@ -114,7 +114,7 @@ def replay(sink: Sink, rows: Iterable[Metrics]) -> None:
 
 
 def table_of(rows: Rows) -> dict[str, list[Any]]:
-    """Return samples as the names of the columns (`columns`) and a list of values for each sample (`data`)."""
+    """Convert samples to a dict with the column names (`columns`) and one list of values per sample (`data`)."""
     columns = list(rows[0])
     return {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}
 
@@ -138,7 +138,7 @@ class JsonLines:
         self.evaluations.append(line_of({"step": step, **metrics}))
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Rewrite `metrics.jsonl` and `evaluations.jsonl` with only the kept training steps and evaluations."""
+        """Rewrite `metrics.jsonl` and `evaluations.jsonl`, so that the files contain only the kept metrics."""
         self.steps.replace(lines_of(steps))
         self.evaluations.replace(lines_of(evaluations))
 

@@ -15,7 +15,7 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
     rows. The length of an answer is its number of sampled tokens.
 
     `reward/accuracy` is the share of correct answers among the valid rows for which a reward function decides whether
-    the answer is correct. The metric is missing if there is no such row.
+    the answer is correct. `reward/accuracy` is missing if no valid row has a decision on whether its answer is correct.
     """
     valid, scores = batch.batch["valid"], batch.batch["scores"]
     lengths = sampled_lengths(batch).float()
@@ -69,8 +69,8 @@ def log_prob_gap(batch: DataProto) -> dict[str, float]:
     """Compare the log-probs of the engine and the actor at the tokens in `response_mask`.
 
     Returns:
-        Metrics with the mean and the largest absolute difference in nats, estimates of KL(engine || actor), and the
-        effective sample size of the importance weights as a share of the tokens.
+        Metrics: the mean and the largest absolute difference of the log-probs in nats, estimates of KL(engine ||
+        actor), and the effective sample size of the importance weights as a share of the tokens.
     """
     mask = batch.values("response_mask")
     old, engine = batch.values("old_log_probs"), batch.values("rollout_log_probs")

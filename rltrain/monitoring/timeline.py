@@ -1,4 +1,4 @@
-"""The timeline of a run: collects the events of all processes, and writes them to a file that Perfetto opens."""
+"""Collects the events of all processes of a run, and writes a timeline file that Perfetto can open."""
 
 import asyncio
 import contextlib
@@ -14,19 +14,20 @@ from rltrain.monitoring.trace_file import TraceFile, next_path
 
 logger = logging.getLogger(__name__)
 
-DRIVER, STEPS = "driver", "steps"  # label of the driver's process, and the row of its main task
+DRIVER, STEPS = "driver", "steps"  # label of the driver process, and name of the driver's main asyncio task
 
 
 class Timeline:
     """Collects the events of the driver and of the worker processes, and writes them to a file.
 
-    A file that cannot be written does not end the run: the timeline then ends, with a warning.
+    If the file cannot be written, the timeline ends with a warning, and the run continues.
 
     Args:
-        file: the file.
+        file: the file to which the events are written.
 
     Attributes:
-        workers: function that returns and forgets the events of the worker processes; None before they are started.
+        workers: async function that removes the recorded events from the worker processes and returns the events; None
+            before the worker processes are started.
     """
 
     def __init__(self, file: TraceFile) -> None:
@@ -34,7 +35,7 @@ class Timeline:
         self.workers: Callable[[], Awaitable[Sequence[Recorded]]] | None = None
 
     async def update(self) -> None:
-        """Add to the file what all processes have done since the previous update."""
+        """Write all events that the processes have recorded since the previous update to the file."""
         if trace.on():
             self.write([] if self.workers is None else await self.workers())
 
@@ -50,16 +51,17 @@ class Timeline:
 
 @contextlib.contextmanager
 def timeline(folder: Path, *, wanted: bool) -> Iterator[Timeline | None]:
-    """Record the events of the driver, the current asyncio task first of all, in the `with` block.
+    """Record the events of the driver during the `with` block.
 
-    Worker processes that are started in the block record their events too.
+    The current asyncio task becomes the row "steps" of the timeline. Worker processes that are started in the `with`
+    block record events too.
 
     Args:
         folder: output folder of the run, to which the file is written.
         wanted: whether the run has a timeline (`trainer.trace`).
 
     Yields:
-        The timeline, or None if it is not wanted.
+        The timeline, or None if `wanted` is false.
     """
     if not wanted:
         yield None

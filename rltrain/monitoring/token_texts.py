@@ -46,7 +46,7 @@ def special_ids(tokenizer: Any) -> set[int]:
 
 
 def token_texts(tokenizer: Any) -> list[str]:
-    r"""Return a list with the text of each token; the position in the list is the id of the token.
+    r"""Return a list with the text of each token, in which the index of a text is the id of its token.
 
     The text of a token includes the space before its word. Bytes of an incomplete character are written as `\xNN`. An
     id N that the vocabulary does not contain has the text `<id N>`.
@@ -64,7 +64,10 @@ def token_texts(tokenizer: Any) -> list[str]:
 
 
 def _byte_characters() -> str:
-    """Return the character by which byte-level tokenizers represent each byte; visible characters stay the same."""
+    """Return the 256 characters by which byte-level tokenizers represent the bytes 0 to 255.
+
+    A byte that is the code of a visible character is represented by that character.
+    """
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
     return "".join(chr(byte if byte in visible else next(others)) for byte in range(256))

@@ -1,11 +1,11 @@
-"""The file of a run's timeline, in Chrome's trace-event format, which https://ui.perfetto.dev opens.
+"""Writes a run's timeline to a file in Chrome's trace-event format, which https://ui.perfetto.dev can open.
 
-The format is JSON: an object whose list `traceEvents` holds events. Complete events (`"ph": "X"`) have a start `ts` and
-a duration `dur` in microseconds. Metadata events (`"ph": "M"`) name the processes and threads. Perfetto needs events of
-one thread to be disjoint or nested, so events that overlap otherwise get further threads, which are rows of the
-timeline.
+The file contains a JSON object whose list `traceEvents` holds the events. Complete events (`"ph": "X"`) have a start
+`ts` and a duration `dur` in microseconds. Metadata events (`"ph": "M"`) name the processes and threads. Perfetto draws
+each thread as a row of the timeline, and requires that the events of a thread are disjoint or nested. If two events of
+a process overlap in another way, the writer puts the two events on different threads.
 
-The format's description: "Trace Event Format", https://perfetto.dev/docs/getting-started/other-formats.
+The document "Trace Event Format" describes the format; see https://perfetto.dev/docs/getting-started/other-formats.
 """
 
 import heapq
@@ -20,14 +20,18 @@ from typing import Any
 from rltrain.base.trace import Event, Recorded
 
 TRACE = "trace.json.gz"
-_GZIP = 31  # zlib's number for a gzip file with the largest window
+_GZIP = 31  # value of zlib's `wbits` that selects the gzip format and the largest window
 _CLOSING = b"\n]}\n"
-_LAST = 1_000_000  # above the number of each thread
+_LAST = 1_000_000  # a number that is larger than the number of any thread
 _encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
 
 
 def next_path(folder: Path) -> Path:
-    """Return the path of the next trace of a run: `trace.json.gz`, or `trace.2.json.gz` and so on in a resumed run."""
+    """Return the path of a run's next trace file, which does not exist yet.
+
+    The first trace file of a run is `trace.json.gz`. If the run is resumed, the next trace files are `trace.2.json.gz`,
+    `trace.3.json.gz` and so on.
+    """
     path, number = folder / TRACE, 1
     while path.exists():
         number += 1
@@ -36,15 +40,16 @@ def next_path(folder: Path) -> Path:
 
 
 class TraceFile:
-    """Writes events to a gzip file, which is complete after each call of `write`.
+    """Writes events to a gzip file that is complete and valid after each call of `write`.
 
-    Each call writes compressed events and the end of the file: the closing bracket and gzip's check sum. The next call
-    replaces the end of the file. So a killed run leaves a valid gzip file with valid JSON.
+    Each call of `write` appends compressed events, the closing brackets of the JSON text, and gzip's checksum. The next
+    call of `write` overwrites the closing brackets and the checksum. A killed run therefore leaves a valid gzip file
+    with valid JSON.
 
     Args:
         path: path of the file, which must not exist.
-        start_ns: wall-clock time that is 0 in the file, in nanoseconds since 1970. Perfetto computes times in floating
-            point, which has too few digits for microseconds since 1970.
+        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Perfetto
+            computes times in floating point, which has too few digits for microseconds since 1970.
     """
 
     def __init__(self, path: Path, start_ns: int) -> None:
@@ -57,10 +62,11 @@ class TraceFile:
         self._append(json.dumps(head)[:-1] + ', "traceEvents": [')
 
     def write(self, recorded: Iterable[Recorded]) -> None:
-        """Add the events of several processes."""
+        """Write the events of several processes to the file."""
         lines = [line for one in recorded for line in self._lines(one)]
         if lines:
-            self._append(("\n" if self.first else ",\n") + _encode(lines)[1:-1])  # without the brackets of the list
+            # the slice removes the brackets of the JSON list
+            self._append(("\n" if self.first else ",\n") + _encode(lines)[1:-1])
             self.first = False
 
     def close(self) -> None:
@@ -68,7 +74,7 @@ class TraceFile:
         os.close(self.file)
 
     def _append(self, text: str) -> None:
-        """Replace the end of the file by compressed text and a new end, in one system call."""
+        """Overwrite the end of the file with compressed text and a new end, in one call of `pwrite`."""
         body = self.compressor.compress(text.encode()) + self.compressor.flush(zlib.Z_SYNC_FLUSH)
         ending = self.compressor.copy()
         data = body + ending.compress(_CLOSING) + ending.flush()
@@ -77,7 +83,10 @@ class TraceFile:
         os.ftruncate(self.file, self.length + len(data) - len(body))
 
     def _lines(self, recorded: Recorded) -> Iterator[dict[str, Any]]:
-        """Yield the metadata and events of a process, in the order of the starts, an outer event before inner ones."""
+        """Yield the metadata and the events of a process.
+
+        The events are sorted by start time, and an outer event precedes the events that are nested in it.
+        """
         key = recorded.process, recorded.pid, recorded.host
         if key not in self.processes:
             self.processes[key] = _Process(len(self.processes) + 1)
@@ -103,25 +112,29 @@ class TraceFile:
 
 
 class _Process:
-    """A process in the file, with the rows of its timeline.
+    """A process in the trace file, with the rows on which its events are drawn.
 
-    The file numbers the processes itself, because processes of two machines may have the same pid.
+    The number of a process in the file is not its pid, because processes of two machines may have the same pid.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.threads: list[str] = []  # name of each thread; a thread's number in the file is its index plus 1
-        self.rows: dict[str, list[_Row]] = {}  # by track, for events that may be nested
-        self.free: dict[str, list[tuple[int, int]]] = {}  # by track, for other events: heap of (end, thread)
+        self.threads: list[str] = []  # names of the threads; thread number n has index n - 1
+        self.rows: dict[str, list[_Row]] = {}  # the rows of each track, for events that may be nested
+        # for each track, a heap of (end of the latest event, thread), for events that must not be nested
+        self.free: dict[str, list[tuple[int, int]]] = {}
 
     def introduce(self, recorded: Recorded) -> Iterator[dict[str, Any]]:
-        """Yield metadata with the name of the process and its place among the processes."""
+        """Yield metadata events with the name of the process and its position among the processes."""
         name = f"{recorded.process} (pid {recorded.pid}, {recorded.host})"
         for kind, args in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": self.number})):
             yield {"name": kind, "ph": "M", "pid": self.number, "tid": 0, "args": args}
 
     def name_thread(self, thread: int, *, last: bool) -> Iterator[dict[str, Any]]:
-        """Yield metadata with the name of a thread and its place in the process, below the others if `last` is true."""
+        """Yield metadata events with the name of a thread and its position in the process.
+
+        If `last` is true, the thread is drawn below all threads for which `last` is false.
+        """
         for kind, args in (
             ("thread_name", {"name": self.threads[thread - 1]}),
             ("thread_sort_index", {"sort_index": thread + (_LAST if last else 0)}),
@@ -131,7 +144,8 @@ class _Process:
     def thread_of(self, event: Event) -> tuple[int, bool]:
         """Return the thread on which an event is drawn, and whether the thread is new.
 
-        The thread belongs to the event's track, and its events end before this event or contain it.
+        The thread belongs to the event's track. Each earlier event on the thread ends before the new event starts, or
+        contains the new event.
         """
         if not event.nests:
             return self._free_thread(event)
@@ -144,7 +158,11 @@ class _Process:
         return thread, True
 
     def _free_thread(self, event: Event) -> tuple[int, bool]:
-        """Return the thread of the event's track that has been free for the longest time, and whether it is new."""
+        """Return a thread for an event that must not be nested, and whether the thread is new.
+
+        Of all free threads of the event's track, the thread that has been free for the longest time is chosen. If no
+        thread is free, a new thread is created.
+        """
         heap = self.free.setdefault(event.track, [])
         if heap and heap[0][0] <= event.start_ns:
             thread = heap[0][1]
@@ -155,19 +173,20 @@ class _Process:
         return thread, True
 
     def _new_thread(self, track: str, others: int) -> int:
-        """Return a new thread of a track that has `others` threads already."""
+        """Create a thread for a track that already has `others` threads, and return the new thread's number."""
         self.threads.append(f"{track} {others + 1}" if others else track)
         return len(self.threads)
 
 
 @dataclass
 class _Row:
-    """A row of the timeline, on which events are disjoint or nested.
+    """A row of the timeline, whose events are disjoint or nested.
 
     Attributes:
         thread: number of the row's thread in the file.
-        start_ns: start of the latest event.
-        ends: ends of the latest event and of the events that contain it, the outermost event first.
+        start_ns: start time of the latest event on the row.
+        ends: end times of the latest event and of all events that contain the latest event, with the outermost event
+            first.
     """
 
     thread: int
@@ -175,7 +194,10 @@ class _Row:
     ends: list[int]
 
     def take(self, event: Event) -> bool:
-        """Add an event that starts after, or inside, the row's latest event. Return whether the event was added."""
+        """Add an event if the events of the row stay disjoint or nested, and return whether the event was added.
+
+        An event that starts before the row's latest event is never added.
+        """
         if event.start_ns < self.start_ns:
             return False
         around = [end for end in self.ends if end > event.start_ns]

@@ -74,7 +74,8 @@ class Tracker:
 
         Args:
             step: last training step whose results are kept.
-            kept: content after `step` of each file that checkpoints copy, by file name; {} at the start of a run.
+            kept: content that each file in `IN_CHECKPOINTS` had after the training step `step`, by file name; {} at the
+                start of a run.
 
         Returns:
             The metrics of all training steps up to `step`.
@@ -91,7 +92,7 @@ class Tracker:
     def state(self) -> dict[str, FileStart]:
         """Return the files that a checkpoint copies, by name.
 
-        A checkpoint copies each file only up to its current size.
+        A checkpoint copies only the bytes that a file contains when `state` is called.
         """
         paths = {name: self.output_dir / name for name in IN_CHECKPOINTS}
         return {name: FileStart(path, path.stat().st_size) for name, path in paths.items()}

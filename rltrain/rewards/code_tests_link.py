@@ -2,8 +2,8 @@
 
 Plain data is sent by value. Any other object stays in its process, and the other process gets a `Far` object instead.
 Whatever the program's process sends, the process that runs the tests can only receive plain data and `Far` objects. The
-process that runs the tests never holds an object of the program with a custom equality, and no message can make the
-receiving process call a function or change an object while it reads the message.
+process that runs the tests never holds an object of the program that defines its own equality. Reading a message never
+calls a function that the message names, and never changes an existing object.
 """
 
 import builtins
@@ -18,7 +18,8 @@ from typing import Any
 _BASIC = frozenset(
     {type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset}
 )  # types whose objects can be pickled without naming a class or function in the pickle
-# plain-data types outside _BASIC, each with the attributes that its constructor takes, in order, or "" if in _PARTS
+# Maps each plain-data type outside _BASIC to the names of the attributes that the type's constructor takes, in order.
+# A type in _PARTS is mapped to "".
 _VALUES = {
     "builtins.complex": "real imag",
     "builtins.range": "start stop step",
@@ -35,7 +36,7 @@ _VALUES = {
     "decimal.Decimal": "",
     "fractions.Fraction": "numerator denominator",
 }
-# plain-data types outside _BASIC, each with a function from an object to the constructor arguments that rebuild it
+# Maps a plain-data type to a function that takes an object and returns the constructor arguments to rebuild the object.
 _PARTS: dict[str, Any] = {
     "collections.Counter": lambda counts: (dict(dict.items(counts)),),
     "collections.OrderedDict": lambda table: (dict(table.items()),),
@@ -103,7 +104,7 @@ class Far:
         vars(self).update(_link=link, _number=number)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Call the object in the other process that the `Far` object stands for."""
+        """Make the other process call the object that the `Far` object stands for."""
         return self._link.ask("call", self, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -135,7 +136,7 @@ for _name in (*_BETWEEN_TWO, *_OF_ONE, *(function.__name__ for function in _BY_P
 
 
 class Link:
-    """One end of the connection, made of two pipes, between the program's process and the tests' process.
+    """One end of the two-pipe connection between the program's process and the tests' process.
 
     While a request waits for its answer, the link executes requests from the other process.
     """
@@ -261,9 +262,10 @@ class _Out(pickle.Pickler):
 
 
 class _Described:
-    """Description of an object in a received message; the object replaces it once the whole message is read.
+    """Holds the description of an object in a message that is being unpickled.
 
-    `_Described` has no `__dict__`, so a message cannot add attributes to a description.
+    After a message is unpickled, `_built` replaces each `_Described` instance with the object that the instance
+    describes. `_Described` has no `__dict__`, so a message cannot add attributes to an instance.
     """
 
     __slots__ = ("words",)
@@ -276,7 +278,7 @@ class _In(pickle.Unpickler):
     """Reads a message that a hostile process may have sent.
 
     A pickle that names a class or function is refused, so reading a message neither calls a function nor changes an
-    existing object. Once the whole message is read, each description in it is replaced by an object that
+    existing object. After a message is unpickled, each description in the message is replaced with an object that
     `code_tests_link` constructs.
     """
 

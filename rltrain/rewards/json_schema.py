@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 _OPENING, _CLOSING = "```json", "```"
-# up to a nesting depth of _SHALLOW in a value, a RecursionError means that the schema refers to itself endlessly
+# if a value is nested at most _SHALLOW levels deep, a RecursionError means that the schema refers to itself endlessly
 _SHALLOW = 20
 
 

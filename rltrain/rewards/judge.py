@@ -214,7 +214,10 @@ def _endpoint(base_url: str, key: str, max_concurrent: int, requests_per_minute:
 
 
 class _Rate:
-    """Rate limiter for n requests per minute: a token bucket with one token, for gaps of at least 60 / n seconds."""
+    """Rate limiter that allows n requests per minute, with gaps of at least 60 / n seconds.
+
+    The limiter is a token bucket that holds at most one token.
+    """
 
     def __init__(self, per_minute: float) -> None:
         self._gap_s = 60 / per_minute if per_minute > 0 else 0.0

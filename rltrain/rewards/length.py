@@ -49,14 +49,15 @@ def overlong_penalty(
         ((max_length - buffer) - n) / buffer     n <= max_length
         -1                                       else                         arXiv 2503.14476, eq. 13
 
-    Here n is the length of the response. The DAPO paper, arXiv 2503.14476, counts tokens, with a limit of 20480 and a
-    buffer of 4096, so that the penalty starts at 16384.
+    Here n is the length of the response. The DAPO paper (arXiv 2503.14476) counts lengths in tokens. With the paper's
+    limit of 20480 tokens and buffer of 4096 tokens, the penalty starts at 16384 tokens.
 
     Args:
         prompt: unused.
         response: the model's text.
         max_length: the limit, L_max in arXiv 2503.14476.
-        buffer: the width of the linear range before the limit, L_cache in arXiv 2503.14476; 0 gives a hard step.
+        buffer: the width of the linear range before the limit, L_cache in arXiv 2503.14476; if 0, the score drops from
+            0 to -1 at the limit.
         unit: "characters" or "words", as in `length_penalty`.
 
     Returns:

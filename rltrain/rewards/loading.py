@@ -2,8 +2,8 @@
 
 A reward function is `def reward(prompt, response, **columns) -> float | None | RewardResult`, sync or async. A score of
 None means that the function does not apply to the sample. A function with the parameters `prompts` and `responses` is
-batched: it receives lists, also for the columns, and returns a list. A function with the signature of TRL, verl or
-OpenRLHF is wrapped by `load_function`, so that it has one of these forms too.
+batched: it receives lists, also for the columns, and returns a list. If a function has the signature of TRL, verl or
+OpenRLHF, `load_function` returns a wrapper with rltrain's own signature.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ BUILTIN = {  # maps the short name of each built-in function to its module in `r
 }
 # built-in functions that score the form of a response, not its outcome
 PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")
-# built-in functions whose score is 1 for a correct answer, and less for a wrong one
+# built-in functions whose score is 1 for a correct answer, and less than 1 for a wrong answer
 CORRECTNESS = (
     "final_answer",
     "exact_answer",
@@ -131,7 +131,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def import_function(path: str, where: str) -> Callable[..., Any]:
-    """Import the function that `path` names, which can have any purpose, such as returning rows of data.
+    """Import a function that is not necessarily a reward function, such as a function that returns rows of data.
 
     Args:
         path: `package.module:function` or `file.py:function`. The module or file is searched for as in `load_function`.
@@ -172,8 +172,8 @@ def check_columns(
         kwargs: the options that the config sets for the function, by name.
 
     Raises:
-        ConfigError: a column is missing, an option is unknown, or the function takes only *args. For a missing column,
-            the message names the parameter, the column with the most similar name and all existing columns.
+        ConfigError: a column is missing, an option is unknown, or the function takes only *args. If a column is
+            missing, the message names the parameter, the column with the most similar name and all existing columns.
     """
     there = [*offered(function), *STANDARD_COLUMNS, *columns]
     given = {*there, *(BATCHED if is_batched(function) else SINGLE), *ON_REQUEST, *kwargs}

@@ -10,7 +10,7 @@ from typing import Any
 
 from rltrain.rewards.boxed import last_boxed
 
-_TAIL = 1000  # for a response without a box: number of characters that are searched, counted from the end
+_TAIL = 1000  # number of characters at the end of a response that are searched if the response has no box
 _LONGEST = 500  # largest length of an expression, in characters
 _DEEPEST = 10  # largest nesting depth of brackets; the parser's time may double with each level
 _HUGE = re.compile(
@@ -28,7 +28,7 @@ _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
 # Evaluating an operator over a large range takes few calls on huge numbers, so counting calls does not bound its time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
 # Bound on the number of function calls and returns; the bound is reached after about a second.
-# The longest ordinary answers need a tenth of the calls and returns that `_WORK` allows.
+# The longest ordinary answers need a tenth of the function calls and returns that `_WORK` allows.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")

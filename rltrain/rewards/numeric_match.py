@@ -107,7 +107,7 @@ def _last(text: str) -> re.Match[str] | None:
     if not _DIGIT.search(text, edge, end):
         return None
     last = _last_match(text, edge, end + _NEAR)
-    # the number may begin before the searched part of the text
+    # the last number may begin before the searched part of the text, so the whole text is searched
     if edge and (last is None or last.start() < edge + _NEAR):
         return _last_match(text, 0, len(text))
     return last

@@ -1,4 +1,4 @@
-"""The type that a reward function may return instead of a number, and what the trainer keeps of a returned value."""
+"""The result type that a reward function may return instead of a number, and the type of a checked result."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -19,7 +19,8 @@ class RewardResult:
         failed: True if the function could not judge the sample, which is then excluded from training and counted as a
             failure.
         message: the reason for a failure, in one line, which is stored with the sample.
-        success: whether the answer is correct, which the accuracy counts; None if the function does not decide this.
+        success: whether the answer is correct, for the accuracy metrics; None if the function does not decide whether
+            the answer is correct.
     """
 
     score: float | None = None
@@ -33,7 +34,7 @@ class Verdict(NamedTuple):
 
     Attributes:
         score: a finite number in float32's range; None if the function does not apply to the sample.
-        success: whether the answer is correct; None if the function does not decide this.
+        success: whether the answer is correct; None if the function makes no decision about correctness.
     """
 
     score: float | None
@@ -41,6 +42,6 @@ class Verdict(NamedTuple):
 
 
 def both(first: bool | None, second: bool | None) -> bool | None:
-    """Combine two decisions on whether an answer is correct: True if no decision is False; None if there is none."""
+    """Return False if one of two decisions on correctness is False, None if both are None, and True otherwise."""
     decided = [success for success in (first, second) if success is not None]
     return all(decided) if decided else None

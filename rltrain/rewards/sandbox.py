@@ -15,9 +15,9 @@ form can kill a reward process, or hide its own start so that the sample fails i
 is root, a program in the weak form can also read tests and verdicts. The weak form protects against mistakes but not
 against malicious programs.
 
-The strong form has one gap: if the current user is root, a program can change the file mode of the five devices of the
-machine that it sees (null, zero, full, random, urandom). The gap of the strong form is closed if rltrain runs as a user
-other than root.
+The strong form has one gap: if the current user is root, a program can change the file mode of the five device files of
+the machine that are visible in the sandbox (null, zero, full, random, urandom). The gap of the strong form is closed if
+rltrain runs as a user other than root.
 
 The strong form and the weak form limit the address space of each process. The total memory of all processes and the
 number of processes and threads are checked fifty times a second, so a program can exceed both limits for a moment.
@@ -49,7 +49,8 @@ logger = logging.getLogger(__name__)
 Status = Literal["ok", "error", "timeout", "killed", "output_limit"]
 LEVELS = ("auto", "required", "limits")
 _START_LIMIT_S = 60.0  # time limit for an interpreter to start, generous because the machine may be busy
-_END_LIMIT_S = 2.0  # time for the watcher (the supervising process) to kill all processes before the watcher is killed
+# time limit for the watcher (the supervising process) to kill all processes, after which the watcher itself is killed
+_END_LIMIT_S = 2.0
 # Time limit for reading the remaining output after the watcher has ended; reached only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
@@ -59,7 +60,7 @@ _warned: list[str] = []
 
 
 class SandboxError(RLTrainError, RuntimeError):
-    """No sandbox of the requested level works on the local machine; the cause is not the program to be run."""
+    """Raised if no sandbox of the requested level works on the local machine, whichever program is run."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ def run(
             (read, write). The program cannot reach the judge's memory, text or output, except in the weak form if the
             current user is root. With a judge, the run ends when the judge ends, and the result has the exit code and
             the status of the judge.
-        timeout_s: wall-clock seconds, without the start-up time of the interpreter.
+        timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.
         cpu_s: CPU seconds of each process, rounded up to whole seconds; None for no limit other than `timeout_s`.
@@ -140,7 +141,7 @@ def run(
 
 
 def why_not_strong() -> str:
-    """Return in one line why the strong form does not work on the local machine, or "" if it works.
+    """Return one line that says why the strong form does not work on the local machine, or "" if it works.
 
     Each process tests only once whether the strong form works.
     """
@@ -159,9 +160,10 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def weakness(level: str) -> str:
-    """Return in one line how a program in a sandbox of the given level could harm the machine, or "" if it cannot.
+    """Return a one-line warning if the given level falls back to the weak form of the sandbox, otherwise "".
 
-    `run` does not log a weakness that `weakness` has already returned.
+    The warning says how a program could harm the machine. After `weakness` has returned a warning, `run` does not log
+    the warning again.
 
     Raises:
         SandboxError: no sandbox of the requested level works on the local machine.
@@ -331,7 +333,7 @@ def _verdict(code: int | None, last: str) -> tuple[Status, str]:
 def _read(source: Any) -> bytes:
     try:
         return os.read(source.fileno(), 1 << 16)
-    except ConnectionResetError:  # the watcher was killed before it read the last message
+    except ConnectionResetError:  # raised if the watcher was killed before it read the last message
         return b""
 
 

@@ -85,7 +85,7 @@ def _packages() -> list[str]:
 
 
 def counts_processes_per_namespace() -> bool:
-    """Return whether RLIMIT_NPROC counts only the processes in the sandbox, as it does since Linux 5.14.
+    """Return whether RLIMIT_NPROC counts only the processes in the sandbox, which requires Linux 5.14 or later.
 
     Before Linux 5.14, RLIMIT_NPROC counts all processes of the user.
     """

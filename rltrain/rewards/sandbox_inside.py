@@ -32,7 +32,8 @@ def start(given: dict[str, int]) -> int:
     if not alone:
         # orphaned processes become children of the watcher, even if they called setsid
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    _prctl(_PR_SET_DUMPABLE, 0)  # prevents access of other processes to the memory and the files of the watcher
+    # other processes cannot access the memory and the files of a process that is not dumpable
+    _prctl(_PR_SET_DUMPABLE, 0)
     pipes: list[tuple[int, ...]] = [os.pipe() if has_judge else () for _ in range(2)]
     there, back = pipes
     program = os.fork()

@@ -1,10 +1,11 @@
-"""Parameters with which reward functions are called, and wrappers for functions written for other trainers.
+"""Defines the parameters of reward functions, and wraps reward functions that were written for other trainers.
 
 rltrain calls a reward function with the parameters of one sample (`SINGLE`) or of a list of samples (`BATCHED`), and
 with columns of the data. `adapted` recognises a function of TRL, verl or OpenRLHF by the names of its parameters, and
-wraps it into a function that has rltrain's own parameters. All other code sees only the wrapper. Sources of the foreign
-signatures: TRL, "Using a custom reward function" in the documentation of GRPOTrainer; verl, the reward managers `naive`
-and `batch`; OpenRLHF, "Custom reward function" in its documentation. This module never imports torch.
+wraps it into a function that has rltrain's own parameters. All other modules call only the wrapper. TRL documents its
+signature in "Using a custom reward function" in the documentation of GRPOTrainer. verl's reward managers `naive` and
+`batch` define the signatures of verl. OpenRLHF documents its signature in "Custom reward function". This module never
+imports torch.
 """
 
 import inspect
@@ -15,12 +16,12 @@ from typing import Any
 from rltrain.base.errors import ConfigError
 from rltrain.rewards.result import RewardResult, ScoreError
 
-# names of the first two parameters of a function of one sample, and of a batched function
+# names of the first two parameters of a function for one sample, and of a batched function
 SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")
-# facts of a sample that only functions with a parameter of that name get, so that `**columns` has the data's columns
+# names of arguments that `**columns` never receives, because a function gets them only through named parameters
 MESSAGES, RESPONSE_IDS = "prompt_messages", "response_ids"
 ON_REQUEST = (MESSAGES, RESPONSE_IDS)
-_OWN = {"prompt", "response", "responses"}  # a function with one of these parameters is written for rltrain
+_OWN = {"prompt", "response", "responses"}  # parameters that only functions for rltrain have
 _Values = Mapping[str, Any]
 
 
@@ -40,7 +41,7 @@ def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    """Return whether the function is batched, that is, takes lists of samples."""
+    """Return whether the function is batched, that is, takes a list of samples in each call."""
     return {p.name for p in parameters(function)} >= set(BATCHED)
 
 
@@ -56,14 +57,14 @@ class Signature:
 
     Attributes:
         trainer: name of the trainer.
-        marks: parameters by which a function of the trainer is recognised. A function must have all parameters of one
-            of the sets.
+        marks: sets of parameter names. A function is recognised as a function of the trainer if it has all parameters
+            of at least one set.
         first: names of the first two parameters of the wrapper: `SINGLE` or `BATCHED`.
         reads: columns that the wrapper reads if the data has them.
-        truth: the parameter that gets the right answer, and the columns from which it comes, in the order of
-            preference; None if the trainer has no such parameter.
-        gives: function that maps the wrapper's arguments to the arguments that the trainer passes, by name.
-        converts: function that converts a result to the form that rltrain expects.
+        truth: (parameter that gets the right answer, columns that may contain the right answer in order of preference);
+            None if the trainer passes no right answer.
+        gives: function that converts the wrapper's arguments to a dict of the arguments that the trainer would pass.
+        converts: function that converts the result of a reward function to the form that rltrain expects.
     """
 
     trainer: str
@@ -76,12 +77,13 @@ class Signature:
 
 
 class Adapted:
-    """A reward function of another trainer as a function with rltrain's own parameters.
+    """Wrapper that gives rltrain's own parameters to a reward function of another trainer.
 
     Attributes:
         trainer: name of the trainer for which the function was written.
         offered: names of the arguments that the function can get in addition to columns of the data.
-        one_of: columns of which the data must have at least one; () if the function needs none of them.
+        one_of: columns that may contain the right answer, of which the data must have at least one; () if the function
+            needs no right answer.
     """
 
     def __init__(self, function: Callable[..., Any], signature: Signature) -> None:
@@ -100,7 +102,7 @@ class Adapted:
         self.__signature__ = inspect.Signature(_wrapper_parameters(own, signature, given))
 
     def __call__(self, **values: Any) -> Any:
-        """Call the function as the trainer that it was written for does, and convert its result to rltrain's form."""
+        """Call the wrapped function with its trainer's arguments, and convert the result to rltrain's form."""
         return self._converts(self._function(**self._arguments(values)))
 
     def _arguments(self, values: _Values) -> dict[str, Any]:
@@ -112,22 +114,26 @@ class Adapted:
                 raise ScoreError(
                     f"needs a value in one of the columns {', '.join(self.one_of)}, and this sample has none"
                 )
-            arguments.pop(self._truth, None)  # the function's own default applies
+            arguments.pop(self._truth, None)  # the wrapped function then uses the default value of the parameter
         return {name: value for name, value in arguments.items() if self._takes_all or name in self._names}
 
 
 class AsyncAdapted(Adapted):
-    """An async reward function of another trainer as an async function with rltrain's own parameters."""
+    """Wrapper that gives rltrain's own parameters to an async reward function of another trainer."""
 
     async def __call__(self, **values: Any) -> Any:
-        """Await the function, called as the trainer that it was written for does, and convert its result."""
+        """Await the wrapped function with its trainer's arguments, and convert the result to rltrain's form."""
         return self._converts(await self._function(**self._arguments(values)))
 
 
 def _wrapper_parameters(
     own: Sequence[inspect.Parameter], signature: Signature, given: Sequence[str]
 ) -> list[inspect.Parameter]:
-    """Return the parameters of the wrapper: the first two, the columns that it reads, and the function's others."""
+    """Return the parameters of the wrapper.
+
+    The parameters are the prompt and the response, the columns that the wrapper reads, and the remaining parameters of
+    the wrapped function.
+    """
     kinds = inspect.Parameter
     named = {name: kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in signature.first}
     named |= {name: kinds(name, kinds.KEYWORD_ONLY, default=None) for name in signature.reads}
@@ -140,7 +146,7 @@ def _wrapper_parameters(
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper with rltrain's own parameters if the function was written for another trainer.
 
-    Any other function is returned as it is.
+    Any other function is returned unchanged.
     """
     try:
         names = {p.name for p in parameters(function)}
@@ -155,7 +161,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trainer_of(function: Callable[..., Any]) -> str:
-    """Return the name of the trainer for which a function from `load_function` was written; "" if it is rltrain."""
+    """Return the name of the trainer whose signature a function from `load_function` has; "" means rltrain."""
     return function.trainer if isinstance(function, Adapted) else ""
 
 
@@ -165,12 +171,15 @@ def offered(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def one_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return columns of which the data must have at least one; () if the function has no such choice."""
+    """Return the columns of which the data must have at least one; () if the function needs none of the columns."""
     return function.one_of if isinstance(function, Adapted) else ()
 
 
 def _trl(values: _Values) -> dict[str, Any]:
-    """Return the arguments of TRL: lists of texts, or of messages where the prompt is a chat."""
+    """Return the arguments that TRL passes.
+
+    Each prompt and each completion is a text, or a list of messages if the prompt is a chat.
+    """
     prompts, texts = values["prompts"], values["responses"]
     chats = values.get(MESSAGES) or [None] * len(texts)
     ids = values.get(RESPONSE_IDS)
@@ -187,7 +196,7 @@ def _trl(values: _Values) -> dict[str, Any]:
 
 
 def _drop(name: str, value: Any) -> None:
-    """Take what a function reports with TRL's `log_metric(name, value)` or `log_extra(column, values)`, and drop it."""
+    """Ignore a value that a function reports with TRL's `log_metric(name, value)` or `log_extra(column, values)`."""
 
 
 _DATA_SOURCE, _EXTRA_INFO, _REWARD_MODEL = "data_source", "extra_info", "reward_model"
@@ -196,7 +205,7 @@ _LABELS = ("label", "labels", "answer", "ground_truth")
 
 
 def _verl(values: _Values) -> dict[str, Any]:
-    """Return the arguments of verl's `compute_score` for one sample."""
+    """Return the arguments that verl passes to `compute_score` for one sample."""
     extra = values.get(_EXTRA_INFO)
     return {
         "data_source": values.get(_DATA_SOURCE) or "",
@@ -207,7 +216,10 @@ def _verl(values: _Values) -> dict[str, Any]:
 
 
 def _verl_batch(values: _Values) -> dict[str, Any]:
-    """Return the arguments of verl's `compute_score` for a list of samples: the names of one sample in the plural."""
+    """Return the arguments that verl passes to `compute_score` for a list of samples.
+
+    Each argument is a list, and its name is the plural of the argument's name for one sample.
+    """
     count, reads = len(values["responses"]), (_DATA_SOURCE, _EXTRA_INFO, *_VERL_TRUTH)
     lists = {name: values.get(name) or [None] * count for name in reads}
     one_by_one = [
@@ -219,15 +231,15 @@ def _verl_batch(values: _Values) -> dict[str, Any]:
 
 
 def _nested_truth(values: _Values) -> Any:
-    """Return `ground_truth` of the column `reward_model`, which is a struct in verl's data."""
+    """Return the field `ground_truth` of the column `reward_model`, which is a struct in verl's data."""
     nested = values.get(_REWARD_MODEL)
     return nested.get("ground_truth") if isinstance(nested, Mapping) else None
 
 
 def _verl_result(result: Any) -> Any:
-    """Convert a result of verl's `compute_score`: a number, or a dict with `score`.
+    """Convert a result of verl's `compute_score`, which is a number or a dict with the key `score`.
 
-    The value of `acc`, if it is 0 or 1, says whether the answer is correct.
+    If the dict has the key `acc` with the value 0 or 1, the value says whether the answer is correct.
     """
     if not isinstance(result, Mapping):
         return result
@@ -243,7 +255,10 @@ def _verl_result(result: Any) -> Any:
 
 
 def _openrlhf(values: _Values) -> dict[str, Any]:
-    """Return the arguments of OpenRLHF: `queries` are the prompts followed by the responses."""
+    """Return the arguments that OpenRLHF passes.
+
+    Each entry of `queries` is a prompt followed by its response.
+    """
     prompts, responses = values["prompts"], values["responses"]
     rows = range(len(responses))
     lists = {name: values.get(name) or [None] * len(responses) for name in _LABELS}
@@ -255,7 +270,10 @@ def _openrlhf(values: _Values) -> dict[str, Any]:
 
 
 def _openrlhf_result(result: Any) -> Any:
-    """Convert a result of OpenRLHF's `reward_func`: the scores, or a dict that has them under `rewards`."""
+    """Return the scores in a result of OpenRLHF's `reward_func`.
+
+    The result is either the scores or a dict that contains the scores under the key `rewards`.
+    """
     if not isinstance(result, Mapping):
         return result
     if "rewards" not in result:
@@ -275,7 +293,7 @@ def _same(result: Any) -> Any:
 
 
 def _each(result: Any) -> Any:
-    """Convert the results of verl's batched `compute_score` one by one."""
+    """Convert each result of verl's batched `compute_score`."""
     return [_verl_result(one) for one in result] if isinstance(result, Sequence) else result
 
 

@@ -307,7 +307,7 @@ class Checkpoints:
             await cancelled(writing)
 
     async def _recorded(self, save: "_Save") -> None:
-        """Complete a checkpoint, which is an event of the run's timeline."""
+        """Complete a checkpoint, and record the work as an event of the run's timeline."""
         with trace.span(f"checkpoint of step {save.step}"):
             await self._complete(save)
 

@@ -165,7 +165,9 @@ def sandbox_warning(config: Config) -> str:
 
 
 def builtin_task(config: Config) -> Task:
-    """Return the built-in task that `data.train` names; `model.path=builtin` selects the tiny model of this task.
+    """Return the built-in task that `data.train` names.
+
+    `model.path=builtin` selects the tiny model of the built-in task.
 
     Raises:
         ConfigError: the value of `data.train` is not a built-in task.
@@ -291,7 +293,7 @@ def _check_engine(rollout: RolloutConfig) -> None:
 
 
 def check_stop_strings(stops: Sequence[str], tokenizer: Any) -> None:
-    """Raise ConfigError for a stop string that contains a special token, because the text of an answer has none."""
+    """Raise ConfigError if a stop string contains a special token, because answer texts contain no special tokens."""
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
     for stop in stops:
         name = next((name for name in sorted(added | set(tokenizer.all_special_tokens)) if name and name in stop), None)

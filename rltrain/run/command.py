@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def command_of(overrides: Sequence[str], files: Sequence[str] = ()) -> Command:
-    """Return the command of a run with the given arguments, and the config of the presets that the arguments choose."""
+    """Return the command-line arguments of a run, the presets that the arguments choose, and the presets' config."""
     presets = choices_of(overrides, files)
     try:
         values = dataclasses.asdict(with_all_knobs(compose(presets)[0]))

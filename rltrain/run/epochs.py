@@ -1,4 +1,4 @@
-"""The length of a run that is given in passes through the training prompts."""
+"""Converts a number of passes through the training prompts (epochs) to a number of training steps."""
 
 import math
 from dataclasses import replace
@@ -7,9 +7,9 @@ from rltrain.settings.schema import Config
 
 
 def with_epochs_as_steps(config: Config, prompts: int) -> Config:
-    """Return the config with `trainer.total_steps` computed from `trainer.total_epochs`, if that is given.
+    """Return the config with `trainer.total_steps` computed from `trainer.total_epochs`.
 
-    A last step that the prompts do not fill is counted as a whole step.
+    If `trainer.total_epochs` is None, the config is returned unchanged. The number of steps is rounded up.
 
     Args:
         config: the whole config.

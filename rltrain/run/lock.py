@@ -72,7 +72,8 @@ class RunLock:
                 f"{where}: another run is using this folder (process {holder}, {file}); wait until that run ends, or "
                 "name a new folder"
             ) from None
-        except OSError:  # the file system has no locks, or write access is missing, which a later write reports
+        # the file system has no locks, or the user has no write access; a later write reports missing write access
+        except OSError:
             return
         self.held.append(lock)
 

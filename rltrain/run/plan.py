@@ -21,14 +21,15 @@ _MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per parameter on a training rank, f
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts for the plan that the config does not contain.
+    """Facts that the plan shows but the config does not contain.
 
     Attributes:
         path: directory of the model.
         parameters: number of model parameters; None if it cannot be read from the model files.
         adapters: number of adapter parameters; None if the whole model is trained.
-        train_prompts: number of training prompts; None before they are loaded.
-        val_prompts: number of prompts of each evaluation set, by the name of the set; "" is the set of `data.val`.
+        train_prompts: number of training prompts; None before the training data is loaded.
+        val_prompts: number of prompts of each evaluation set, by the name of the set; "" is the name of the set of
+            `data.val`.
         data: description of the source and the form of the training data; "" before the data is loaded.
         val_data: description of the source and the form of each evaluation set, by the name of the set.
         own_splits: whether the source of the prompts has different rows for training and for evaluation.
@@ -39,9 +40,9 @@ class Facts:
             files.
         signatures: for each reward function that was written for another trainer, the name of that trainer.
         uses_ratio: whether the gradient of the loss depends on the old log-probs.
-        aggregations: values of `algorithm.loss_agg_mode` for which the loss is defined; empty: all values.
-        defaults: values that the profile (set of default settings) gives, by config key, without keys that the user has
-            set.
+        aggregations: values of `algorithm.loss_agg_mode` for which the loss is defined; () means all values.
+        defaults: values that come from the profile (a set of default settings), by config key; keys that the user has
+            set are left out.
     """
 
     path: str
@@ -103,14 +104,14 @@ def show_plan(console: Console, config: Config, facts: Facts) -> None:
 
 
 def _signatures(facts: Facts) -> str:
-    """Name the reward functions that have the signature of another trainer."""
+    """Return a text that names the reward functions with the signature of another trainer."""
     return "; ".join(
         f"reward function {name}: taken with {trainer}'s signature" for name, trainer in facts.signatures.items()
     )
 
 
 def _defaults(facts: Facts) -> str:
-    """Describe the settings that come from the profile because the user has not set them."""
+    """Describe the settings that the user has not set and that therefore come from the profile."""
     return f"of the profile: {', '.join(f'{key}={value}' for key, value in facts.defaults.items())}"
 
 
@@ -305,7 +306,7 @@ def _answers(config: Config) -> str:
 
 
 def _sampling(rollout: RolloutConfig) -> str:
-    """Describe what top-p and top-k mean for the log-probs of the engine."""
+    """Describe how top-p and top-k sampling change the log-probs of the engine."""
     return (
         f"{rollout.restriction}: answers come from a part of the distribution that is trained; the engine's log-probs "
         "are of that part, so nothing is corrected with them, and they are not checked against the actor's"

@@ -227,7 +227,7 @@ def _from(config: Config, checkpoint: Checkpoint) -> Beginning:
 
 
 def _is_published(checkpoint: Checkpoint, model: Path) -> bool:
-    """Return whether the folder `model` contains the model of the given checkpoint, and not an older one."""
+    """Return whether the folder `model` contains all files of the given checkpoint's model, with equal checksums."""
     files, there = read_manifest(checkpoint.folder)["files"], Folder(str(model))
     of_model = {name.removeprefix(f"{MODEL}/"): entry for name, entry in files.items() if name.startswith(f"{MODEL}/")}
     return all(there.exists(name) and list(there.checksum(name)) == entry for name, entry in of_model.items())
@@ -399,4 +399,4 @@ class _Nobody:
     pending = 0
 
     def submit(self, requests: Any) -> None:
-        """Ignore the requests."""
+        """Ignore requests to generate answers or to compute rewards."""

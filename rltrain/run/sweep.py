@@ -25,7 +25,8 @@ from rltrain.settings.config_groups import config_dir
 from rltrain.settings.typed import require
 
 JOB_FILE = "sweep_job.json"
-OBJECTIVES = ("eval/sampled_accuracy", "eval/sampled_reward")  # compared without keep_best; the first that exists
+# Without `trainer.keep_best`, jobs are compared by the first metric in OBJECTIVES that a job has measured.
+OBJECTIVES = ("eval/sampled_accuracy", "eval/sampled_reward")
 _DOT = "__"  # replaces each dot of a config key
 _START = f"set{_DOT}"  # prefix that distinguishes a config key from the names of config groups
 _OUTPUT_WORD = f"++{_START}trainer{_DOT}output_dir="
@@ -100,9 +101,10 @@ class Job:
         """Run one job in a separate process.
 
         Returns:
-            The last value of the metric that `trainer.keep_best` names. Without `trainer.keep_best`, the last accuracy
-            of sampled answers, or their mean reward if there is no accuracy. The value is NaN if the run failed or has
-            not measured the metric. A Hydra sweeper that searches for the best values optimises the returned value.
+            The last value of the metric that `trainer.keep_best` names. Without `trainer.keep_best`, the metric is the
+            accuracy of the sampled answers in evaluations, or the mean reward of the sampled answers if there is no
+            accuracy. The value is NaN if the run failed or has not measured the metric. A Hydra sweeper that searches
+            for the best values optimises the returned value.
         """
         from hydra.core.hydra_config import HydraConfig
 

@@ -175,7 +175,7 @@ class CorrectionConfig:
 
 @section
 class RejectionConfig:
-    """Removal of the policy term where the policy during the update is too far from the engine's policy.
+    """Removal of the policy term from the loss where the policy has moved too far from the engine's policy.
 
     The policy term is removed for single tokens or for whole answers. Setting `kl_estimator` to null turns off the
     removal of policy terms.

@@ -101,7 +101,7 @@ def _check_knobs(
             function(*columns, **own_knobs(function, knobs))
     except ValueError as error:
         raise ConfigError(f"algorithm.{section}.{' '.join(str(error).split())}") from None
-    # raised, for example, for a number that is too large for a tensor
+    # a loss or estimator raises one of the exceptions below, for example, if a number is too large for a tensor
     except (ArithmeticError, RuntimeError, TypeError) as error:
         shown = ", ".join(f"{key}={value}" for key, value in knobs.items())[:200]
         raise ConfigError(f"algorithm.{section}: '{name}' cannot compute with {shown} ({error})") from None
@@ -121,7 +121,8 @@ def _tiny_column(name: str, components: int) -> Any:
         return torch.zeros(2, dtype=torch.int64)
     if name == "reward_components":
         return torch.zeros(2, components)
-    # batch columns with one value per row; COLUMNS lacks `log_probs`, because the update computes that column
+    # The condition selects batch columns with one value per row.
+    # COLUMNS does not contain `log_probs`, because the update computes `log_probs`.
     if name in COLUMNS and COLUMNS[name][0] == "row":
         return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
     return torch.zeros(2, 2)
@@ -147,7 +148,7 @@ def _check_columns(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_engine_log_probs(config: Config) -> None:
-    """Raise ConfigError if the estimator or the loss reads the engine's log-probs, and top-p or top-k is on."""
+    """Raise ConfigError if top-p or top-k is on and the estimator or the loss reads the engine's log-probs."""
     from rltrain.algorithms import required_columns
 
     algorithm, rollout = config.algorithm, config.rollout

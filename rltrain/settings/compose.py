@@ -65,7 +65,7 @@ def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]
 
 
 def _with_profile(items: list[Item]) -> list[Item]:
-    """Return the user's settings, with a choice of the profile if the settings need one.
+    """Return the user's settings, and add the choice of a profile if the settings need a profile.
 
     If the settings name a model but no profile, the function inserts the choice `profile=instruct` before the settings.
     """

@@ -1,6 +1,6 @@
 """Expansion of short forms in the config into complete mappings.
 
-For example, the config may give a reward function as only its path.
+The short form of an entry of `reward.functions`, for example, is the path of a function.
 """
 
 import re
@@ -112,7 +112,7 @@ def _lora(lora: Any) -> Any:
     if not isinstance(lora, dict) or "rank" not in lora:
         raise ConfigError(f"model.lora={lora}: must be null, or a mapping with a rank, as in model.lora={{rank:16}}")
     rank, targets = lora["rank"], lora.get("targets", ALL_LINEAR)
-    # a later check reports a rank of a wrong type
+    # a later check reports a rank that is not a number
     twice = 2 * rank if isinstance(rank, int | float) else rank
     return {"alpha": twice} | lora | {"targets": [targets] if isinstance(targets, str) else targets}
 

@@ -27,10 +27,10 @@ class Key:
             holds the default.
         changeable: whether a resumed run may change the value. If `changeable` is true for a section, a resumed run may
             change all keys of the section.
-        at_least: smallest valid value; None for no such bound.
-        above: number that valid values must exceed; None for no such bound.
-        at_most: largest valid value; None for no such bound.
-        below: number that all valid values must be less than; None for no such bound.
+        at_least: smallest valid value; None means no inclusive lower bound.
+        above: number that valid values must exceed; None means no exclusive lower bound.
+        at_most: largest valid value; None means no inclusive upper bound.
+        below: number that all valid values must be less than; None means no exclusive upper bound.
         refusal: template of the error message for a value outside the bounds, with the fields `name`, `rule` and
             `value`.
         text: whether the command line takes the value literally, without giving any character a meaning in Hydra's

@@ -170,7 +170,7 @@ def name_here(key: str) -> Name | None:
 
     Either the whole option name or its last parts must match: `rollout.n` matches verl's `actor_rollout_ref.rollout.n`.
     If an option of another trainer has no section, any section that the user puts before the option is ignored, as in
-    `algorithm.beta`.
+    `algorithm.beta` for TRL's option `beta`.
     """
     plain = key.lstrip("-")
     for name in NAMES:

@@ -30,7 +30,8 @@ from rltrain.settings.typed import keys, require, unknown_key
 # The schema does not know which knobs exist: `rltrain.settings.algorithm_rules` checks their names and values.
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
 TEXT_KEYS = text_keys(Config)
-# Keys of lists of texts that may have line breaks. Hydra parses the list, and leaves a backslash and `n` as they are.
+# Keys whose values are lists of texts that may contain line breaks.
+# Hydra parses the lists, but does not convert a backslash followed by `n` to a line break.
 LISTS_OF_TEXT = frozenset({"rollout.stop"})
 _NEW_LINE = re.compile(r"\\?\\n")
 OPTIONAL = "model.lora"  # mapping that may be null; setting one of its keys creates the mapping
@@ -76,7 +77,8 @@ def from_command_line(text: str) -> Item:
 
     Hydra does not parse the values of the keys in `TEXT_KEYS`, which are free text and may contain any character. In
     free text, a backslash followed by `n` stands for a line break, two backslashes followed by `n` stand for one
-    backslash and `n`, and `null` stands for no text. The same holds for line breaks in the texts of `LISTS_OF_TEXT`.
+    backslash and `n`, and `null` stands for no text. A backslash followed by `n` also stands for a line break in the
+    texts of the keys in `LISTS_OF_TEXT`.
 
     Hydra requires a `+` before a key that is not in the YAML files, such as a knob (function parameter). rltrain
     accepts `key=value` without a `+` for all keys.
@@ -121,8 +123,8 @@ def _with_lines(value: Any) -> Any:
 def from_file(path: str) -> list[Item]:
     """Read a config file of the user: a YAML file whose keys may be nested or dotted.
 
-    In the file, the value of a config group is the name of a choice, as in `algorithm: ppo`, or a mapping with keys of
-    the group. As in Hydra's own files, choices of config groups may also be listed under `defaults`. The file
+    In a config file, the value of a config group is the name of a choice, as in `algorithm: ppo`, or a mapping with
+    keys of the group. As in Hydra's own files, choices of config groups may also be listed under `defaults`. The file
     `config.yaml` that a run writes can also be used as a config file.
 
     Raises:
@@ -172,7 +174,7 @@ def _defaults(entries: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _settings(key: str, value: Any) -> list[Item]:
-    """Return the settings that follow from one entry of a config file, given as key and value.
+    """Convert one entry of a config file, given as key and value, to settings.
 
     If the key of an entry is a section, the result has one setting for each key in the section.
     """

@@ -32,7 +32,7 @@ from rltrain.settings.schema import Config
 
 WIDTH = 120  # maximum line length of a YAML file, in characters
 TOP = ""  # key path that stands for the whole config
-# First line of a YAML file that sets keys of several sections, although the file is in the folder of one config group.
+# First line of a YAML file that belongs to one config group but sets keys of several sections.
 WHOLE_CONFIG = "# @package _global_"
 INTRODUCTION = """\
 # Settings

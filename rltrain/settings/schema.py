@@ -15,7 +15,7 @@ from rltrain.settings.key import key, section
 from rltrain.settings.reward_config import RewardConfig
 from rltrain.settings.typed import require
 
-REWARD_MODEL = "reward_model"  # prefix of a reward model's role name, before the name of the reward model
+REWARD_MODEL = "reward_model"  # prefix of the role name of a reward model; the name of the reward model follows
 ALL_LINEAR = "all-linear"  # value of `model.lora.targets` that stands for every linear layer except the last
 # lower limit of timeouts for hung processes, which are polled once a second and report progress once per micro-batch
 SHORTEST_HANG_S = 10.0
@@ -324,7 +324,7 @@ class DataConfig:
 
     @property
     def evaluations(self) -> dict[str, tuple[str, str]]:
-        """The key and the source of each evaluation set, by the name of the set; "" is the name of the set of `val`."""
+        """The (key, source) pair of each evaluation set, by the name of the set; "" is the name of the set of `val`."""
         main = {"": ("val", self.val)} if self.val is not None else {}
         return main | {name: (f"val_sets.{name}", source) for name, source in self.val_sets.items()}
 
@@ -420,15 +420,16 @@ class RolloutConfig:
 
     @property
     def is_restricted(self) -> bool:
-        """Whether answers are sampled from a part of the distribution only, with top-p or top-k.
+        """Whether top-p or top-k restricts sampling to a part of the policy's distribution.
 
-        The engine's log-probs are then those of the restricted distribution, and differ from the trainer's.
+        If sampling is restricted, the engine's log-probs belong to the restricted distribution and differ from the
+        trainer's log-probs.
         """
         return self.top_p < 1 or self.top_k > 0
 
     @property
     def restriction(self) -> str:
-        """The settings that restrict the distribution, such as `rollout.top_p=0.9`; "" if there are none."""
+        """The settings that restrict sampling, such as `rollout.top_p=0.9`; "" if sampling is not restricted."""
         parts = [("top_p", self.top_p, self.top_p < 1), ("top_k", self.top_k, self.top_k > 0)]
         return ", ".join(f"rollout.{name}={value:g}" for name, value, on in parts if on)
 
@@ -544,7 +545,7 @@ class Config:
         )
 
     def _require_whole_distribution(self) -> None:
-        """Raise ConfigError if top-p or top-k is on, and a setting needs the engine's log-probs.
+        """Raise ConfigError if top-p or top-k is on and a setting needs the engine's log-probs.
 
         With top-p or top-k, the engine's log-probs are renormalized over the tokens that can be sampled, so they are
         not log-probs of the distribution that is trained.

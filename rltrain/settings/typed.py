@@ -64,11 +64,12 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def _likeness(key: str, name: str) -> float:
-    # A key with a wrong section should still match well, so the similarity of the names without sections counts with
-    # factor 0.9.
+    # A key with a wrong section should still match well.
+    # Therefore, the similarity of the names without sections counts with the factor 0.9.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
-    # The beginning of a long name is less similar to it than to a short name with the same section.
+    # A key that is only the beginning of a long name could be more similar to a short name in the same section.
+    # Therefore, a name that starts with the key has a likeness of at least 0.9.
     return max(whole, 0.9 * last, 0.9 * name.startswith(key))
 
 

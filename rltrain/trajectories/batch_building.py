@@ -72,7 +72,7 @@ def with_scores(
 ) -> DataProto:
     """Add the scores of the given groups to a batch of the groups' answers.
 
-    A row whose reward failed or that has no score is marked as not valid, and its tokens are not trained on.
+    A row without a score, or whose reward failed, is marked as not valid, so its tokens are not trained on.
     """
     results = [group.results[number] for group, number in _rows(groups, baseline=baseline)]
     nan = float("nan")
@@ -102,7 +102,7 @@ def to_batch(
 
 
 def _rows(groups: Sequence[Group], *, baseline: bool) -> list[tuple[Group, int]]:
-    """Return the group and the answer number of each row of a batch, sorted by group number, then by answer number."""
+    """Return (group, answer number) for each row of a batch, sorted by group number, then by answer number."""
     return [
         (group, number)
         for group in sorted(groups, key=lambda g: g.uid)

@@ -1,4 +1,4 @@
-"""Collects scored batches: sends prompts to the inference engines and their answers to the reward workers.
+"""Turns prompts into scored batches by sending prompts to the inference engines, and answers to the reward workers.
 
 Synchronous and asynchronous training use the same collector. The method `answers` sends as many prompt groups to the
 engines as the staleness bound allows, but waits only for the answers of the oldest groups. The method `scored` waits
@@ -28,8 +28,8 @@ from workers.reward.messages import SampleScores
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
-# Minimum seconds between a step's first failed reward and an early stop of the run, so that the error message also
-# covers the failures that follow shortly after the first.
+# Minimum seconds between a step's first failed reward and an early stop of the run. The delay makes the error message
+# also cover failures that follow shortly after the first failure.
 PATIENCE_S = 10.0
 # This offset is added to the run's seed in evaluations, so that an evaluation never reuses the random stream of a
 # training sample.
@@ -75,8 +75,9 @@ class Collector:
         rewards: pool of reward workers.
         prompts: training prompts.
         tasks: the run's background tasks. If a background task fails or the run is interrupted, the collector stops
-            waiting and loses no data. models: reward models, which score a group after all answers of the group are
-            finished and scored by the reward functions.
+            waiting and loses no data.
+        models: reward models, which score a group after all answers of the group are finished and scored by the reward
+            functions.
     """
 
     def __init__(
@@ -104,10 +105,10 @@ class Collector:
         self.training = _Flight(self.groups, config.rollout.temperature, config.trainer.seed)
         self.in_flight = [self.training]
         self.step = _Step(places=0, refills=0, open=False)
-        self.first_failure = 0.0  # `time.monotonic()` at the step's first failed reward; 0 if no reward has failed
+        self.first_failure = 0.0  # `time.monotonic()` at the step's first failed reward; 0 without failed rewards
         self._arrived = 0  # number of times that answers or scores have arrived
         self._failures_arrived = False  # True if failed rewards have arrived that `_stop_early` has not counted yet
-        self._changes = Changes()  # notified when groups or the pending work of engines and reward workers change
+        self._changes = Changes()  # notified when groups change, or when engines or reward workers have new work
 
     def start(self) -> None:
         """Start the background tasks that pass on answers and scores."""
@@ -248,7 +249,8 @@ class Collector:
             for group in fresh:
                 stays = (step.places == 1 and not step.refills) or self._fails(step, group)
                 flat = not stays and flat_rows(to_batch([group], self.config.reward.components), self.config).all()
-                # The group is recorded after the check, in which a user's function may raise an exception.
+                # The group is recorded as seen only after the check, because a user's function may raise an exception
+                # in the check.
                 step.seen[group.uid] = group
                 if not flat:
                     continue
@@ -257,7 +259,7 @@ class Collector:
                 step.dropped.add(group.uid)
                 step.refills, step.places = step.refills - replaced, step.places - (not replaced)
                 if replaced and not step.refills:
-                    break  # once no refills are left, `_unseen` waits until all groups are finished
+                    break  # without refills, `_unseen` returns no group until all groups are finished
 
     def _fails(self, step: "_Step", group: Group) -> bool:
         """Return whether all rewards of a group failed and the step's failures exceed `reward.max_failed_fraction`.
@@ -271,7 +273,7 @@ class Collector:
         return failed > self.config.reward.max_failed_fraction * self.config.trainer.prompts_per_step * group.size
 
     def _unseen(self, step: "_Step") -> list[Group]:
-        """Return the step's finished groups that were not yet checked for a single outcome, that is, are not in `seen`.
+        """Return the step's finished groups for which it was not yet checked whether all answers have the same outcome.
 
         A group that belongs to a later step is checked only in that later step.
         """
@@ -309,7 +311,7 @@ class Collector:
     async def evaluate(self, prompts: Sequence[Prompt], *, greedy: bool, samples: int = 1) -> DataProto:
         """Generate and score answers to each prompt, with greedy decoding or at the run's sampling temperature.
 
-        The generation and scoring of training groups continues during an evaluation.
+        The generation and the scoring of training groups continue during an evaluation.
 
         Args:
             prompts: prompts of the evaluation.
@@ -376,7 +378,7 @@ class Collector:
             self._changes.notify()
 
     async def _receive_scores(self) -> None:
-        """Record arriving scores in their groups, until the task is cancelled."""
+        """Record scores in their groups as the scores arrive, until the task is cancelled."""
         while True:
             await self._changes.until(lambda: self.rewards.pending)
             for result in await self.rewards.poll():
@@ -396,7 +398,7 @@ class Collector:
             self._ship(flight, None)
 
     def _stop_early(self, groups: PromptGroups) -> None:
-        """Stop the run before all results have arrived if more rewards have already failed than a step allows.
+        """Stop the run before all results have arrived if more rewards have already failed than are allowed in a step.
 
         The run is stopped only if at least `PATIENCE_S` seconds have passed since the first failed reward of the step.
         With dynamic sampling, failed rewards never stop the run early.

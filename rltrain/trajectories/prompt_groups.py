@@ -1,13 +1,13 @@
-"""The lifecycle of a prompt group, with the stages pending, generating, scoring, ready, and finally used or dropped.
+"""Tracks prompt groups through the stages pending, generating, scoring, ready, and finally used or dropped.
 
-The module only tracks the stages of prompt groups and uses neither Ray nor a clock. A prompt group consists of the G
-samples of one prompt, which are in flight together, that is, being generated or scored. To ship a group means to send
-the requests for the group's answers to the engines.
+The module only does bookkeeping, and uses neither Ray nor a clock. A prompt group consists of the G samples of one
+prompt, which are in flight together, that is, being generated or scored. To ship a group means to send the requests for
+the group's answers to the engines.
 
-The trainer uses prompt groups in the order of their numbers (`uid`). The training step that uses a group is known when
-the group is shipped to the engines: group n, not counting dropped groups that were replaced, is used at training step
-n // prompts_per_step. Because the training step of a group is known in advance, the staleness bound can be guaranteed
-when the group is shipped.
+The trainer uses prompt groups in the order of their numbers (`uid`). When a group is shipped to the engines, the
+training step that will use the group is already known. Group n is used at training step n // prompts_per_step, where
+dropped groups that were replaced are not counted. Because the training step of a group is known in advance, the
+staleness bound can be guaranteed when the group is shipped.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -90,7 +90,7 @@ class Group:
             **self.prompt.columns,
             "finish_reason": completion.finish_reason,
             "prompt_messages": self.prompt.messages,
-            "response_ids": [*completion.token_ids],  # a copy, because a reward function may change it
+            "response_ids": [*completion.token_ids],  # a copy, because a reward function may change the list
         }
         return RewardRequest(completion.key, self.prompt.text, completion.text, columns)
 
@@ -103,10 +103,11 @@ class PromptGroups:
         prompts_per_step: number of groups that one training step uses (P).
         max_staleness: maximum age of a group when it is trained on, in weight versions.
         steps: number of training steps of the run. `PromptGroups` never adds more groups than `steps` training steps
-            use. greedy_baseline: whether each group has one greedy answer in addition to its samples. first_uid: uid of
-            the first group. Two `PromptGroups` that are in use at the same time must not share uids. whole: whether all
-            answers of a group are generated as one batch, because the composition of a batch affects the answers bit
-            for bit. If `whole` is True, all answers of a group are always requested together.
+            use.
+        greedy_baseline: whether each group has one greedy answer in addition to its samples.
+        first_uid: uid of the first group. Two `PromptGroups` that are in use at the same time must not share uids.
+        whole: whether all answers of a group are generated as one batch. The composition of a batch can change answers,
+            because it affects rounding. If `whole` is True, all answers of a group are always requested together.
     """
 
     def __init__(
@@ -128,7 +129,7 @@ class PromptGroups:
         self._next_uid = first_uid
 
     def wanted(self, version: int) -> int:
-        """Return how many groups may be added such that every group is used within `max_staleness` weight versions.
+        """Return the number of groups that may be added without exceeding `max_staleness` for any group.
 
         At weight version v, the next group to be used belongs to training step v. At weight version v, groups of all
         steps up to v + max_staleness may be in flight.
@@ -240,8 +241,10 @@ class PromptGroups:
     def drop(self, uid: int, *, replace: bool) -> None:
         """Remove a prompt group and count it as dropped.
 
-        Args: uid: number of the group. replace: whether a new group may replace the removed group in its training step.
-        If `replace` is False, the training step has one group fewer.
+        Args:
+            uid: number of the group.
+            replace: whether a new group may replace the removed group in its training step. If `replace` is False, the
+                training step has one group fewer.
         """
         del self.groups[uid]
         self.dropped += 1
@@ -255,7 +258,10 @@ class PromptGroups:
         return [self.groups[uid] for uid in sorted(self.groups)[:count]]
 
     def answered(self, count: int) -> list[Group]:
-        """Return the oldest `count` groups if all their answers are finished, even if unscored; else an empty list."""
+        """Return the oldest `count` groups if all their answers are finished, else an empty list.
+
+        Finished answers need not be scored.
+        """
         return self._oldest_in(count, {GroupState.SCORING, GroupState.READY})
 
     def ready(self, count: int) -> list[Group]:

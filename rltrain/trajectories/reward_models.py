@@ -1,4 +1,4 @@
-"""Driver-side part of the reward models, which renders and tokenizes their input texts and receives their scores.
+"""Implements the driver's part of scoring with reward models: rendering and tokenizing texts, and receiving scores.
 
 Reward functions score an answer as soon as it is finished. Reward models run on the training ranks and score a group
 after all reward functions have scored the group.
@@ -64,7 +64,8 @@ class RewardModel:
         The score of samples with equal tokens is computed only once. Samples with equal tokens therefore have
         bit-identical scores, and a group of equal answers has no spread of scores.
 
-        The score of each sample, or a text that says why the sample has no score.
+        Returns:
+            For each sample, the score, or a text that says why the sample has no score.
         """
         found: list[float | str | tuple[int, ...]] = [self._tokens(prompt, response) for prompt, response in samples]
         rows = list(dict.fromkeys(row for row in found if isinstance(row, tuple)))
@@ -82,10 +83,10 @@ class RewardModel:
         return [score if math.isfinite(score) else f"gave {score}" for score in scored]
 
     def _tokens(self, prompt: Prompt, response: str) -> tuple[int, ...] | str:
-        """Return the untruncated token ids of a sample, or the reason why the reward model cannot read it, as text.
+        """Return the untruncated token ids of a sample, or a text that says why the sample cannot be read.
 
-        The name of a control token in the prompt or response is encoded as ordinary tokens, so that an answer cannot
-        end the turn by writing that name.
+        If the prompt or response contains the name of a control token as text, the name is encoded as ordinary tokens.
+        An answer therefore cannot end the chat turn by writing the name of a control token.
         """
         own = self.config.prompt_template is None and bool(self.tokenizer.chat_template)
         try:

@@ -35,7 +35,7 @@ def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | Rew
 
 
 def of_outcome(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
-    """Return the component scores (B, K) with NaN for each component that scores only the form of an answer.
+    """Return the component scores (B, K), with NaN in the columns of components that score only the form of an answer.
 
     A score of NaN means that the component does not apply to the row.
     """
@@ -47,10 +47,11 @@ def successes(
     declared: Sequence[bool | None],
     components: Sequence[RewardFunctionConfig | RewardModelConfig],
 ) -> Tensor:
-    """Decide for each row whether the answer is correct: 1 if it is, 0 if it is not, NaN if nothing decides it: (B,).
+    """Return for each row (B,) whether the answer is correct: 1 for correct, 0 for wrong, and NaN for undecided.
 
-    A component with a `success` score decides that the answer is correct if the row's score of the component is at
-    least `success`. If several components decide, an answer is correct only if each of them says so.
+    A component with the setting `success` considers an answer correct if the component's score for the answer is at
+    least `success`. A reward function can also declare an answer correct or wrong. An answer is correct only if no
+    component and no reward function considers the answer wrong.
 
     Args:
         matrix: scores of the reward functions and models, (B, K); NaN where a component does not apply.
@@ -132,7 +133,7 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
         raise _aggregation_error(
             path, f"returned {shown}: it must return one finite number or NaN per row, in the shape {tuple(uid.shape)}"
         )
-    # In a batch with a single group, it is not an error if every row's score is NaN.
+    # In a batch with only one group, scores that are all NaN are not an error.
     if len(uid.unique()) > 1 and bool(valid.any()) and bool(totals[valid].isnan().all()):
         raise _aggregation_error(
             path,
@@ -143,7 +144,7 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
 
 
 def _aggregation_error(path: str, what: str) -> RewardError:
-    """Return an error that states what the user's aggregation function did wrong, as described by `what`.
+    """Return an error whose message says that the user's aggregation function has failed, and describes how (`what`).
 
     The error's attribute `repairable` names the user's file, so that the run can be resumed after the file is repaired.
     """
@@ -186,7 +187,7 @@ class ShapedScores(NamedTuple):
 
 
 def in_statistics(batch: DataProto, algorithm: AlgorithmConfig) -> Tensor:
-    """Return for each row whether it is valid and not excluded as an answer cut at the length limit: (B,) bool."""
+    """Return a bool mask (B,) of the valid rows, without rows that are excluded because their answer was cut."""
     valid: Tensor = batch.batch["valid"]
     return valid & ~truncated_rows(batch) if algorithm.suppress_truncated or algorithm.exclude_truncated else valid
 
@@ -242,9 +243,9 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
     functions and models that have `outcome` set, combined as `reward.aggregation` selects. Shaping, normalisation and
     the length penalty do not affect the outcome, so wrong answers of different lengths have the same outcome.
 
-    If the user has given an aggregation function, that function receives all components, and its result is the outcome
-    of the answer. If the estimator reads the components separately, the scores of every component with `outcome` must
-    be equal within the group. Rows that are excluded from the statistics are ignored by `flat_rows`.
+    A user's aggregation function receives all components, and returns the outcome of each answer. If the estimator
+    reads the components separately, the scores of every component with `outcome` must be equal within the group. Rows
+    that are excluded from the statistics are ignored by `flat_rows`.
     """
     uid, counted, components = (
         batch.batch["uid"],

@@ -1,7 +1,7 @@
 """Computes token rewards and advantages, and chooses the tokens that are trained on.
 
-The module applies the pure functions of `rltrain.algorithms` to whole batches. All driver code that combines batch
-columns with algorithm parameters is in this module.
+The module applies the pure functions of `rltrain.algorithms` to whole batches. This module contains all code of the
+driver that combines batch columns with algorithm parameters.
 """
 
 import dataclasses
@@ -131,7 +131,7 @@ def assign_rewards(
 def penalize_kl(
     batch: DataProto, config: KLInRewardConfig, controller: FixedKLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Subtract the KL to the reference model, times the controller's coefficient, from `token_level_rewards`.
+    """Subtract the KL divergence from the reference model, times the controller's coefficient, from the token rewards.
 
     The controller of the coefficient is updated with the mean KL per trained token.
     """
@@ -139,7 +139,7 @@ def penalize_kl(
         return batch, {}
     mask, estimator = batch.padded("response_mask"), config.kl_estimator
     if config.full:
-        # The KL estimate k1 is the difference of its two inputs. If the inputs are the exact KL and 0, k1 is therefore
+        # The KL estimator k1 returns the difference of its two inputs. With the exact KL and 0 as inputs, k1 returns
         # the exact KL.
         old = batch.padded("full_kl")
         ref, estimator = torch.zeros_like(old), "k1"

@@ -1,8 +1,9 @@
-"""`python -m tests.benchmarks [NAME ...]`: run benchmark modules, all by default, and write their reports.
+"""Run benchmark modules, and write their results to results.json and README.md.
 
-A benchmark is a module of tests/benchmarks with `def run() -> list[Row]`. Each benchmark runs in a process of its own,
-so that none inherits another's threads, environment or memory; one that fails gets a row that says so, and all others
-still run.
+The command is `python -m tests.benchmarks [NAME ...]`. Without names, all benchmarks run except those for GPUs. A
+benchmark is a module of tests/benchmarks with `def run() -> list[Row]`. Each benchmark runs in its own process, so that
+no benchmark inherits the threads, environment or memory of another benchmark. If a benchmark fails, its result is a row
+with the reason of the failure, and the remaining benchmarks still run.
 """
 
 import argparse
@@ -18,7 +19,7 @@ from tests.benchmarks.row import Row
 from tests.benchmarks.table import machine, merge, write_table
 
 HERE = Path(__file__).parent
-GPU = "gpu"  # prefix of modules for GPUs, which run only on request
+GPU = "gpu"  # name prefix of the benchmarks for GPUs, which run only on request
 RUN_ONE = """
 import dataclasses, importlib, json, sys
 rows = importlib.import_module(f"tests.benchmarks.{sys.argv[1]}").run()
@@ -27,7 +28,7 @@ open(sys.argv[2], "w").write(json.dumps([dataclasses.asdict(row) for row in rows
 
 
 def names() -> list[str]:
-    """Return the modules of tests/benchmarks that define `run`, without importing them."""
+    """Return the names of the modules in tests/benchmarks that define `run`, without importing the modules."""
     found = []
     for path in sorted(HERE.glob("*.py")):
         defined = (node.name for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef))
@@ -37,7 +38,7 @@ def names() -> list[str]:
 
 
 def run_one(name: str, folder: Path) -> list[Row]:
-    """Return the rows of one module; if it fails, one row with the reason."""
+    """Run one benchmark module and return its rows, or a single row with the error message if the module fails."""
     path = folder / f".{name}.rows.json"
     command = [sys.executable, "-c", RUN_ONE, name, str(path)]
     try:
@@ -52,7 +53,7 @@ def run_one(name: str, folder: Path) -> list[Row]:
 
 
 def failed(name: str, why: str) -> Row:
-    """Make a row for a benchmark that failed."""
+    """Return the row of a benchmark that failed, where `why` is the error message."""
     return Row(
         name=name, ratio=math.nan, unit="", target="", ours="failed", theirs="", notes=why[:300],
         command=f"make bench ARGS={name}",
@@ -60,7 +61,7 @@ def failed(name: str, why: str) -> Row:
 
 
 def main() -> int:
-    """Run the requested benchmarks; return 1 if any of them failed."""
+    """Run the requested benchmarks, and return 1 if any benchmark failed, else 0."""
     known = names()
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(known)}")

@@ -1,10 +1,11 @@
-"""The driver's own work in a step as the number of ranks grows: everything except the workers' computing.
+"""Measures how much CPU time the driver needs for a training step, for different numbers of training ranks.
 
-A step has 1,024 sequences and does what `train_step` does: reference and old log-probs (plan, share, send, collect,
-union), credit assignment, the mini-batches, the update and its metrics. Workers compute nothing: they take their rows
-and answer with columns of zeros. Workers are objects of the benchmark's process; their arguments and results are
-pickled and copied, as Ray does; for small numbers of ranks they are also real Ray actors, whose calls cost the driver
-time too. Times are CPU seconds of the driver without those of the workers, so a busy machine changes them little.
+A measured step has 1,024 sequences and the parts of `train_step`: reference and old log-probs (plan, share, send,
+collect, union), credit assignment, the mini-batches, the update and its metrics. The workers compute nothing and return
+columns of zeros. By default, the workers are objects in the benchmark's process, whose arguments and results are
+pickled and copied as Ray would do. Small numbers of ranks are also measured with real Ray actors, because calling an
+actor costs the driver CPU time too. All times are CPU seconds of the driver, without the CPU seconds of the workers, so
+that other programs on the machine hardly affect the results.
 
     python -m tests.benchmarks.driver
 """
@@ -48,23 +49,23 @@ SUMS = ("clip_fraction", "ratio_mean", "ppo_kl", "entropy", "ref_kl")
 
 
 class Idle:
-    """A role that computes nothing: it takes rows and returns zeros of their shapes."""
+    """A worker role that computes nothing and returns zeros in the shapes of real results."""
 
     def compute(self, batch: DataProto, microbatches: list[list[int]], name: str) -> DataProto:
-        """Return a column of zeros with one entry for each row of the micro-batches."""
+        """Return a batch whose only column `name` has a zero for each response token of the micro-batches' rows."""
         part = batch[[row for rows in microbatches for row in rows]]
         return part.with_values("responses", **{name: torch.zeros(len(part.values("responses")))}).select([name])
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Return `old_log_probs` of zeros."""
+        """Return a batch whose column `old_log_probs` contains only zeros."""
         return self.compute(batch, microbatches, "old_log_probs")
 
     def compute_ref_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Return `ref_log_probs` of zeros."""
+        """Return a batch whose column `ref_log_probs` contains only zeros."""
         return self.compute(batch, microbatches, "ref_log_probs")
 
     def update(self, batch: DataProto, plan: list[Minibatch], entropy_coef: float) -> UpdateResult:
-        """Return metrics of zeros."""
+        """Return an update result whose metrics are all zero."""
         steps = [{"grad_norm": 0.0, "lr": 0.0, "skipped": 0.0} for _ in plan]
         tokens = sum(minibatch.num_tokens for minibatch in plan)
         return UpdateResult(dict.fromkeys(SUMS, 0.0), {"policy_loss": 0.0}, tokens, steps)
@@ -72,14 +73,14 @@ class Idle:
 
 @dataclass
 class Stored:
-    """A value as it is in an object store: pickled, with its bytes copied once."""
+    """A pickled value whose buffers were copied once, like a value in Ray's object store."""
 
     stream: bytes
     buffers: list[bytes]
 
     @classmethod
     def of(cls, value: Any) -> "Stored":
-        """Pickle a value, with its bytes copied."""
+        """Pickle a value and copy its buffers."""
         import ray.cloudpickle
 
         buffers: list[pickle.PickleBuffer] = []
@@ -92,10 +93,10 @@ class Stored:
 
 
 class PickledProcess:
-    """A rank in the driver's process; arguments and results go into and out of a store by pickle 5, as with Ray.
+    """A simulated rank in the driver's process, whose arguments and results are pickled as Ray would pickle them.
 
     Attributes:
-        elsewhere: CPU seconds of the work that a real rank would do in its own process.
+        elsewhere: CPU seconds spent on work that a real rank would do in its own process.
     """
 
     concurrent, how_lost = True, ""
@@ -108,7 +109,7 @@ class PickledProcess:
         return Stored.of(value)
 
     def start(self, role: str, method: str, *args: Any) -> "Answered":
-        """Send the arguments to the rank, let it work, and keep its pickled result."""
+        """Pickle the arguments, call the method of the role at once, and return the call with its pickled result."""
         sent = [arg if isinstance(arg, Shared) else Stored.of(arg) for arg in args]
         begin = time.process_time()
         given = [joined(arg) if isinstance(arg, Shared) else arg.get() for arg in sent]
@@ -118,21 +119,21 @@ class PickledProcess:
 
 
 def joined(shared: Shared) -> DataProto:
-    """Put together a batch whose columns are in the store in several parts."""
+    """Join the stored parts of a batch, each with different columns, into one batch."""
     parts: list[DataProto] = [reference.get() for reference in shared.references]
     return functools.reduce(lambda one, other: one.union(other), parts).select(shared.columns)
 
 
 @dataclass
 class Answered:
-    """A call that has ended, with the interface of `processes.Pending`. The driver unpickles the rank's result."""
+    """A finished call of a simulated rank, with the interface of `processes.Pending`."""
 
     process: PickledProcess
     result: Stored
 
     @property
     def outcome(self) -> Any:
-        """Unpickle the rank's result."""
+        """Return the unpickled result of the call."""
         return self.result.get()
 
 
@@ -140,12 +141,12 @@ Ranks = Sequence[Role[Idle]]
 
 
 def pickled(count: int) -> Ranks:
-    """Make `count` simulated ranks."""
+    """Return `count` simulated ranks, each with the role `Idle`."""
     return [Role(PickledProcess(), "idle") for _ in range(count)]
 
 
 def rollouts() -> DataProto:
-    """Make a scored batch like the collector's, with log-uniform response lengths."""
+    """Return a scored batch like those of the collector, with log-uniform response lengths."""
     rows = PROMPTS * SAMPLES
     draws = torch.rand(rows, generator=torch.Generator().manual_seed(0))
     lengths = (SHORTEST * (LONGEST / SHORTEST) ** draws).long()
@@ -171,8 +172,8 @@ Clock = Callable[[str], Any]
 
 
 async def step(batch: DataProto, ranks: Ranks, config: Config, clock: Clock) -> None:
-    """Do the driver's part of a step, phase by phase."""
-    group, budget = WorkerGroup(ranks), 4 * LONGEST  # a new group, so that no column is in the store yet
+    """Run the driver's part of one training step, with each phase inside the context manager `clock(phase)`."""
+    group, budget = WorkerGroup(ranks), 4 * LONGEST  # a new group, which has no columns in the store yet
     read, trained_on = log_probs_columns(config.algorithm), update_columns(config.algorithm)
     with clock("log-probs"):
         batch = batch.union(await group.rows(Idle.compute_ref_log_probs, batch, FORWARD, max_tokens=budget))
@@ -189,7 +190,10 @@ async def step(batch: DataProto, ranks: Ranks, config: Config, clock: Clock) -> 
 
 
 async def measured(ranks: Ranks, batch: DataProto, config: Config, rounds: int = ROUNDS) -> dict[str, float]:
-    """Return the driver's median CPU seconds in each phase and in all phases, without the first step."""
+    """Run `rounds + 1` steps, and return the driver's median CPU seconds per phase and per step ("all").
+
+    The first step is a warm-up, which the medians do not include.
+    """
     seen: dict[str, list[float]] = collections.defaultdict(list)
 
     def elsewhere() -> float:
@@ -208,7 +212,7 @@ async def measured(ranks: Ranks, batch: DataProto, config: Config, rounds: int =
 
 
 async def on_ray(batch: DataProto, config: Config) -> dict[int, dict[str, float]]:
-    """Measure the driver's CPU seconds with real Ray actors, by number of ranks."""
+    """Measure the driver's CPU seconds with Ray actors as ranks, and return the results by number of ranks."""
     import ray
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
@@ -225,13 +229,13 @@ async def on_ray(batch: DataProto, config: Config) -> dict[int, dict[str, float]
 
 
 def slope(times: dict[int, float]) -> tuple[float, float]:
-    """Return (seconds at no rank, seconds per rank) of the least-squares line."""
+    """Fit a least-squares line to seconds against the number of ranks, and return its intercept and its slope."""
     per_rank, base = np.polyfit(list(times), list(times.values()), 1)
     return float(base), float(per_rank)
 
 
 def table(results: dict[str, dict[str, float]]) -> str:
-    """Format milliseconds by phase, one line for each number of ranks."""
+    """Format the measured times as a text table with one line per number of ranks and one column per phase."""
     phases = list(next(iter(results.values())))
     lines = [f"{'ranks':>10}" + "".join(f"{phase:>14}" for phase in phases) + "   (ms of driver CPU a step)"]
     lines += [f"{name:>10}" + "".join(f"{1e3 * t[p]:14.1f}" for p in phases) for name, t in results.items()]
@@ -239,7 +243,7 @@ def table(results: dict[str, dict[str, float]]) -> str:
 
 
 def run() -> list[Row]:
-    """Print the table, and return a row with the cost of 256 ranks relative to one."""
+    """Print the table of all times, and return a row with the driver's time for 256 ranks relative to one rank."""
     torch.set_num_threads(1)
     config, batch = compose(OVERRIDES)[0], rollouts()
     simulated = {ranks: asyncio.run(measured(pickled(ranks), batch, config)) for ranks in RANKS}

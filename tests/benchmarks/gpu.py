@@ -1,11 +1,13 @@
-"""Training, generation and weight sync of two Qwen2 models on one GPU: tokens/s, MFU, peak memory and main costs.
+"""Measures training, generation and weight sync of two Qwen2 models on one GPU.
 
-Weights are random and made on the spot, so nothing is downloaded; only torch and transformers are needed, and without
-vLLM the rows for generation are left out. MFU counts the multiply-adds that `rltrain.batch.row_costs` estimates,
-forward and backward once each, against the data sheet's peak for dense bfloat16; recomputed activations do not count.
+The results are tokens/s, model FLOPs utilisation (MFU), peak memory and the most expensive operations. The weights are
+random, so nothing is downloaded. Training needs only torch and transformers. Generation and weight sync into an engine
+are measured only if vLLM is installed. MFU is the achieved share of the GPU's peak speed for dense bfloat16, which is
+taken from the GPU's data sheet. The multiply-adds are estimated by `rltrain.batch.row_costs`, for one forward and one
+backward pass, without the recomputation of activations.
 
-python -m tests.benchmarks.gpu                  # JSON lines as they come, and in $OUT/gpu.jsonl where OUT is set
-python -m tests.benchmarks.gpu --tiny           # on a CPU, to see that it runs
+python -m tests.benchmarks.gpu                  # prints JSON lines, and appends them to $OUT/gpu.jsonl if OUT is set
+python -m tests.benchmarks.gpu --tiny           # a quick check with small shapes, which also runs on a CPU
 """
 
 import argparse
@@ -55,11 +57,11 @@ from workers.sync.sender import Sender
 
 COMMAND = "python -m tests.benchmarks.gpu"
 SEQUENCES, GENERATED = 16, 256
-ENGINE_SHARE = 0.35  # share of the GPU's memory for vLLM, beside the model that is trained
+ENGINE_SHARE = 0.35  # share of the GPU's memory that vLLM may use; the trained model uses the same GPU
 
 
 def matmul(bench: Bench) -> None:
-    """Measure large matrix products, whose speed no model can exceed."""
+    """Measure the speed of large matrix products, which is an upper bound for the speed of any model."""
     with bench.cell("matmul") as found:
         size = 256 if bench.tiny else 8192
         a, b = (torch.randn(size, size, device=device(), dtype=torch.bfloat16) for _ in range(2))
@@ -67,13 +69,13 @@ def matmul(bench: Bench) -> None:
 
 
 def train(bench: Bench, name: str, tokens: int, *, checkpointing: bool) -> None:
-    """Measure training on one row of `tokens` tokens, and which operations take the time."""
+    """Measure the speed of training on one row of `tokens` tokens, and find the most expensive operations."""
     with bench.cell("train", model=name, tokens=tokens, checkpointing=checkpointing) as found:
         rows, work = Rows([tokens], config_of(name).vocab_size), row_work(config_of(name).to_dict(), head=True)
         model, optimizer = actor(name, checkpointing=checkpointing)
         packed = rows.pack()
         found.update(speed(3 * rows.work(work), tokens, seconds(lambda: train_pass(model, packed))))
-        optimizer.step()  # allocates the optimizer's state
+        optimizer.step()  # the first step allocates the optimizer's state
         train_pass(model, packed)
         found["optimizer_s"] = once(optimizer.step)
         found["peak_gb"] = peak_gb()
@@ -81,7 +83,11 @@ def train(bench: Bench, name: str, tokens: int, *, checkpointing: bool) -> None:
 
 
 def mixed(bench: Bench, name: str, tokens: int) -> None:
-    """Measure rows of lengths 1:16 in one pack: one kernel for all rows, against buckets of rows of like length."""
+    """Measure training on a pack of rows with very different lengths, with two implementations of attention.
+
+    The row lengths vary by a factor of up to 16. The measurement compares a single attention kernel for all rows with
+    attention that is computed in buckets of rows with similar lengths.
+    """
     with bench.cell("train, lengths 1:16", model=name, tokens=tokens) as found:
         source, lengths = random.Random(0), list[int]()
         while sum(lengths) < tokens:
@@ -99,14 +105,17 @@ def mixed(bench: Bench, name: str, tokens: int) -> None:
 
 
 def kernel_name() -> str:
-    """Return the attention kernel that is used on the device."""
+    """Return the name of the attention kernel that is used on the device, or "buckets" if no kernel is usable."""
     heads = torch.empty(1, 1, 64, device=device(), dtype=torch.bfloat16)
     kernel = varlen_attention.kernel_for(heads, heads)
     return "buckets" if kernel is None else kernel.__qualname__.partition(".")[0].removeprefix("of_")
 
 
 def costs(function: Callable[[], Any], most: int = 5) -> dict[str, float]:
-    """Return the operations with the largest shares of the device's time, and the share of time that it idles."""
+    """Profile a function, and return the operations with the largest shares of the device's busy time.
+
+    The entry "idle" of the result is the share of wall time in which the device does nothing.
+    """
     cuda = torch.cuda.is_available()
     synchronize()
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if cuda else [])]) as profiler:
@@ -122,7 +131,7 @@ def costs(function: Callable[[], Any], most: int = 5) -> dict[str, float]:
 
 
 def send(bench: Bench, name: str) -> None:
-    """Measure only the actor's part of a sync: all weights to the host, with checksums and probes."""
+    """Measure only the actor's part of a weight sync: copying all weights to the host, with checksums and probes."""
     with bench.cell("sync, sending", model=name) as found:
         model, _ = actor(name, checkpointing=False)
         sizes: list[int] = []
@@ -131,7 +140,7 @@ def send(bench: Bench, name: str) -> None:
 
 
 def buckets(model: nn.Module, version: int = 1, path: str | None = None) -> Iterator[Any]:
-    """Yield all weights, bucket by bucket."""
+    """Yield all weights of a model in buckets, as a weight sync sends them."""
     sender = Sender(model, version=version, dtype="bfloat16", check=True)
     try:
         sender.offer(path)
@@ -142,7 +151,7 @@ def buckets(model: nn.Module, version: int = 1, path: str | None = None) -> Iter
 
 
 def with_engine(bench: Bench, name: str, lengths: tuple[int, ...]) -> None:
-    """Measure generation, and syncs into the engine."""
+    """Start a vLLM engine, and measure generation and the sync of weights into the engine."""
     try:
         import vllm  # noqa: F401 (only whether it is there)
     except ImportError as error:
@@ -163,7 +172,7 @@ def with_engine(bench: Bench, name: str, lengths: tuple[int, ...]) -> None:
 
 
 def make_engine(path: str, longest: int) -> Any:
-    """Start vLLM in the benchmark's process, beside the model that is trained."""
+    """Start vLLM in the benchmark's process, on the GPU of the trained model."""
     os.environ.update(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_NO_USAGE_STATS="1", VLLM_CPU_OMP_THREADS_BIND="nobind")
     from workers.rollout.vllm_engine import InProcessVLLM
 
@@ -176,7 +185,10 @@ def make_engine(path: str, longest: int) -> Any:
 
 
 def generate(bench: Bench, engine: Any, name: str, tokens: int) -> None:
-    """Measure groups of answers after a prompt that fills most of the context; each group computes its prompt once."""
+    """Measure the generation of a group of answers to one long prompt, which takes up most of the context.
+
+    All answers of a group have the same prompt, so the engine computes the prompt only once per group.
+    """
     from workers.rollout.messages import Request
 
     new = min(GENERATED, tokens // 4)
@@ -201,7 +213,7 @@ def generate(bench: Bench, engine: Any, name: str, tokens: int) -> None:
 
 
 def sync(bench: Bench, engine: Any, name: str) -> None:
-    """Measure a sync of all weights into the engine, through shared memory as between processes, with checks."""
+    """Measure a sync of all weights into the engine through shared memory, including checksums and probes."""
     with bench.cell("sync", model=name) as found:
         model, versions = actor(name, checkpointing=False)[0], iter(range(1, 10))
 
@@ -218,7 +230,7 @@ def sync(bench: Bench, engine: Any, name: str) -> None:
 
 
 def measure(bench: Bench) -> list[dict[str, Any]]:
-    """Do all measurements, the most important ones first."""
+    """Do all measurements until the time is over, the most important ones first, and return their results."""
     quiet()
     join(0, 1, None, 60.0)
     names, lengths = ((TINY,), (64, 128)) if bench.tiny else (("0.5B", "1.5B"), (4096, 16384))
@@ -241,7 +253,7 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
 
 
 def run() -> list[Row]:
-    """Return the lines of the table."""
+    """Measure on the GPU, and return the rows of the results table."""
     if not torch.cuda.is_available():
         raise SystemExit("there is no GPU here; `python -m tests.benchmarks.gpu --tiny` shows that it runs")
     rows = measure(Bench(tiny=False, end=time.monotonic() + 420))
@@ -250,7 +262,7 @@ def run() -> list[Row]:
 
 
 def table_line(row: dict[str, Any], where: str) -> Row | None:
-    """Format a measurement as a line of the table; None if it has no figure for the table."""
+    """Convert a measurement to a row of the results table, or return None if the table does not show its kind."""
     sizes = ", ".join(f"{key} {row[key]}" for key in ("model", "tokens", "checkpointing") if key in row)
     name, notes = f"{row['what']}, {sizes}" if sizes else row["what"], f"{where}; {json.dumps(row)}"
     if "tokens_per_s" in row and row["what"] != "matmul":

@@ -1,6 +1,6 @@
-"""Tools of the GPU benchmark: a recorder of results, a model as the actor has it, and packs without a batch.
+"""Parts of the GPU benchmark: a recorder of results, models like the actor's, and packs of random rows.
 
-Only torch and transformers are needed.
+The module needs only torch and transformers besides rltrain itself.
 """
 
 import contextlib
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 try:
     import tensordict
-except ImportError:  # other modules only need the class name TensorDict
+except ImportError:  # without tensordict, a class with the name TensorDict is enough for importing the other modules
     tensordict = ModuleType("tensordict")
     tensordict.TensorDict = type("TensorDict", (), {})
     sys.modules["tensordict"] = tensordict
@@ -48,12 +48,12 @@ ROUNDS = 3
 
 @dataclass
 class Bench:
-    """Records measurements, and knows when the time for them is over.
+    """Records measurements, and stops the benchmark after a time limit.
 
     Attributes:
-        tiny: Whether to use small shapes, also on a CPU.
-        end: Value of `time.monotonic` after which nothing more is measured.
-        rows: Measurements so far.
+        tiny: Whether to use small shapes, with which the benchmark also runs on a CPU.
+        end: Value of `time.monotonic()` after which no new measurement begins.
+        rows: All measurements so far.
     """
 
     tiny: bool
@@ -72,7 +72,7 @@ class Bench:
 
     @contextlib.contextmanager
     def cell(self, what: str, **sizes: Any) -> Iterator[dict[str, Any]]:
-        """Make one measurement, whose row holds the values that the block puts into the dictionary, or an error."""
+        """Record one measurement: the values that the `with` block puts into the yielded dictionary, or its error."""
         found: dict[str, Any] = {}
         if time.monotonic() > self.end:
             self.add(what, **sizes, skipped="no time left")
@@ -83,12 +83,12 @@ class Bench:
             self.add(what, **sizes, **found)
         except OutOfTime:
             raise
-        except Exception as error:  # such as out of memory, or another version; other measurements continue
+        except Exception as error:  # e.g. out of memory; the remaining measurements still run
             self.add(what, **sizes, failed=f"{type(error).__name__}: {str(error)[:300]}")
 
 
 class OutOfTime(Exception):
-    """There is no time for further measurements."""
+    """Raised when a measurement would begin after the time limit of the benchmark."""
 
 
 def device() -> torch.device:
@@ -97,7 +97,7 @@ def device() -> torch.device:
 
 
 def release() -> None:
-    """Free the memory of the last measurement, and reset the peak."""
+    """Free the memory that earlier measurements used, and reset the peak memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -105,23 +105,23 @@ def release() -> None:
 
 
 def peak_gb() -> float:
-    """Return the peak memory of tensors since `release`; 0 on a CPU."""
+    """Return the peak GPU memory of tensors in GB since the last call of `release`, or 0 without a GPU."""
     return torch.cuda.max_memory_allocated() / 1e9 if torch.cuda.is_available() else 0.0
 
 
 def peak_tflops() -> float | None:
-    """Return the peak of the GPU's data sheet; None if the GPU is not listed."""
+    """Return the peak speed of the GPU in TFLOP/s according to its data sheet, or None if `PEAKS` has no such GPU."""
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else ""
     return next((peak for known, peak in PEAKS.items() if known in name), None)
 
 
 def seconds(function: Callable[[], Any], rounds: int = ROUNDS) -> float:
-    """Return the median seconds over rounds, after a warm-up round."""
+    """Call the function once to warm up and `rounds` times more, and return the median seconds per call."""
     return statistics.median([once(function) for _ in range(rounds + 1)][1:])
 
 
 def once(function: Callable[[], Any]) -> float:
-    """Return the seconds of one call, including its work on the device."""
+    """Return the wall seconds of one call, including the work that the call starts on the GPU."""
     synchronize()
     began = time.perf_counter()
     function()
@@ -130,13 +130,16 @@ def once(function: Callable[[], Any]) -> float:
 
 
 def synchronize() -> None:
-    """Wait until the GPU has finished its work."""
+    """Wait until the GPU has finished all of its work."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def speed(macs: float, tokens: int, taken: float) -> dict[str, Any]:
-    """Return tokens per second, and the share of the peak speed that `macs` multiply-adds in `taken` seconds reach."""
+    """Return tokens/s, TFLOP/s and MFU of a computation with `macs` multiply-adds that took `taken` seconds.
+
+    MFU is the share of the GPU's peak speed that the computation reached, or None if the peak is unknown.
+    """
     tflops, peak = 2 * macs / taken / 1e12, peak_tflops()
     return {"tokens_per_s": tokens / taken, "seconds": taken, "tflops": tflops, "mfu": tflops / peak if peak else None}
 
@@ -145,7 +148,10 @@ def speed(macs: float, tokens: int, taken: float) -> dict[str, Any]:
 
 
 class Rows:
-    """Random rows that `pack` takes like a batch: a short prompt, and all other tokens as the answer."""
+    """Random rows of tokens, which the function `pack` accepts in place of a batch.
+
+    One eighth of each row is the prompt, and the rest is the answer.
+    """
 
     def __init__(self, lengths: list[int], vocabulary: int) -> None:
         source = torch.Generator().manual_seed(0)
@@ -157,37 +163,40 @@ class Rows:
         }
 
     def lengths(self, column: str) -> Tensor:
-        """Return the number of tokens of each row."""
+        """Return the number of tokens that each row has in the column `prompts` or `responses`."""
         return self.sizes[column]
 
     def values(self, column: str) -> Tensor:
-        """Return the tokens of all rows."""
+        """Return the concatenated token ids of all rows in the column `prompts` or `responses`, int64."""
         return self.ids[column]
 
     def work(self, work: RowWork) -> int:
-        """Return the multiply-adds of a forward pass."""
+        """Return the estimated number of multiply-adds in a forward pass over all rows."""
         pairs = zip(self.sizes["prompts"].tolist(), self.sizes["responses"].tolist(), strict=True)
         return sum(work.of(prompt + answer - 1, answer) for prompt, answer in pairs)
 
     def pack(self) -> Pack:
-        """Pack the rows end to end, on the device."""
+        """Concatenate all rows into one pack on the device."""
         return to_device(pack(self), device())  # type: ignore[arg-type]
 
 
 def config_of(name: str) -> Qwen2Config:
-    """Return the config of a model."""
+    """Return the transformers config of the benchmark model `name`, a key of `MODELS`."""
     return Qwen2Config(**{**QWEN2, **MODELS[name]})
 
 
 def plain_model(name: str) -> nn.Module:
-    """Make a model with random float32 weights on the device."""
+    """Create the benchmark model `name` on the device, with random float32 weights."""
     torch.manual_seed(0)
     with device():
         return AutoModelForCausalLM.from_config(config_of(name), dtype=torch.float32, attn_implementation=PACKED).eval()
 
 
 def actor(name: str, *, checkpointing: bool) -> tuple[nn.Module, Optimizer]:
-    """Make a model as an actor of one rank has it: bfloat16 products, float32 master weights and AdamW."""
+    """Create a model and an optimizer like those of an actor with a single rank.
+
+    Matrix products are in bfloat16, the master weights are in float32, and the optimizer is AdamW.
+    """
     settings = SimpleNamespace(
         model=SimpleNamespace(
             dtype="bfloat16", cpu_offload=False, activation_checkpointing=checkpointing, compile=False
@@ -202,5 +211,5 @@ def actor(name: str, *, checkpointing: bool) -> tuple[nn.Module, Optimizer]:
 
 
 def train_pass(model: nn.Module, packed: Pack) -> None:
-    """Do a forward and a backward pass, which adds to the gradient."""
+    """Run a forward and a backward pass over a pack, and add the result to the model's gradient."""
     policy_output(model, packed, temperature=1.0).log_probs.sum().backward()

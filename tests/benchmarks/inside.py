@@ -1,4 +1,4 @@
-"""Do a run in the benchmark's process, and record CPU seconds and the last arguments of each worker call."""
+"""Runs rltrain in the benchmark's process, and records the CPU seconds and the last arguments of worker calls."""
 
 import contextlib
 import os
@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-# Set before torch is imported. With one thread and one process, CPU seconds are those of the work alone.
+# These variables must be set before torch is imported. With one thread and one process, the measured CPU seconds
+# contain only the work of the run.
 for _name, _value in {
     "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -23,27 +24,29 @@ WARM_UP = 3
 
 @dataclass
 class Watched:
-    """Measurements of a run.
+    """Measurements of a run of rltrain.
 
     Attributes:
-        seconds: CPU seconds, one dict per step: by "role.method" of worker calls, and of the whole `step`.
-        given: Arguments of the last call of each "role.method".
+        seconds: One dict of CPU seconds per training step. The keys are "role.method" for calls of workers, "log" for
+            the logging of metrics, and "step" for the whole step.
+        given: For each "role.method", the arguments of its last call.
     """
 
     seconds: list[dict[str, float]] = field(default_factory=list)
     given: dict[str, tuple[Any, ...]] = field(default_factory=dict)
 
     def median(self, *names: str) -> float:
-        """Return the median CPU seconds per step of the named calls together, after the warm-up."""
+        """Return the median over steps of the named calls' total CPU seconds, without the warm-up steps."""
         return statistics.median(sum(step.get(name, 0.0) for name in names) for step in self.seconds[WARM_UP:])
 
 
 def watched_run(
     steps: int, *overrides: str, around: tuple[Callable[[], Any], Callable[[], Any]] | None = None
 ) -> Watched:
-    """Call `rltrain.main` in the benchmark's process, and the functions `around` after the warm-up and last step.
+    """Call `rltrain.main` in the benchmark's process, and measure each training step.
 
-    Raises RuntimeError if the run fails.
+    The first function of `around` is called after the last warm-up step, and the second after the last step. Raises
+    RuntimeError if the run fails.
     """
     from rltrain import main as program
     from rltrain.monitoring.tracking import Tracker

@@ -1,8 +1,9 @@
-"""A training job, the ways to run it, and a watch that times a run from outside: the same for every trainer.
+"""Defines a training job, runs the job with any trainer, and measures each run from outside its processes.
 
 A job is the built-in task `median` with the numbers of `config/train.yaml`, so that every side has the same model, the
-same prompts in the same order, the same reward and the same optimizer steps. Each side appends a line of JSON for each
-training step to its progress file; the watch records when lines are written, and how much memory the process tree uses.
+same prompts in the same order, the same reward and the same optimizer steps. A side is one way to run the job, such as
+another trainer or other settings. After each training step, the trainer appends a line of JSON to its progress file.
+The function `watch` records when the lines are written, and how much memory the process tree uses.
 """
 
 import dataclasses
@@ -19,7 +20,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-LOOK_S, WEIGH_S = 0.01, 2.0  # seconds between looks at the progress file, and at the memory of the process tree
+# seconds between reads of the progress file, and between measurements of the process tree's memory
+LOOK_S, WEIGH_S = 0.01, 2.0
 WARM_UP = 5
 OWN_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error",
@@ -30,12 +32,14 @@ OWN_ENVIRONMENT = {
 
 @dataclass(frozen=True)
 class Job:
-    """A training job; lengths are in tokens and include the end token.
+    """A training job.
 
     Attributes:
         model: Directory of the initial model.
-        steps: Number of training steps; the learning rate falls linearly to 0 over all of their optimizer steps.
-        warm_up: Number of first steps that medians leave out.
+        steps: Number of training steps. The learning rate falls linearly to 0 over the optimizer steps of the job.
+        max_prompt_length: Maximum length of a prompt in tokens.
+        max_response_length: Maximum length of an answer in tokens, including the end token.
+        warm_up: Number of training steps at the start of a run that medians do not include.
     """
 
     model: str
@@ -52,13 +56,19 @@ class Job:
 
     @property
     def rows(self) -> int:
-        """Number of answers per step."""
+        """Return the number of answers per training step."""
         return self.prompts_per_step * self.samples_per_prompt
 
 
 @dataclass(frozen=True)
 class Side:
-    """A way to run a job: `command(folder, job, threads)` returns the command line; `lines` is the progress file."""
+    """A way to run a job with some trainer and its settings.
+
+    Attributes:
+        command: Function that returns the command line of a run, given the folder of the run, the job and the number of
+            threads.
+        lines: Path of the progress file, relative to the folder of the run.
+    """
 
     name: str
     command: Callable[[Path, Job, int], list[str]]
@@ -71,12 +81,12 @@ class Run:
     """Measurements of one run.
 
     Attributes:
-        times: Seconds from the start of the program to each step's line.
+        times: For each step, the seconds from the start of the program until the step's progress line was written.
         rewards: Mean reward of each step.
         lengths: Mean answer length of each step, in tokens.
-        cpu: CPU seconds that the process tree has taken until each step's line.
+        cpu: For each step, the CPU seconds that the process tree had used when the step's progress line was written.
         peak_mb: Peak memory of the process tree, with shared pages counted once.
-        load: Load average of the machine when the run began.
+        load: Load average of the machine at the start of the run.
     """
 
     side: str
@@ -88,22 +98,28 @@ class Run:
     load: float = 0.0
 
     def step_s(self, warm_up: int) -> float:
-        """Return the median seconds per step, after the warm-up."""
+        """Return the median seconds per step, without the first `warm_up` steps."""
         between = [after - before for before, after in zip(self.times, self.times[1:], strict=False)]
         return statistics.median(between[max(0, warm_up - 1) :])
 
     def step_cpu_s(self, warm_up: int) -> float:
-        """Return the mean CPU seconds per step after the warm-up, which other programs on the machine hardly change."""
+        """Return the mean CPU seconds per step, without the first `warm_up` steps.
+
+        In contrast to wall seconds, CPU seconds hardly depend on other programs that run on the machine.
+        """
         first = min(max(0, warm_up - 1), len(self.cpu) - 2)
         return (self.cpu[-1] - self.cpu[first]) / (len(self.cpu) - 1 - first)
 
     def steps_to(self, goal: float) -> float:
-        """Return the number of steps until the mean reward of three steps reaches `goal`; infinite if it never does."""
+        """Return the number of steps until the mean reward of three consecutive steps reaches `goal`.
+
+        If the mean reward never reaches `goal`, the result is infinity.
+        """
         means = (statistics.fmean(self.rewards[end - 3 : end]) for end in range(3, len(self.rewards) + 1))
         return next((float(end) for end, mean in enumerate(means, 3) if mean >= goal), float("inf"))
 
     def to_reward_s(self, goal: float, warm_up: int) -> float:
-        """Return the seconds of training until the mean reward of three steps reaches `goal`."""
+        """Return the training time in seconds until the mean reward of three consecutive steps reaches `goal`."""
         steps = self.steps_to(goal)
         if steps == float("inf"):
             return steps
@@ -111,7 +127,11 @@ class Run:
 
 
 def write_job(folder: Path, job: Job, threads: int) -> Path:
-    """Write the job and its prompts, in the order of rltrain's run, for a program that does not import rltrain."""
+    """Write the job and its prompts to files in `folder`, and return the path of the job's file, job.json.
+
+    The prompts are in the order in which rltrain would use them, so that a program that does not import rltrain can
+    train on the same prompts.
+    """
     from rltrain.data.prompt_order import PromptOrder
     from rltrain.tasks import TASKS
 
@@ -126,9 +146,11 @@ def write_job(folder: Path, job: Job, threads: int) -> Path:
 
 
 def rltrain_side(name: str, *overrides: str, threads: int = 1) -> Side:
-    """Run `python -m rltrain.main` with the job's values and `overrides`, without evaluations, as other trainers do.
+    """Return a side that runs `python -m rltrain.main` with the job's values and `overrides`.
 
-    `threads` is the number for a run in one process; Ray's workers have `placement.threads_per_worker`.
+    The run has no evaluations, because the other trainers do not evaluate either. The argument `threads` sets the
+    number of threads of a run in one process. Worker processes under Ray use `placement.threads_per_worker` threads
+    instead.
     """
 
     def command(folder: Path, job: Job, _: int) -> list[str]:
@@ -144,7 +166,7 @@ def rltrain_side(name: str, *overrides: str, threads: int = 1) -> Side:
 
 
 def program_side(name: str, python: Path | str, module: str, *arguments: str, threads: int) -> Side:
-    """Run `python -m module JOB.json arguments` in an environment of its own."""
+    """Return a side that runs `python -m module JOB.json arguments` with the Python interpreter `python`."""
 
     def command(folder: Path, job: Job, threads: int) -> list[str]:
         return [str(python), "-m", module, str(write_job(folder, job, threads)), *arguments]
@@ -155,10 +177,17 @@ def program_side(name: str, python: Path | str, module: str, *arguments: str, th
 def watch(
     side: Side, job: Job, folder: Path, *, timeout_s: float = 1800.0, look_s: float = LOOK_S, weigh_s: float = WEIGH_S
 ) -> Run:  # fmt: skip
-    """Run the job on one side and time it. Raises RuntimeError with the end of the output if the run fails.
+    """Run the job on one side, and measure the run.
 
-    `look_s` and `weigh_s` are seconds between looks at the progress file and the memory, which cost CPU time;
-    `math.inf` turns a look off.
+    Args:
+        side: Way to run the job.
+        job: Job to run.
+        folder: Folder for the files of the run, which must not exist yet.
+        timeout_s: Maximum seconds of the run.
+        look_s: Seconds between reads of the progress file. Each read of the progress file costs CPU time.
+        weigh_s: Seconds between measurements of the memory, which also cost CPU time; `math.inf` for no measurements.
+
+    Raises RuntimeError with the end of the run's output if the run fails or takes too long.
     """
     folder.mkdir(parents=True)
     run, lines, log = Run(side.name, load=os.getloadavg()[0]), folder / side.lines, folder / "log.txt"
@@ -191,7 +220,7 @@ def watch(
 
 
 def _read(path: Path, run: Run, now: float) -> bool:
-    """Record the progress lines that are new since the last call; return whether there are any."""
+    """Record the progress lines that were written since the last call, and return whether there are any such lines."""
     try:
         text = path.read_text() if path.stat().st_size else ""
     except OSError:
@@ -210,7 +239,10 @@ def _tail(log: Path) -> str:
 
 
 def tree(root: int) -> dict[int, float]:
-    """Return the CPU seconds of a process and each descendant, which include those of ended children."""
+    """Return the CPU seconds of a process and of each descendant, by process id.
+
+    The CPU seconds of a process include those of its children that have ended.
+    """
     parents, seconds = dict[int, int](), dict[int, float]()
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -227,17 +259,17 @@ def tree(root: int) -> dict[int, float]:
 
 
 def tree_cpu_s(root: int) -> float:
-    """Return the CPU seconds of a process and all its descendants."""
+    """Return the total CPU seconds of a process and all its descendants."""
     return sum(tree(root).values())
 
 
 def tree_mb(root: int) -> float:
-    """Return the memory of a process and all its descendants in MB, with shared pages counted once."""
+    """Return the total memory in MB of a process and all its descendants, where shared pages count only once."""
     return sum(map(pss_mb, tree(root)))
 
 
 def pss_mb(pid: int) -> float:
-    """Return the memory of one process in MB, with its share of shared pages; 0 if the process has ended."""
+    """Return the proportional set size (PSS) of one process in MB, or 0 if the process has ended."""
     try:
         for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
             if line.startswith("Pss:"):
@@ -248,7 +280,10 @@ def pss_mb(pid: int) -> float:
 
 
 def best(sides: Sequence[Side], job: Job, folder: Path, *, steps: int = 5) -> tuple[Side, dict[str, float]]:
-    """Return the side with the fewest seconds per step in a trial after the warm-up, and the seconds of all sides."""
+    """Try each side with a short run, and return the fastest side and the seconds per step of all sides.
+
+    A trial has `steps` training steps after the warm-up. Sides whose trial fails are left out, unless all trials fail.
+    """
     trial, seconds = dataclasses.replace(job, steps=job.warm_up + steps), dict[str, float]()
     failures = []
     for side in sides:
@@ -262,7 +297,7 @@ def best(sides: Sequence[Side], job: Job, folder: Path, *, steps: int = 5) -> tu
 
 
 def in_turn(sides: Sequence[Side], job: Job, folder: Path, *, rounds: int) -> list[list[Run]]:
-    """Run the sides in turn (A B A B) for `rounds` rounds; all runs of a round have the same seed."""
+    """Run the sides alternately (A B A B) for `rounds` rounds, with one seed per round, and return each side's runs."""
     runs: list[list[Run]] = [[] for _ in sides]
     for number in range(rounds):
         seeded = dataclasses.replace(job, seed=job.seed + number)
@@ -272,12 +307,12 @@ def in_turn(sides: Sequence[Side], job: Job, folder: Path, *, rounds: int) -> li
 
 
 def median_of(runs: Sequence[Run], figure: Callable[[Run], float]) -> float:
-    """Return the median of a figure over runs."""
+    """Return the median over runs of the number that `figure` computes from a run."""
     return statistics.median(map(figure, runs))
 
 
 def describe(runs: Sequence[Run]) -> str:
-    """Describe runs by reward at steps 5, 10 and 20, peak memory and load."""
+    """Describe the runs of a side: CPU time, mean rewards at steps 5, 10 and 20, peak memory and load averages."""
     marks = [step for step in (5, 10, 20) if all(len(run.rewards) >= step for run in runs)]
     rewards = ", ".join(f"{statistics.fmean(run.rewards[step - 1] for run in runs):.2f}" for step in marks)
     reached = f"reward at steps {'/'.join(map(str, marks))}: {rewards}; " if marks else ""

@@ -1,8 +1,9 @@
-"""Log-probs with and without materialised logits: peak memory, time, and how far apart the results are.
+"""Compares log-probs with and without materialised logits: peak memory, time, and differences of the results.
 
-Memory is the peak of the live tensors that the forward and the backward pass allocate, as the profiler counts each
-allocation and release, without inputs, gradients and earlier allocations. Times are medians of CPU seconds, which a
-busy machine hardly changes, with both forms called in turn.
+The peak memory is the largest total size of the tensors that the forward and the backward pass allocate, according to
+the allocations and releases that the profiler records. Inputs, gradients and earlier allocations are not counted. All
+times are medians of CPU seconds, which other programs on the machine hardly affect. The compared implementations are
+called alternately.
 """
 
 import argparse
@@ -27,26 +28,26 @@ Form = Callable[[Tensor, Tensor, Tensor, bool], tuple[Tensor, Tensor | None]]
 
 
 def plain(hidden: Tensor, head: Tensor, targets: Tensor, entropies: bool) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probs from all logits at once, with autograd's own backward pass."""
+    """Compute log-probs from the full matrix of logits, with autograd's standard backward pass."""
     log_softmax = F.log_softmax(F.linear(hidden, head).float() / TEMPERATURE, dim=-1)
     chosen = log_softmax.gather(1, targets[:, None])[:, 0]
     return chosen, -(log_softmax.exp() * log_softmax).sum(-1) if entropies else None
 
 
 def exact(hidden: Tensor, head: Tensor, targets: Tensor, entropies: bool) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probs from all logits at once without rounding to float32."""
+    """Compute log-probs from the full matrix of logits, without converting the logits to float32."""
     log_softmax = F.log_softmax(F.linear(hidden, head) / TEMPERATURE, dim=-1)
     chosen = log_softmax.gather(1, targets[:, None])[:, 0]
     return chosen, -(log_softmax.exp() * log_softmax).sum(-1) if entropies else None
 
 
 def ours(hidden: Tensor, head: Tensor, targets: Tensor, entropies: bool) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probs in chunks."""
+    """Compute log-probs in chunks, without materialising all logits at once."""
     return token_log_probs(hidden, head, targets, temperature=TEMPERATURE, entropies=entropies)
 
 
 def made(tokens: int, words: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Make hidden states, head and targets; logits have a standard deviation of 2."""
+    """Return random hidden states, head and targets, such that the logits have a standard deviation of 2."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(tokens, width, generator=generator)
     head = torch.randn(words, width, generator=generator) * (2 / width**0.5)
@@ -54,7 +55,7 @@ def made(tokens: int, words: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def once(form: Form, inputs: tuple[Tensor, Tensor, Tensor], entropies: bool) -> list[Tensor]:
-    """Return values and gradients of one forward and backward pass."""
+    """Run one forward and backward pass, and return the log-probs, the entropies if requested, and the gradients."""
     log_probs, entropy = form(*inputs, entropies)
     weights = torch.linspace(-1, 2, len(log_probs))
     loss = (weights * log_probs).sum() + (0 if entropy is None else (weights.flip(0) * entropy).sum())
@@ -63,7 +64,7 @@ def once(form: Form, inputs: tuple[Tensor, Tensor, Tensor], entropies: bool) -> 
 
 
 def peak(function: Callable[[], Any]) -> tuple[int, Any]:
-    """Return the peak bytes of live tensors during a call, above those at its start, and the call's result."""
+    """Return the peak bytes of the tensors that a call of `function` allocates, and the result of the call."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         result = function()
     live = highest = 0
@@ -79,7 +80,10 @@ def _allocations(seen: profile) -> list[tuple[int, int]]:
 
 
 def seconds(functions: list[Callable[[], object]], repeats: int) -> list[float]:
-    """Return the median CPU seconds of each function, called in turn; the caller warms them up."""
+    """Call all functions alternately, `repeats` times each, and return the median CPU seconds of each function.
+
+    The caller must have called each function once before, as a warm-up.
+    """
     found: list[list[float]] = [[] for _ in functions]
     for _ in range(repeats):
         for function, times in zip(functions, found, strict=True):
@@ -90,17 +94,20 @@ def seconds(functions: list[Callable[[], object]], repeats: int) -> list[float]:
 
 
 def furthest(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest difference of values and gradients, each relative to the largest expected number."""
+    """Return the largest relative error of all tensors.
+
+    The relative error of a tensor is its largest absolute error divided by the largest absolute expected value.
+    """
     return max(float((a - e).abs().max() / e.abs().max()) for a, e in zip(actual, expected, strict=True))
 
 
 def mib(number: float) -> str:
-    """Format bytes as MiB."""
+    """Format a number of bytes as MiB."""
     return f"{number / 2**20:,.0f} MiB"
 
 
 def large_rows(entropies: bool, repeats: int) -> list[Row]:
-    """Measure peak memory and time at the size of a real vocabulary."""
+    """Measure peak memory and time with the vocabulary size of a real model."""
     inputs, what = made(TOKENS, VOCABULARY, HIDDEN), " and entropies" if entropies else ""
     forms = [lambda form=form: once(form, inputs, entropies) for form in (ours, plain)]
     sizes = f"V={VOCABULARY:,}, hidden {HIDDEN}, {TOKENS:,} tokens, float32, {torch.get_num_threads()} threads"
@@ -120,7 +127,10 @@ def large_rows(entropies: bool, repeats: int) -> list[Row]:
 
 
 def error_row() -> Row:
-    """Measure the error of values and gradients against float64, for fewer tokens because float64 takes memory."""
+    """Measure the errors of log-probs, entropies and gradients against a computation in float64.
+
+    The number of tokens is smaller than in the other measurements, because float64 needs more memory.
+    """
     inputs = made(TOKENS // 8, VOCABULARY, HIDDEN)
     hidden, head = (tensor.detach().double().requires_grad_() for tensor in inputs[:2])
     expected = [tensor.float() for tensor in once(exact, (hidden, head, inputs[2]), True)]
@@ -133,7 +143,7 @@ def error_row() -> Row:
 
 
 def token_row() -> Row:
-    """Measure peak memory with four times the tokens, less the outputs: gradients and a few numbers per token."""
+    """Measure how the peak memory grows with four times as many tokens, without the memory of the gradients."""
     found = []
     for tokens in (4 * TOKENS, TOKENS):
         inputs = made(tokens, VOCABULARY, HIDDEN)
@@ -146,7 +156,7 @@ def token_row() -> Row:
 
 
 def tiny_row() -> Row:
-    """Measure the sizes of the built-in task, where the chunked form must not be slower."""
+    """Measure the time with the small sizes of the built-in task, where computing in chunks must not be slower."""
     inputs = made(512, 24, 64)
     forms = [lambda form=form: [once(form, inputs, True) for _ in range(50)] for form in (ours, plain)]
     seconds(forms, 2)
@@ -158,7 +168,7 @@ def tiny_row() -> Row:
 
 
 def kl_row() -> Row:
-    """Measure the exact KL, whose plain form holds the logits of two models."""
+    """Measure the memory of the exact KL divergence, which without chunks needs the full logits of two models."""
     hidden, head, _ = made(TOKENS // 8, VOCABULARY, HIDDEN)
     ref_hidden, ref_head = (hidden + 0.1).detach(), head.detach()
 
@@ -182,7 +192,7 @@ def kl_row() -> Row:
 
 
 def run(*, repeats: int = 3, threads: int = 2) -> list[Row]:
-    """Make all rows, which takes about 8 GB and some minutes."""
+    """Run all measurements, which need about 8 GB of memory and a few minutes, and return the results as rows."""
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:

@@ -1,13 +1,19 @@
-"""Overlap of generation and training: a step at staleness 1 against the longer of its two halves, and what is learnt.
+"""Measures how well generation and training overlap at staleness 1, and whether the staleness affects learning.
 
-The number of sequences that the engine runs at once is tuned so that generation takes as long as training. Then a
-single run changes its staleness, the number of training steps by which generation runs ahead, every few steps. At
-staleness 1, engine and trainer work at the same time, with one thread each. At staleness 0 generation and training take
-turns, first with the whole machine, then with all processes confined to one core; on one core a half also does the work
-of Ray and the driver, which otherwise runs on the idle second core. The compared steps are only seconds apart, because
-the machine's speed changes within minutes. The model has 4.9M parameters, because with the built-in model as many
-seconds of work would take thousands of answers, and the driver's work for each of them. CPU seconds show whether both
-halves worked all the time; any other loss comes from two busy cores, each slower than one alone.
+A training step has two halves: generation and training. The benchmark compares the time of a step at staleness 1 with
+the time of the longer half. Before the measurement, the number of concurrent sequences of the engine is tuned so that
+generation takes about as long as training.
+
+A single run then changes its staleness every few steps, where staleness is the number of training steps by which
+generation runs ahead. At staleness 1, the engine and the trainer work at the same time, with one thread each. At
+staleness 0, generation and training alternate. Some steps at staleness 0 use the whole machine, and the next steps
+confine all processes to one core. With the whole machine, the second core does the work of Ray and the driver. On one
+core, the work of Ray and the driver is part of the time of each half.
+
+The compared steps are only seconds apart, because the machine's speed changes within minutes. The model has 4.9M
+parameters. With the smaller built-in model, a step of the same duration would need thousands of answers, and the driver
+would spend much time on handling answers. The CPU seconds show whether both halves worked all the time. Any remaining
+loss is due to a core being slower while the other core is also busy.
 """
 
 import argparse
@@ -31,26 +37,30 @@ from tests.benchmarks.row import Row
 
 CHANGING = "import sys; from tests.benchmarks.overlap import changing; sys.exit(changing())"
 COMMAND = "python -m tests.benchmarks.overlap"
-TUNED = [  # one optimizer step a step, enough answers that each half takes seconds, and weights that hardly change
+# The overrides give each training step one optimizer step and so many answers that each half takes seconds. The tiny
+# learning rate leaves the weights almost unchanged.
+TUNED = [
     "trainer.prompts_per_step=128", "trainer.prompts_per_minibatch=128", "data.val=null", "actor.lr=1e-12",
     "placement.threads_per_worker=1", "trainer.sample_every=0",
 ]  # fmt: skip
 GENERATION, TRAINING = ("generate", "rewards"), ("old_log_probs", "advantages", "update_actor")
 AT_ONCE = (16, 12, 10, 8)
-CYCLE = (1, 1, 1, 0, 0, 0, 0, 0)  # staleness; a step after a change may have leftover groups of the old value, or none
+# The staleness of each step in a cycle. The step after a change is not measured, because prompt groups that were
+# generated at the previous staleness may be left over.
+CYCLE = (1, 1, 1, 0, 0, 0, 0, 0)
 BESIDE, ALONE, CONFINED = slice(1, 3), slice(4, 6), slice(6, 8)
-CYCLES = 6  # the first cycle warms up
-LOOK_S = 0.1  # seconds between looks, which cost CPU time while both cores are busy
+CYCLES = 6  # including the first cycle, which is a warm-up
+LOOK_S = 0.1  # seconds between reads of the progress file, which take CPU time from the two busy cores
 SEEDS = (0, 1, 2)
 
 
 def run() -> list[Row]:
-    """Make all rows."""
+    """Run all measurements, and return their results as rows."""
     return [*overlap(), learning()]
 
 
 def overlap() -> list[Row]:
-    """Measure max(T_generate, T_train) / T_step at staleness 1, and how busy the cores are."""
+    """Measure max(T_generate, T_train) / T_step with T_step at staleness 1, and measure how busy the cores are."""
     count = tuned()
     with tempfile.TemporaryDirectory() as folder:
         side = Side("changing", lambda home, job, _: changing_command(home, job, count), "out/metrics.jsonl")
@@ -69,7 +79,11 @@ def longer_half(
     steps: Sequence[Mapping[str, float]], cycles: Sequence[range], halves: slice, how: str, count: int,
     target: str = "",
 ) -> Row:  # fmt: skip
-    """Return the median ratio of the longer half alone to a step; `halves` are the steps that time the halves alone."""
+    """Compare the longer half of a step, timed at staleness 0, with a whole step at staleness 1.
+
+    The ratio of the row is the median over cycles. The slice `halves` selects the steps of a cycle in which generation
+    and training are timed alone.
+    """
     times = []
     for cycle in cycles:
         alone, beside = ([steps[number] for number in cycle[part]] for part in (halves, BESIDE))
@@ -87,7 +101,7 @@ def longer_half(
 
 
 def busy(watched: Run, cycles: Sequence[range]) -> Row:
-    """Compare CPU seconds with wall seconds, and with the CPU seconds of the same work when the halves take turns."""
+    """Compare the CPU seconds of steps at staleness 1 with their wall seconds and with steps at staleness 0."""
     beside, whole = spent(watched, [cycle[BESIDE] for cycle in cycles])
     alone, turns = spent(watched, [cycle[ALONE] for cycle in cycles])
     return Row(
@@ -99,13 +113,16 @@ def busy(watched: Run, cycles: Sequence[range]) -> Row:
 
 
 def spent(watched: Run, parts: Sequence[range]) -> tuple[float, float]:
-    """Return the mean CPU seconds of all processes and the mean wall seconds of the given steps."""
+    """Return the mean CPU seconds (summed over all processes) and the mean wall seconds of the given steps."""
     numbers = [number for part in parts for number in part]
     return tuple(mean(column[n] - column[n - 1] for n in numbers) for column in (watched.cpu, watched.times))
 
 
 def changing() -> int:
-    """Call `rltrain.main` with the command line's overrides, and change staleness and cores as `CYCLE` says."""
+    """Call `rltrain.main` with the overrides from the command line, and change its staleness and cores during the run.
+
+    `CYCLE` gives the staleness of each step, and `CONFINED` selects the steps in which all processes use one core.
+    """
     original, cores, held = PromptGroups.wanted, os.sched_getaffinity(0), False
 
     def wanted(self: PromptGroups, version: int) -> int:
@@ -122,7 +139,7 @@ def changing() -> int:
 
 
 def confine(root: int, cores: Collection[int]) -> None:
-    """Confine all threads of a process and its descendants to some cores."""
+    """Confine all threads of a process and its descendants to the given cores."""
     for process in tree(root):
         for thread in Path(f"/proc/{process}/task").glob("*"):
             with contextlib.suppress(ProcessLookupError):
@@ -141,17 +158,17 @@ def tuned() -> int:
 
 
 def settings(count: int) -> list[str]:
-    """Return overrides for a run with `count` concurrent sequences."""
+    """Return the overrides for a run with `count` concurrent sequences in the engine."""
     return [*TUNED, "profile=demo", f"model.path={rambling_start()}", f"rollout.max_concurrent_sequences={count}"]
 
 
 def seconds(steps: Sequence[Mapping[str, float]], phases: Sequence[str]) -> float:
-    """Return the median over steps of the seconds that `phases` take together."""
+    """Return the median over steps of the total seconds that the given phases take in a step."""
     return median(sum(step[f"timing/{phase}"] for phase in phases) for step in steps)
 
 
 def learning() -> Row:
-    """Compare held-out accuracy after the same number of steps at staleness 0 and 1."""
+    """Compare the accuracy on held-out prompts after 40 training steps between staleness 0 and staleness 1."""
     found: dict[int, list[float]] = {0: [], 1: []}
     for seed in SEEDS:
         for staleness, accuracies in found.items():
@@ -166,7 +183,7 @@ def learning() -> Row:
 
 
 def changing_command(home: Path, job: Job, count: int) -> list[str]:
-    """Return the command line of a run of `changing`."""
+    """Return the command line that calls `changing` in a new process, with `count` concurrent sequences."""
     return [
         sys.executable, "-c", CHANGING, *settings(count), "trainer.max_staleness=1", f"trainer.total_steps={job.steps}",
         f"trainer.output_dir={home / 'out'}",
@@ -174,7 +191,7 @@ def changing_command(home: Path, job: Job, count: int) -> list[str]:
 
 
 def job(*overrides: str, name: str = "metrics.jsonl") -> list[dict[str, float]]:
-    """Do a run, and return the records of one of its files: one per step or evaluation."""
+    """Run rltrain, and return the records in its file `name`, with one record per training step or evaluation."""
     with tempfile.TemporaryDirectory() as folder:
         output = Path(folder) / "run"
         command = [sys.executable, "-m", "rltrain.main", *overrides, f"trainer.output_dir={output}"]
@@ -183,7 +200,7 @@ def job(*overrides: str, name: str = "metrics.jsonl") -> list[dict[str, float]]:
 
 
 def written(path: Path) -> list[dict[str, float]]:
-    """Read a JSON lines file of a run."""
+    """Return the records of a JSON lines file that a run has written."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 

@@ -1,10 +1,11 @@
-"""Speed of packed and padded forward and backward passes, the share of unneeded tokens, and the balance of plans.
+"""Compares packed with padded forward and backward passes, and measures padding and the balance of rank loads.
 
-Rows have 32 to 512 tokens, log-uniform. Packed passes are those of the actor: micro-batches as planned, rows end to
-end, log-probs of the response tokens. Padded passes are those of plain transformers: the same rows of the same
-mini-batch in their original order, padded on the right to the longest row of the micro-batch, with an attention mask
-and sdpa; the token budget is the same and includes padding. Packed and padded passes give the same gradient, which is
-checked before anything is measured.
+The lengths of the rows are log-uniform between 32 and 512 tokens. Packed passes are the actor's own passes: the rows of
+each planned micro-batch are concatenated, and log-probs are computed for the response tokens. Padded passes use plain
+transformers with an attention mask and PyTorch's scaled dot-product attention (sdpa). The rows of a padded micro-batch
+keep the order of the mini-batch, and are padded on the right to the longest row. Packed and padded micro-batches have
+the same token budget, which includes the padding. Before any measurement, the benchmark checks that packed and padded
+passes give the same gradient.
 """
 
 import copy
@@ -39,17 +40,17 @@ SIZES = {
 
 
 def run() -> list[Row]:
-    """Make all rows of the table."""
+    """Run all measurements, and return their results as rows of the results table."""
     return [*throughput(), *balance_rows()]
 
 
 def lengths_of(source: random.Random, rows: int) -> list[int]:
-    """Draw the lengths of `rows` rows in tokens, log-uniform over 1:16."""
+    """Draw the lengths of `rows` rows, log-uniform between 32 and 512 tokens."""
     return [int(SHORTEST * SPREAD ** source.random()) for _ in range(rows)]
 
 
 def make_batch() -> DataProto:
-    """Make a mini-batch of random tokens."""
+    """Return a mini-batch of rows with random tokens."""
     source = random.Random(0)
     ids = [[source.randrange(SIZES["vocab_size"]) for _ in range(n)] for n in lengths_of(source, ROWS)]
     return DataProto.from_dict({
@@ -59,13 +60,13 @@ def make_batch() -> DataProto:
 
 
 def packed_pass(model: nn.Module, batch: DataProto, plan: list[list[int]]) -> None:
-    """Do forward and backward passes over packs; the loss is the sum of the response tokens' log-probs."""
+    """Run forward and backward passes over packs, with the sum of the response tokens' log-probs as the loss."""
     for rows in plan:
         policy_output(model, pack(batch[rows]), temperature=1.0).log_probs.sum().backward()
 
 
 def padded_pass(model: nn.Module, rows: list[Tensor], plan: list[list[int]]) -> None:
-    """Do forward and backward passes over right-padded micro-batches, with the loss of `packed_pass`."""
+    """Run forward and backward passes over right-padded micro-batches, with the same loss as in `packed_pass`."""
     for part in plan:
         ids = pad_sequence([rows[row] for row in part], batch_first=True)
         lengths = torch.tensor([len(rows[row]) for row in part])
@@ -77,7 +78,7 @@ def padded_pass(model: nn.Module, rows: list[Tensor], plan: list[list[int]]) -> 
 
 
 def padded_plan(lengths: list[int], order: list[int], budget: int = BUDGET) -> list[list[int]]:
-    """Fill micro-batches with rows in the given order, as long as the padded rows fit into the budget."""
+    """Split rows in the given order into micro-batches that, including padding, have at most `budget` tokens each."""
     plan: list[list[int]] = [[]]
     for row in order:
         tried = [*plan[-1], row]
@@ -89,7 +90,10 @@ def padded_plan(lengths: list[int], order: list[int], budget: int = BUDGET) -> l
 
 
 def throughput() -> list[Row]:
-    """Measure useful tokens per second, and the share of computed tokens that are padding."""
+    """Measure the speed of packed and padded passes, and the share of computed tokens that are padding.
+
+    The speed counts only useful tokens, that is, tokens that are not padding.
+    """
     torch.set_num_threads(THREADS)
     torch.manual_seed(0)
     plain = LlamaForCausalLM(LlamaConfig(**SIZES, attn_implementation="sdpa")).eval()
@@ -112,7 +116,7 @@ def throughput() -> list[Row]:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
-            began = time.process_time()  # CPU time, which with one thread is the time on a free core
+            began = time.process_time()  # with one thread, CPU time equals wall time on an idle core
             way()
             times[name].append(time.process_time() - began)
             model.zero_grad()
@@ -128,12 +132,15 @@ def throughput() -> list[Row]:
 
 
 def slots(lengths: list[int], plan: list[list[int]]) -> int:
-    """Return the number of tokens that padded micro-batches compute, padding included."""
+    """Return the total number of tokens in all padded micro-batches of a plan, including padding."""
     return sum(len(part) * max(lengths[row] for row in part) for part in plan)
 
 
 def check_equal(model: nn.Module, plain: nn.Module, ways: dict) -> None:
-    """Check that all ways give the same gradient, without which a comparison of speeds means nothing; also warms up."""
+    """Check that all ways to process the mini-batch give the same gradient.
+
+    If the gradients differed, a comparison of the speeds would be meaningless. The check is also the warm-up.
+    """
     found = []
     for name, way in ways.items():
         used = model if name == "packed" else plain
@@ -146,7 +153,7 @@ def check_equal(model: nn.Module, plain: nn.Module, ways: dict) -> None:
 
 
 def speed_row(seconds: dict[str, float], tokens: int, model: nn.Module) -> Row:
-    """Make the row of useful tokens per second."""
+    """Return the row that compares the packed and the padded speed in useful tokens per second."""
     speed = {name: tokens / each for name, each in seconds.items()}
     size = sum(parameter.numel() for parameter in model.parameters())
     notes = (
@@ -166,7 +173,10 @@ def speed_row(seconds: dict[str, float], tokens: int, model: nn.Module) -> Row:
 def waste_row(
     batch: DataProto, plan: list[list[int]], costs: list[int], padded: dict[str, float], work: RowWork
 ) -> Row:
-    """Make the row of unneeded tokens that go through the model, and of attention computed beyond the real rows."""
+    """Return the row with the share of computed tokens that are not needed.
+
+    The notes of the row give the share of multiply-adds that attention spends on padding in its buckets of rows.
+    """
     lengths = row_lengths(batch)
     filler = overhead_metrics([[Minibatch(list(range(ROWS)), plan, 1, 1)]], lengths, costs)["filler_fraction"]
     packs = [pack(batch[rows]) for rows in plan]
@@ -190,7 +200,10 @@ def waste_row(
 
 
 def balance_rows() -> list[Row]:
-    """Measure the largest rank load of random plans with 8 or more rows per rank, and with fewer, within budgets."""
+    """Measure the largest rank load in random plans, which assign the rows of a mini-batch to ranks.
+
+    The main result is for plans with 8 to 32 rows per rank, and the notes describe plans with 1 to 8 rows per rank.
+    """
     source = random.Random(0)
     many = [random_plan(source, source.uniform(8, 32)) for _ in range(PLANS)]
     few = [random_plan(source, source.uniform(1, 8)) for _ in range(PLANS // 10)]
@@ -218,9 +231,10 @@ def balance_rows() -> list[Row]:
 
 
 def random_plan(source: random.Random, rows_a_rank: float) -> tuple[float, float]:
-    """Make a random plan, and return two ratios of its largest load.
+    """Assign random rows to ranks, and return the largest rank load relative to two reference loads.
 
-    The first ratio is relative to max(mean, heaviest row), and the second to a lower bound for any plan.
+    The first reference load is max(mean load, heaviest row). The second is a lower bound for the largest load of any
+    plan.
     """
     ranks, budget = source.choice((2, 3, 4, 8, 16, 32, 64)), source.choice((512, 1024, 2048, 8192))
     lengths = lengths_of(source, max(1, round(ranks * rows_a_rank)))

@@ -1,8 +1,9 @@
-"""Each phase of a step on the built-in task against its own limit, in CPU seconds of one thread.
+"""Compares the CPU time of each phase of a training step with a lower limit, on the built-in task with one thread.
 
-Limits are measured without rltrain: for the actor's passes, a plain transformers model on as many tokens, in rows of
-the mean length, without padding; for generation, transformers' `generate` and vLLM's own loop on the same prompts; the
-driver has no limit. Times are CPU seconds, because other programs on the machine hardly change them.
+The limits are measured without rltrain. The limit of the actor's passes is the time of a plain transformers model for
+the same number of tokens, in rows of the mean length without padding. The limit of generation is the time of
+transformers' `generate`, or of vLLM's own loop, for the same prompts. The driver's own work has no limit. All times are
+CPU seconds, because other programs on the machine hardly affect CPU seconds.
 
     python -m tests.benchmarks.phases
 """
@@ -23,7 +24,7 @@ DRIVER = "driver"
 
 
 def cpu_s(*functions: Callable[[], Any], rounds: int = ROUNDS) -> list[float]:
-    """Return the median CPU seconds of each function, called in turn; the first round is not counted."""
+    """Call all functions alternately, and return the median CPU seconds of each function after a warm-up round."""
     seconds: list[list[float]] = [[] for _ in functions]
     for _ in range(rounds + 1):
         for function, own in zip(functions, seconds, strict=True):
@@ -34,7 +35,13 @@ def cpu_s(*functions: Callable[[], Any], rounds: int = ROUNDS) -> list[float]:
 
 
 def bare_passes(model: Any, counts: list[int], length: int) -> tuple[Callable[[], None], Callable[[], None]]:
-    """Return a forward pass, and an update with one optimizer step per mini-batch, for `counts` tokens each."""
+    """Return two functions of a plain model: a forward pass over all mini-batches, and an update with each mini-batch.
+
+    Args:
+        model: Model as transformers loads it.
+        counts: Number of tokens in each mini-batch.
+        length: Number of tokens in each row.
+    """
     import torch
 
     batches = [torch.randint(1, 128, (max(1, count // length), length)) for count in counts]
@@ -60,7 +67,7 @@ def bare_passes(model: Any, counts: list[int], length: int) -> tuple[Callable[[]
 
 
 def row(name: str, ours: float, limit: float, of: str, notes: str) -> Row:
-    """Make a row of a phase's CPU seconds beside those of its limit."""
+    """Return the row that compares the CPU seconds of a phase with the phase's limit."""
     return Row(
         name=f"phase: {name}", ratio=limit / ours, unit="of its limit's speed", target="",
         ours=f"{ours:.3f} processor s", theirs=f"{limit:.3f} processor s, {of}", notes=notes, command=COMMAND,
@@ -81,7 +88,7 @@ def start_model() -> tuple[str, Any]:
 
 
 def actor_rows(watched: Watched, model: Any) -> list[Row]:
-    """Measure old log-probs and the update."""
+    """Compare the phases `old_log_probs` and `update_actor` with their limits."""
     batch, minibatches = watched.given["actor.update"][:2]
     tokens = (batch.lengths("prompts") + batch.lengths("responses") - 1).tolist()
     counts = [sum(tokens[row] for row in minibatch.rows) for minibatch in minibatches]
@@ -94,7 +101,7 @@ def actor_rows(watched: Watched, model: Any) -> list[Row]:
 
 
 def generation_row(watched: Watched, model: Any) -> Row:
-    """Measure the transformers engine against transformers' own generation."""
+    """Compare generation by the transformers engine with transformers' own method `generate`."""
     import torch
 
     prompts = watched.given["actor.update"][0].padded("prompts")
@@ -111,7 +118,7 @@ def generation_row(watched: Watched, model: Any) -> Row:
 
 
 def vllm_row(path: str) -> Row:
-    """Measure our vLLM worker against vLLM's own loop, with the same requests and sampling parameters."""
+    """Compare generation by the vLLM rollout worker with vLLM's own loop, for the same requests and parameters."""
     from rltrain.data.prompts import Prompt
     from rltrain.settings.compose import compose
     from rltrain.tasks import TASKS
@@ -149,7 +156,7 @@ def vllm_row(path: str) -> Row:
 
 
 def driver_row(watched: Watched) -> Row:
-    """Measure the driver's own work: batches, advantages, plans, metrics, files."""
+    """Measure the driver's own work in a step, such as batches, advantages, plans, metrics and files."""
     step = watched.median("step")
     calls = {name for seconds in watched.seconds for name in seconds} - {"step", "log"}
     own, log = step - watched.median(*calls), watched.median("log")
@@ -162,7 +169,7 @@ def driver_row(watched: Watched) -> Row:
 
 
 def run() -> list[Row]:
-    """Measure the phases in their order; an engine that is not installed is left out."""
+    """Measure all phases of a step, without generation by vLLM if vLLM is not installed, and return their rows."""
     watched = watched_run(STEPS)
     path, model = start_model()
     rows = [generation_row(watched, model), *actor_rows(watched, model), driver_row(watched)]

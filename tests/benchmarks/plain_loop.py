@@ -1,7 +1,9 @@
-"""Comparison of rltrain with the plainest correct GRPO: one process, transformers' `generate` and padded rows.
+"""Compares rltrain with a minimal implementation of GRPO in a single process.
 
-python -m tests.benchmarks.plain_loop            # the rows
-python -m tests.benchmarks.plain_loop JOB.json   # the loop itself, on a job of job.py
+The minimal implementation ("plain loop") generates with transformers' `generate` and trains on padded rows.
+
+python -m tests.benchmarks.plain_loop            # prints the comparison
+python -m tests.benchmarks.plain_loop JOB.json   # runs only the plain loop, on a job that `job.write_job` has written
 """
 
 import json
@@ -19,11 +21,18 @@ from rltrain.rewards.final_answer import final_answer
 from tests.benchmarks.job import Job, best, describe, in_turn, median_of, program_side
 from tests.benchmarks.row import Row
 
-LOW, HIGH, DUAL = 0.8, 1.2, 3.0  # bounds of the ratio, and of the loss for a negative advantage
+LOW, HIGH, DUAL = 0.8, 1.2, 3.0  # clipping bounds of the probability ratio, and dual-clip bound for negative advantages
 
 
 def answers(model: Any, prompts: Tensor, limit: int, samples: int) -> Tensor:
-    """Sample answers (B, T), `samples` in a row for each prompt (P, 8); padding is 0 and follows the end token."""
+    """Sample answers to each of P prompts, and return the answers (B, T), padded with 0 after the end token.
+
+    Args:
+        model: Model to sample from.
+        prompts: Token ids of the prompts, (P, 8).
+        limit: Maximum number of tokens of an answer.
+        samples: Number of answers to each prompt, which are consecutive rows of the result.
+    """
     ids = prompts.repeat_interleave(samples, 0)
     out = model.generate(
         ids, attention_mask=torch.ones_like(ids), do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
@@ -33,14 +42,17 @@ def answers(model: Any, prompts: Tensor, limit: int, samples: int) -> Tensor:
 
 
 def log_probs(model: Any, prompts: Tensor, responses: Tensor) -> Tensor:
-    """Return the log-prob (B, T) of each answer token; padding is on the right, where causal attention never looks."""
+    """Return the log-probs (B, T) of the answer tokens.
+
+    No attention mask is needed, because padding is on the right and causal attention sees only earlier tokens.
+    """
     ids = torch.cat([prompts, responses], 1)[:, :-1]
     logits = model(input_ids=ids, use_cache=False, logits_to_keep=responses.size(1)).logits
     return -F.cross_entropy(logits.transpose(1, 2), responses, reduction="none")
 
 
 def loss_of(now: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """Return PPO's clipped loss with dual clip, averaged over the tokens of the mini-batch."""
+    """Return PPO's clipped loss with dual clipping, averaged over the answer tokens of the mini-batch."""
     ratio = (now - old).exp()
     losses = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(LOW, HIGH))
     losses = torch.where(advantages < 0, torch.minimum(losses, -advantages * DUAL), losses)
@@ -48,7 +60,7 @@ def loss_of(now: Tensor, old: Tensor, advantages: Tensor, mask: Tensor) -> Tenso
 
 
 def main(path: str) -> None:
-    """Train on the job of the file `path`."""
+    """Train with the plain loop on the job that the JSON file `path` describes."""
     job = json.loads(Path(path).read_text())
     torch.manual_seed(job["seed"])
     torch.set_num_threads(job["threads"])
@@ -66,7 +78,7 @@ def main(path: str) -> None:
             responses = answers(model, ids, job["max_response_length"], samples)
             prompts = ids.repeat_interleave(samples, 0)
             ends = (responses == job["stop_id"]).int()
-            mask = (ends.cumsum(1) - ends == 0).float()  # tokens up to the end token, inclusive
+            mask = (ends.cumsum(1) - ends == 0).float()  # 1 for tokens up to and including the end token
             old = log_probs(model, prompts, responses)
         scores = torch.tensor([
             final_answer(row["prompt"], text, answer=row["answer"], finish_reason="stop" if end else "length")
@@ -92,7 +104,7 @@ def main(path: str) -> None:
 
 
 def run() -> list[Row]:
-    """Compare seconds per step of rltrain and the plain loop."""
+    """Compare the seconds per training step of rltrain with those of the plain loop."""
     from rltrain.tasks import TASKS
     from rltrain.tasks.tiny_model import cached_start
     from tests.benchmarks.trl import ROUNDS, STEPS, our_sides, seconds_of

@@ -1,6 +1,6 @@
-"""A step in one process under cProfile, in CPU seconds of one thread, shows what costs most.
+"""Profile training steps in one process with cProfile, to find the largest costs in CPU seconds of one thread.
 
-python -m tests.benchmarks.profile        # the rows, and the functions behind them on standard error
+python -m tests.benchmarks.profile        # prints the rows, and the profiled functions on stderr
 """
 
 import cProfile
@@ -13,7 +13,7 @@ from tests.benchmarks.inside import WARM_UP, watched_run
 from tests.benchmarks.row import Row
 
 STEPS = WARM_UP + 6
-# A function's own time counts for the first category with a mark in the function's file and name.
+# (category, marks): a function belongs to the first category with a mark that occurs in its "file:name".
 COSTS = (
     ("backward pass", ("run_backward",)),
     ("matrix products of forward passes", ("_nn.linear", "onednn_mm")),
@@ -29,11 +29,14 @@ COSTS = (
 
 
 Function = tuple[str, int, str]
-DEPTH = 8  # levels of callers searched for a function without a category, such as `len`
+DEPTH = 8  # maximum number of caller levels searched for the category of a function such as `len`, which has none
 
 
 def shares(function: Function, stats: dict[Function, Any], depth: int = DEPTH) -> dict[str, float]:
-    """Return the shares of a profiled function's time by cost category: its own category, else those of its callers."""
+    """Return the shares of a profiled function's time by cost category.
+
+    The time of a function without a category is divided among its callers' categories.
+    """
     text = f"{function[0]}:{function[2]}"
     if own := next((name for name, marks in COSTS if any(mark in text for mark in marks)), None):
         return {own: 1.0}

@@ -1,7 +1,7 @@
-"""An initial model with 5M parameters, a third of whose answers ramble: they repeat the scratch pad over and over.
+"""A 5M-parameter initial model that rambles in a third of its answers: it repeats its scratch pad without end.
 
-The model learns from a mixture as in `rltrain.tasks.tiny_model`, on answers cut after `TAUGHT` tokens; answers that
-repeat without an end during teaching later go on to `LIMIT` tokens.
+The model is trained on a mixture, as in `rltrain.tasks.tiny_model`, with answers cut after `TAUGHT` tokens. When the
+trained model samples, rambling answers continue up to `LIMIT` tokens.
 """
 
 import dataclasses
@@ -17,14 +17,17 @@ from rltrain.tasks import tiny_model as recipe
 from rltrain.tasks.median import solve
 
 LIMIT, TAUGHT = 256, 48
-SHARE = 0.42  # share of rambling in the teaching; of sampled answers, a third goes on to the limit
+SHARE = 0.42  # share of rambling answers in training; a third of the trained model's answers reach `LIMIT`
 STEPS = 120
 
 
 def mess(digits: str, rng: random.Random) -> tuple[str, bool]:
-    """Write an answer that sorts and solves, one that guesses, or one that repeats the sorted digits without an end.
+    """Return a random answer for training, and whether an end token follows it.
 
-    An end token only follows `#` and a digit, and rambling answers have no `#`, so they hardly ever end by chance.
+    The answer is a worked solution, a guess, or the sorted digits repeated without end.
+
+    In training, an end token follows only `#` and a digit. Rambling answers contain no `#`, so they hardly ever end by
+    chance.
     """
     pad = "".join(sorted(digits))
     if rng.random() < SHARE:
@@ -41,7 +44,10 @@ def model_5m() -> Qwen2ForCausalLM:
 
 
 def rambling_start() -> Path:
-    """Return the directory of the rambling model, which is made at the first call and takes a minute or two."""
+    """Return the directory of the rambling model.
+
+    The first call makes the model, which takes a minute or two.
+    """
     version = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:12]
     path = recipe.cache_root() / "starts" / f"rambling-{version}"
     if not path.exists():

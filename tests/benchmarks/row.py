@@ -1,4 +1,4 @@
-"""The report of one benchmark: a ratio of two things run in turn on the same machine."""
+"""The report of one benchmark: the ratio of two measurements, taken in turn on the same machine."""
 
 from dataclasses import dataclass, field
 
@@ -8,12 +8,12 @@ class Row:
     """A line of the benchmark table.
 
     Attributes:
-        name: What was compared, in a few words.
-        ratio: Ratio of the two figures, as `unit` explains.
+        name: Short description of the comparison.
+        ratio: Ratio of the two measured values, in the sense given by `unit`.
         unit: Meaning of the ratio, for instance "times faster than a padded batch".
-        target: Aim for the ratio, for instance ">= 2"; "" if there is none.
-        ours, theirs: The two figures behind the ratio, with their units.
-        notes: Sizes, peak memory, versions and all else that a reader needs to judge the ratio.
+        target: Target for the ratio, for instance ">= 2"; "" if there is none.
+        ours, theirs: The two measured values behind the ratio, with their units.
+        notes: Sizes, peak memory, versions and other facts needed to judge the ratio.
         command: Command that reproduces the row from the repository root.
     """
 

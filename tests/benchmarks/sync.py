@@ -1,8 +1,9 @@
-"""A weight sync of 120M parameters from two FSDP2 ranks to one vLLM, against gathering and loading alone.
+"""Time a weight sync of 120M parameters from two FSDP2 ranks to a vLLM engine, and gathering and loading alone.
 
 The time for gathering alone is measured by calling `full_tensor()` on each tensor on both ranks and discarding the
-results. The time for loading alone is the time of the engine's own reload from tensors in its memory. The sync gathers,
-transfers and loads, with and without the checks of invariant E5.
+results. The time for loading alone is the time that the engine takes to reload its weights from tensors in its own
+memory. A sync gathers, transfers and loads the weights. Syncs are timed with and without the weight checks of invariant
+E5.
 """
 
 import asyncio
@@ -54,7 +55,7 @@ def make_model(folder: Path) -> int:
 
 
 def gather(host: Any) -> None:
-    """Gather every whole tensor on the rank, one after the other."""
+    """Gather each of the model's tensors in full on the calling rank, one after the other."""
     for parameter in host.roles["actor"].model.parameters():
         parameter.detach().full_tensor()
 
@@ -65,7 +66,7 @@ def own_tensors(host: Any, path: str) -> None:
 
 
 def reload(host: Any) -> None:
-    """Reload the engine's weights from its memory."""
+    """Reload the engine's weights from tensors in the engine's memory."""
     from vllm.config import set_current_vllm_config
 
     role = host.roles["rollout"]
@@ -82,13 +83,13 @@ def reload(host: Any) -> None:
 
 
 def forget_peak(host: Any) -> int:
-    """Reset the peak memory of the process, and return the kB in use."""
+    """Reset the process's peak memory (VmHWM), and return its current memory (VmRSS) in kB."""
     Path("/proc/self/clear_refs").write_text("5")
     return memory(host, "VmRSS")
 
 
 def memory(host: Any, which: str) -> int:
-    """Return a line of /proc/self/status in kB."""
+    """Return the value of the line `which` of /proc/self/status, in kB."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return int(lines[which].split()[0])
 
@@ -97,7 +98,7 @@ def memory(host: Any, which: str) -> int:
 
 
 async def on(roles: Sequence[Role[Any]], function: Callable[..., Any], *args: Any) -> list[Any]:
-    """Call a function with the `Host` of each role's process, inside the process."""
+    """Call `function` in the process of each role, with the process's `Host` as the first argument."""
     processes: list[Any] = [role.process for role in roles]
     return await results([Pending(one, one.actor.__ray_call__.remote(function, *args)) for one in processes])
 
@@ -108,14 +109,14 @@ def engines(workers: Workers) -> list[Role[Any]]:
 
 
 async def seconds(function: Callable[[], Awaitable[Any]]) -> float:
-    """Return the seconds that a call takes."""
+    """Return how many seconds a call of `function` takes."""
     begin = time.perf_counter()
     await function()
     return time.perf_counter() - begin
 
 
 async def measure(workers: Workers) -> dict[str, list[float]]:
-    """Return seconds by kind and round, with the kinds measured in turn."""
+    """Time each kind of operation in turn, and return the seconds of each round by kind."""
 
     def send(check: bool) -> Callable[[], Awaitable[None]]:
         return lambda: sync(workers.actor.ranks, engines(workers), 1, check=check)
@@ -127,19 +128,19 @@ async def measure(workers: Workers) -> dict[str, list[float]]:
         "unchecked": send(False),
     }
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for number in range(ROUNDS + 1):  # the first round warms up
+    for number in range(ROUNDS + 1):  # the first round is a warm-up and is not recorded
         for kind, function in kinds.items():
             taken = await seconds(function)
             if number:
                 found[kind].append(taken)
-    for number in range(PAIRS):  # many pairs, as the checks take less than the variation between syncs
+    for number in range(PAIRS):  # many pairs, because syncs vary by more than the cost of the checks
         for kind in ("checked", "unchecked")[:: 1 if number % 2 else -1]:
             found[kind].append(await seconds(kinds[kind]))
     return found
 
 
 async def peak(workers: Workers) -> int:
-    """Return the additional bytes that rank 0 uses during a sync."""
+    """Return the growth of rank 0's memory at its peak during a sync, in bytes."""
     first = workers.actor.ranks[:1]
     (before,) = await on(first, forget_peak)
     await sync(workers.actor.ranks, engines(workers), 2, check=True)
@@ -148,7 +149,7 @@ async def peak(workers: Workers) -> int:
 
 
 def rows(found: dict[str, list[float]], size: int, extra: int) -> list[Row]:
-    """Return the lines of the table."""
+    """Make the rows of the benchmark table."""
     middle = {kind: statistics.median(values[:ROUNDS]) for kind, values in found.items()}
     alone = [gathered + loaded for gathered, loaded in zip(found["gather"], found["load"], strict=True)]
     notes = (
@@ -188,7 +189,7 @@ def run() -> list[Row]:
 
 
 async def measured(config: Config, folder: str) -> tuple[dict[str, list[float]], int]:
-    """Return seconds by kind and round, and the additional memory that rank 0 uses for a sync."""
+    """Return the seconds of each round by kind of operation, and the bytes that rank 0 additionally uses in a sync."""
     async with (
         BackgroundTasks() as tasks,
         await start_workers(config, folder, [1], tasks, needs_critic=False) as workers,

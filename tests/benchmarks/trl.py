@@ -1,7 +1,10 @@
-"""Comparison with TRL's GRPOTrainer: same job, model, prompts, reward and optimizer steps, each with its best engine.
+"""Compare rltrain with TRL's GRPOTrainer on the same model, prompts, reward and number of optimizer steps.
 
-TRL is installed in an environment of its own, `build/trl` (`make bench` makes it) or the value of `TRL_VENV`. A run of
-rltrain at staleness 1 (or `BENCH_STALENESS`; none if it is empty) is also timed to the same goal.
+Each trainer runs with its fastest engine.
+
+TRL is installed in a virtual environment of its own, in `build/trl` (which `make bench` makes) or in the folder
+`TRL_VENV`. The time to the goal is also measured for a run of rltrain at staleness 1. The environment variable
+`BENCH_STALENESS` sets another staleness.
 
     python -m tests.benchmarks.trl
 """
@@ -20,7 +23,7 @@ GOAL = 0.9
 
 
 def trl_sides() -> list[Side]:
-    """Return ways to run TRL: both engines, with one and two threads."""
+    """Return the configurations of TRL to try: both engines, with one and with two threads."""
     python = Path(os.environ.get("TRL_VENV", ROOT / "build" / "trl")) / "bin" / "python"
     if not python.exists():
         raise RuntimeError(f"{python} is not there: `make bench` makes the environment, or set TRL_VENV")
@@ -32,7 +35,7 @@ def trl_sides() -> list[Side]:
 
 
 def our_sides(*overrides: str) -> list[Side]:
-    """Return ways to run rltrain: the engines and placements that two cores allow."""
+    """Return the configurations of rltrain to try: the engines and placements that two CPU cores allow."""
     return [
         rltrain_side("hf in process", "rollout=hf", "placement=inprocess", *overrides),
         rltrain_side("hf in process 2 threads", "rollout=hf", "placement=inprocess", *overrides, threads=2),
@@ -49,7 +52,7 @@ def our_sides(*overrides: str) -> list[Side]:
 
 
 def median_rows(folder: Path) -> list[Row]:
-    """Compare on the built-in task: seconds per step, and seconds to the goal."""
+    """Compare seconds per step and seconds to the goal on the built-in task."""
     from rltrain.tasks import TASKS
     from rltrain.tasks.tiny_model import cached_start
 
@@ -68,7 +71,7 @@ def median_rows(folder: Path) -> list[Row]:
 
 
 def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: str, notes: str, command: str) -> Row:
-    """Make the row of seconds per step, theirs over ours."""
+    """Make the row that divides TRL's seconds per step by rltrain's."""
     a, b = (median_of(runs, lambda run: run.step_s(job.warm_up)) for runs in (ours, theirs))
     lengths = "/".join(f"{median_of(runs, lambda run: run.lengths[-1]):.1f}" for runs in (ours, theirs))
     return Row(
@@ -84,10 +87,12 @@ def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: st
 
 
 def goal_row(which: str, ours: list[Run], theirs: list[Run], job: Job, target: str, notes: str) -> Row:
-    """Make the row of training seconds until three steps' mean reward reaches the goal, theirs over ours.
+    """Make the row that divides TRL's training seconds to the goal by rltrain's.
 
-    The goal is near the best that the model can reach, so the time to it varies much with the seed, and medians are
-    used.
+    A run reaches the goal when the mean reward of three steps is at least `GOAL`.
+
+    The goal is near the best reward that the model can reach. The time to the goal therefore varies much with the seed,
+    so medians over runs are compared.
     """
     a, b = (median_of(runs, lambda run: run.to_reward_s(GOAL, job.warm_up)) for runs in (ours, theirs))
     steps = " and ".join("/".join(f"{run.steps_to(GOAL):.0f}" for run in runs) for runs in (ours, theirs))
@@ -105,7 +110,7 @@ def seconds_of(trials: dict[str, float]) -> str:
 
 
 def run() -> list[Row]:
-    """Make all rows."""
+    """Make all rows of the benchmark."""
     with tempfile.TemporaryDirectory(prefix="rltrain-bench-") as folder:
         return median_rows(Path(folder))
 

@@ -1,6 +1,8 @@
-"""Comparison with TRL's GRPOTrainer on answers of very different lengths: a third of them ramble on to 256 tokens.
+"""Compare rltrain with TRL's GRPOTrainer on answers of very different lengths.
 
-The initial model has 5M parameters; the learning rate is so small that its answers still ramble at the end.
+A third of the answers ramble on to the limit of 256 tokens.
+
+The initial model has 5M parameters. The learning rate is so small that the model still rambles at the end of training.
 
     python -m tests.benchmarks.trl_rambling
 """
@@ -16,7 +18,7 @@ from tests.benchmarks.trl import ROUNDS, our_sides, seconds_of, step_row, trl_si
 
 
 def run() -> list[Row]:
-    """Compare seconds per step."""
+    """Compare the seconds per step of TRL and rltrain."""
     with tempfile.TemporaryDirectory(prefix="rltrain-bench-") as name:
         folder = Path(name)
         job = Job(

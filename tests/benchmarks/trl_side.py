@@ -1,4 +1,6 @@
-"""Run TRL's GRPOTrainer on a job of `job.py`, in TRL's own environment, with only the reward from rltrain.
+"""Run TRL's GRPOTrainer on a job of `job.py`, in TRL's own virtual environment.
+
+Only the reward function comes from rltrain.
 
 The command is `python -m tests.benchmarks.trl_side JOB.json {hf|vllm}`, from the repository root. The job's progress
 file gets one line per step, as soon as the step's rewards are computed.
@@ -19,13 +21,15 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
 from rltrain.rewards.final_answer import final_answer  # noqa: E402
 
-DUAL_CLIP = 3.0  # TRL's delta bounds the loss for a negative advantage, as the dual clip of grpo.yaml does
+DUAL_CLIP = 3.0  # TRL's `delta` bounds the loss of negative advantages, like the dual clip in grpo.yaml
 
 
 def settings(job: dict[str, Any], engine: str) -> GRPOConfig:
-    """Return the job as TRL's config; an option that is not named keeps TRL's default, unless that default is for GPUs.
+    """Return the job's settings as TRL's config.
 
-    One generation serves `minibatches` optimizer steps; the token mean over a mini-batch is TRL's `bnpo`.
+    Options that the job does not determine keep TRL's defaults, except for defaults that are meant for GPUs.
+
+    Each generation serves `minibatches` optimizer steps. TRL's loss type `bnpo` is the token mean over a mini-batch.
     """
     rows = job["prompts_per_step"] * job["samples_per_prompt"]
     options: dict[str, Any] = {}
@@ -53,8 +57,8 @@ def settings(job: dict[str, Any], engine: str) -> GRPOConfig:
 def let_weights_in() -> None:
     """Make vLLM on CPU take new weights the way TRL sends them.
 
-    On CPU vLLM computes with a packed copy and discards the weights, so that TRL's `load_weights` raises an error. If
-    torch's own product replaces the packed one, the layers keep their weights.
+    On CPU, vLLM computes with packed copies of the weights and discards the originals, so TRL's `load_weights` raises
+    an error. Layers keep their weights if they use torch's own matrix product instead of vLLM's packed product.
     """
     from vllm.model_executor.layers import utils
 
@@ -65,7 +69,7 @@ def let_weights_in() -> None:
 
 
 def main(path: str, engine: str) -> None:
-    """Train on the job of the file `path` with one of TRL's engines."""
+    """Run the job of the file `path` with the given engine of TRL, "hf" or "vllm"."""
     if engine == "vllm":
         let_weights_in()
     job = json.loads(Path(path).read_text())

@@ -1,10 +1,13 @@
-"""A large batch through Ray: put, scatter to 8 actors and gather of one new column, compared with verl's DataProto.
+"""Time sending a large batch through Ray, compared with verl's DataProto.
 
-The batch has 512 rows of up to 16,384 response tokens and 8 columns, 0.71 GB when padded to (512, 16384); lengths are
-log-uniform over 1:16, so a third of the padded batch is tokens. rltrain puts the jagged batch once, and actors take
-their rows. verl 0.9 holds padded tensors; verl's side of the benchmark does what its dispatch does: chunk, put the
-chunks from threads, call each actor with its chunk, and concatenate the results. If verl is not installed, the padded
-tensors are chunked and Ray pickles them.
+The batch is put into Ray's store and scattered to 8 actors, and one new column is gathered.
+
+The batch has 8 columns and 512 rows of up to 16,384 response tokens: 0.71 GB when padded to (512, 16384). Row lengths
+are log-uniform between a sixteenth of the maximum and the maximum, so a third of the padded batch is tokens. On
+rltrain's side, the jagged batch is put into Ray's store once, and each actor reads its own rows. On verl's side (verl
+0.9), the tensors are padded, and the steps are those of verl's dispatch: split the batch into chunks, put the chunks
+from threads, call each actor with its chunk, and concatenate the results. If verl is not installed, the padded tensors
+are split into chunks, and Ray pickles each chunk.
 
     pip install --no-deps --target FOLDER verl
     VERL_PATH=FOLDER python -m tests.benchmarks.wire
@@ -43,13 +46,13 @@ COLUMNS = {
 
 
 class Receiver:
-    """An actor that copies its rows into tensors of its own, and returns one new column."""
+    """An actor that copies its rows into its own tensors and returns one new column."""
 
     def __init__(self) -> None:
         find_verl()
 
     def jagged(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Take some rows of the shared jagged batch, and return a new column."""
+        """Take the given rows of the shared jagged batch, and return a new column for the rows."""
         part = batch[microbatches[0]]
         return part.with_values("responses", log_probs=torch.zeros(len(part.values("responses")))).select(["log_probs"])
 
@@ -63,7 +66,10 @@ class Receiver:
 
 
 def make_batch(rows: int = ROWS, slots: int = SLOTS) -> DataProto:
-    """Make a batch of random values, whose longest row fills all slots."""
+    """Make a batch of random values.
+
+    The longest row has the maximum number of tokens, `SLOTS`.
+    """
     generator = torch.Generator().manual_seed(0)
     lengths = (slots / 16 * 16 ** torch.rand(rows, generator=generator)).long()
     lengths[0] = slots
@@ -74,7 +80,7 @@ def make_batch(rows: int = ROWS, slots: int = SLOTS) -> DataProto:
 
 
 def make_padded(batch: DataProto) -> dict[str, Tensor]:
-    """Return the columns of a batch padded on the right, as (B, T) and (B, T, H)."""
+    """Return the batch's columns as tensors padded on the right, of shape (B, T) or (B, T, H)."""
     mask, padded = batch.padding_mask("responses"), {}
     for name, kind in COLUMNS.items():
         values = batch.values(name)
@@ -87,7 +93,10 @@ Ranks = Sequence[Role[Receiver]]
 
 
 async def ours(ranks: Ranks, batch: DataProto) -> DataProto:
-    """Put the batch once; actors take rows balanced by length; the new column is returned in the batch's order."""
+    """Put the batch into Ray's store once, and let each actor compute a new column for its rows.
+
+    The rows are balanced over actors by length. The new column is returned in the batch's row order.
+    """
     plan = [[rows] for rows in balance(batch.lengths("responses").tolist(), list(range(len(batch))), len(ranks))]
     shared = ranks[0].process.share(batch)
     calls = [rank.start(Receiver.jagged, shared, part) for rank, part in zip(ranks, plan, strict=True)]
@@ -105,7 +114,7 @@ async def of_verl(ranks: Ranks, batch: Any) -> Any:
 
 
 async def of_tensors(ranks: Ranks, padded: dict[str, Tensor]) -> Tensor:
-    """Send the padded tensors, with each actor's chunk pickled by Ray."""
+    """Send each actor its chunk of the padded tensors, pickled by Ray."""
     parts: dict[str, tuple[Tensor, ...]] = {name: column.chunk(len(ranks)) for name, column in padded.items()}
     chunks = [{name: pieces[number].clone() for name, pieces in parts.items()} for number in range(len(ranks))]
     sent = [rank.process.share(chunk) for rank, chunk in zip(ranks, chunks, strict=True)]
@@ -121,13 +130,16 @@ async def seconds(call: Way) -> float:
 
 
 def private_bytes() -> int:
-    """Return the private memory of the current process, without Ray's store."""
+    """Return the private memory of the current process in bytes, without Ray's shared object store."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon"))
     return int(line.split()[1]) * 1024
 
 
 async def peak_bytes(call: Way) -> int:
-    """Return the largest growth of the current process's private memory during a call, sampled every 2 ms."""
+    """Return the largest growth of the current process's private memory during a call, in bytes.
+
+    The memory is sampled every 2 ms.
+    """
     start, ended, peaks = private_bytes(), threading.Event(), [0]
 
     def watch() -> None:
@@ -145,10 +157,10 @@ async def peak_bytes(call: Way) -> int:
 
 
 def find_verl() -> bool:
-    """Return whether verl can be imported, from VERL_PATH if it is set."""
+    """Return whether verl can be imported; the folder VERL_PATH is added to the search path if the variable is set."""
     folder = os.environ.get("VERL_PATH", "")
     if folder and folder not in sys.path:
-        sys.path.append(folder)  # PYTHONPATH comes first, and VERL_PATH also has a package `tests`
+        sys.path.append(folder)  # appended to the end of the path, because VERL_PATH also has a package `tests`
     return importlib.util.find_spec("verl") is not None
 
 
@@ -157,7 +169,7 @@ async def start_actors() -> Ranks:
     import ray
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    size = 3 * ROWS * SLOTS * 85  # bytes that the largest way needs, with room to spare
+    size = 3 * ROWS * SLOTS * 85  # bytes of the object store: more than any way of sending the batch needs
     ray.init(
         address="local", include_dashboard=False, num_cpus=2, logging_level="error", log_to_driver=False,
         object_store_memory=size,
@@ -169,7 +181,7 @@ async def start_actors() -> Ranks:
 
 
 def run() -> list[Row]:
-    """Measure the ways in turn, `ROUNDS` times after a warm-up round."""
+    """Measure each way of sending the batch `ROUNDS` times, after a warm-up round."""
     batch = make_batch()
     padded = make_padded(batch)
     times, peaks = asyncio.run(measured(batch, padded))
@@ -177,7 +189,7 @@ def run() -> list[Row]:
 
 
 async def measured(batch: DataProto, padded: dict[str, Tensor]) -> tuple[dict[str, list[float]], dict[str, int]]:
-    """Return seconds of each round and the driver's memory, by way of sending the batch."""
+    """Return the seconds of each round and the driver's memory in bytes, each keyed by the way of sending the batch."""
     import ray
 
     has_verl, ranks = find_verl(), await start_actors()

@@ -1,4 +1,4 @@
-"""Fixtures: a headless Chromium, and a function that opens pages of runs in it without a network."""
+"""Fixtures: a headless Chromium, and a function that opens report pages in the browser without network access."""
 
 import os
 import shutil
@@ -22,13 +22,13 @@ def missing(what: str) -> None:
 
 @pytest.fixture(scope="session")
 def browser():
-    """Start the system's Chromium, or else Playwright's."""
+    """Start the system's Chromium if there is one, else Playwright's."""
     try:
         from playwright.sync_api import Error, sync_playwright
     except ImportError:
         missing("playwright is not installed")
     own = next(filter(None, map(shutil.which, BROWSERS)), None)
-    flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium does not sandbox for root
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox does not run as root
     with sync_playwright() as playwright:
         try:
             opened = playwright.chromium.launch(executable_path=own, args=flags)
@@ -42,7 +42,7 @@ def browser():
 def opened(browser):
     """Return a function that opens a page of a run's report.
 
-    Errors of the page's JavaScript and network requests of the page fail the test.
+    A test fails if the page raises a JavaScript error or makes a network request.
     """
     contexts, problems = [], []
 

@@ -21,14 +21,14 @@ def settled(page, text: str) -> None:
 
 
 def tip(page) -> dict[str, str]:
-    """Return the values of a token in the page's tooltip, by name."""
+    """Return the values that the page's tooltip shows for a token, by name."""
     cells = page.locator("#tip tr").all()
     found = {row.locator("th").inner_text(): row.locator("td").inner_text() for row in cells}
     return {"token": page.inner_text("#tip .what"), "state": page.inner_text("#tip .faint"), **found}
 
 
 def reading(page) -> str:
-    """Return the text below the first chart with the values of its curves."""
+    """Return the text below the first chart, which lists the values of the chart's curves."""
     return page.inner_text("#charts .values >> nth=0").strip()
 
 
@@ -74,7 +74,7 @@ def test_samples_are_found_by_step_text_reward_and_failure(opened, made):
     page.fill("[name=text]", "<B>X")
     settled(page, "1 sample of 5, in 1 group")
     assert page.locator(".card").first.inner_text().endswith("</script><b>x</b><eos>")
-    page.fill("[name=text]", "8=")  # text of the prompt
+    page.fill("[name=text]", "8=")  # a search text that occurs in a prompt
     settled(page, "1 sample of 5, in 1 group")
     page.locator(".group h3", has_text="prompt group 8").wait_for()
     page.fill("[name=text]", "")
@@ -143,7 +143,7 @@ def test_hovering_a_curve_shows_the_values_of_that_step_in_all_charts(opened, ma
     picture = page.locator("#charts .chart svg[role=img]").first
     box = picture.bounding_box()
     assert reading(page) == "mean 0.25"
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)  # step 1 of steps 0 to 2
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)  # the middle of the x axis: step 1 of steps 0 to 2
     assert reading(page) == "mean 0.125"
     assert "step 1:" in page.inner_text("#time .values")
 

@@ -1,4 +1,4 @@
-"""`python -m tests.chaos`: runs with injected faults, and a table of their results; status 1 if any went wrong.
+"""Inject faults into training runs and print tables of the results; the exit status is 1 if any run went wrong.
 
 python -m tests.chaos --runs 120 --seed 0
 python -m tests.chaos --only actor:update_actor:KILL driver:checkpoint:KILL
@@ -42,7 +42,7 @@ def summary(outcomes: list[Outcome]) -> Iterator[str]:
 
 
 def _typical(seconds: list[float | None]) -> str:
-    """Format the median and the longest of the known times."""
+    """Format the median and the maximum of the times that are known."""
     known = [one for one in seconds if one is not None]
     return f"{statistics.median(known):.1f} s, {max(known):.1f} s" if known else "-"
 

@@ -1,7 +1,8 @@
-"""The trainer's program with a fault injected: `python -m tests.chaos.driver JOB.json OVERRIDES...`.
+"""Run the trainer with an injected fault, by `python -m tests.chaos.driver JOB.json OVERRIDES...`.
 
-JOB has the strike (or null), the usual durations of phases, and the file that gets a line of JSON for each event. The
-driver patches methods of the trainer to notice its phases; the trainer itself has no code for strikes.
+JOB.json holds the strike (a signal to one process) or null, the usual duration of each phase, and the path of a JSON
+lines file for events. The driver patches the trainer's methods to detect phases. The trainer itself has no code for
+strikes.
 """
 
 import contextlib
@@ -26,11 +27,11 @@ from tests.chaos.strikes import START, Strike
 from workers import placement
 from workers.cluster.liveness import PROCESSES
 
-SHORT_S = 0.02  # a shorter phase is struck at its beginning
+SHORT_S = 0.02  # a strike with a delay below `SHORT_S` happens as soon as the phase begins
 
 
 class Watcher:
-    """Records the events of a run, and strikes once."""
+    """Records the events of a run, and sends the strike's signal once."""
 
     def __init__(self, job: dict[str, Any], output_dir: Path) -> None:
         self.strike = Strike(**job["strike"]) if job["strike"] else None
@@ -39,12 +40,12 @@ class Watcher:
         self.output_dir, self.step, self.phase = output_dir, 0, START
 
     def note(self, what: str, **more: Any) -> None:
-        """Append an event to the file."""
+        """Append an event to the events file."""
         with self.file.open("a") as file:
             file.write(json.dumps({"time": time.time(), "what": what, "step": self.step, **more}) + "\n")
 
     def enter(self, phase: str) -> None:
-        """Record that a phase begins, and schedule the strike if it is due in this phase and step."""
+        """Record that a phase begins, and schedule the strike if its phase and step are the current phase and step."""
         self.phase = phase
         if self.strike and (self.strike.phase, self.strike.step) == (phase, self.step):
             strike, self.strike = self.strike, None
@@ -55,7 +56,7 @@ class Watcher:
                 threading.Timer(delay_s, self.hit, [strike]).start()
 
     def hit(self, strike: Strike) -> None:
-        """Send the signal to the process of the strike's role."""
+        """Send the strike's signal to a process of the strike's role."""
         pid = victim(strike.role, self.output_dir)
         if not pid:  # kill(0) would signal the driver's own process group
             named = ", ".join(named_processes(self.output_dir)) or "nothing"
@@ -78,7 +79,7 @@ class Noted(logging.Handler):
 
 
 def surround(owner: type, name: str, before: Callable[..., None], after: Callable[..., None]) -> None:
-    """Call `before` and `after` around a coroutine method, with the method's object."""
+    """Patch a coroutine method of a class to call `before(self)` before each call and `after(self)` after each call."""
     original = getattr(owner, name)
 
     async def method(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -91,7 +92,7 @@ def surround(owner: type, name: str, before: Callable[..., None], after: Callabl
 
 
 def install(watcher: Watcher) -> None:
-    """Patch the trainer so that `watcher` notices phases and steps."""
+    """Patch the trainer so that `watcher` is notified of phases and steps."""
 
     def step_begins(trainer: Trainer) -> None:
         watcher.step = trainer.step
@@ -124,7 +125,7 @@ def install(watcher: Watcher) -> None:
 
 if __name__ == "__main__":
     for module in (checks, placement):
-        module.cpu_cores = lambda: 8  # gives each role a process, however few cores there are
+        module.cpu_cores = lambda: 8  # gives each role its own process, whatever the number of cores
     job = json.loads(Path(sys.argv[1]).read_text())
     watcher = Watcher(job, Path(job["output_dir"]))
     install(watcher)

@@ -1,4 +1,4 @@
-"""Find the processes of a run from outside, and what a run leaves behind after its end."""
+"""Find the processes of a run from outside the run, and find what remains after a run has ended."""
 
 import json
 import os
@@ -16,9 +16,9 @@ SHARED, SESSIONS = Path("/dev/shm"), Path("/tmp/ray")
 
 
 def victim(role: str, output_dir: Path) -> int:
-    """Return the pid of a role's process, the first if the role has several; 0 if it has none.
+    """Return the pid of the first process of a role, or 0 if the role has no process.
 
-    `victim` is called in the driver's process.
+    The function must be called in the driver's process.
     """
     if role == "driver":
         return os.getpid()
@@ -34,20 +34,20 @@ def victim(role: str, output_dir: Path) -> int:
 
 
 def named_processes(output_dir: Path) -> dict[str, dict[str, Any]]:
-    """Read the table of a run's named processes; empty if no process has been named yet."""
+    """Read a run's table of named processes; return {} if no process has been named yet."""
     path = output_dir / "processes.json"
     table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     return table
 
 
 def left_behind(driver: int, before: Collection[int], files: Collection[Path], *, within_s: float) -> list[str]:
-    """Return what a run leaves some time after its driver ended: processes, files in shared memory, and Ray's sockets.
+    """Return what remains of a run after its driver has ended: processes, files in shared memory, and Ray's sockets.
 
     Args:
         driver: Pid of the run's driver.
         before: Child processes that existed before the run. Orphans of the run become children of the calling process.
         files: Files that were in shared memory before the run.
-        within_s: Time that processes and files have to disappear.
+        within_s: Seconds to wait for processes and files to disappear.
     """
     deadline = time.monotonic() + within_s
     while True:
@@ -62,7 +62,7 @@ def left_behind(driver: int, before: Collection[int], files: Collection[Path], *
 
 
 def mapped() -> set[Path]:
-    """Return the files in shared memory that any process uses, including those of other runs on the same machine."""
+    """Return the shared-memory files that any process on the machine has mapped, including processes of other runs."""
     found = set()
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
@@ -82,7 +82,7 @@ def below(root: int) -> list[int]:
 
 
 def parent(pid: int) -> int:
-    """Return the parent of a process; 0 if the process has ended."""
+    """Return the pid of a process's parent; 0 if the process has ended."""
     try:
         return int(psutil.Process(pid).ppid())
     except psutil.Error:

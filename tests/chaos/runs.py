@@ -1,4 +1,4 @@
-"""Run a job with one strike, and check afterwards that nothing was lost."""
+"""Run a job while a signal strikes one of its processes, and check afterwards that nothing was lost."""
 
 import contextlib
 import dataclasses
@@ -20,28 +20,28 @@ from tests.chaos.strikes import DAEMONS, START, STEPS, Strike
 from workers.cluster.process_tree import adopt_orphans, reap
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 300.0  # a longer run counts as hung
-LEFT_S = 10.0  # after the end of a run, for its processes and files to disappear
-ENDS_S = 60.0  # a run must end in this time after it lost a daemon of Ray; on an idle machine it takes a tenth
-PROMPTS = 8  # prompts of a training step
+LIMIT_S = 300.0  # a run that takes longer counts as hung
+LEFT_S = 10.0  # time for a run's processes and files to disappear after the run's end
+ENDS_S = 60.0  # time limit for a run to end after losing a daemon of Ray; an idle machine needs a tenth of the limit
+PROMPTS = 8  # number of prompts per training step
 JOB = [
     "algorithm=ppo", "algorithm.kl_loss.kl_loss_coef=0.01", "rollout=hf", "trainer.deterministic=true",
     f"trainer.total_steps={STEPS}", f"trainer.prompts_per_step={PROMPTS}", "trainer.prompts_per_minibatch=4",
     "trainer.save_every=1", "trainer.eval_every=2", "trainer.sample_every=0", "trainer.hang_timeout_s=20",
     "data.val_size=8", "placement.threads_per_worker=1",
 ]  # fmt: skip
-# Added to `JOB`: engines slower than the actor, so that answers are being generated in all phases.
+# Overrides that make engines slower than the actor, so that answers are being generated in all phases.
 ASYNCHRONOUS = ["trainer.deterministic=false", "trainer.max_staleness=1", "rollout.max_concurrent_sequences=2"]
 OWN_PROCESSES = ("critic", "reference")  # roles that share the actor's process unless they are struck
 
 
 @dataclass
 class Life:
-    """A run that has ended.
+    """The end of a run: its exit status, last output and leftovers.
 
     Attributes:
         status: Exit status; None if the run did not end within `LIMIT_S`.
-        said: Last lines of its output.
+        said: Last lines of the run's output.
         left: Processes and files that the run left behind.
     """
 
@@ -56,11 +56,12 @@ class Outcome:
 
     Attributes:
         strike: The strike of the run.
-        wrong: Descriptions of all that went wrong.
-        detected_s: Time from the strike until the run reported it, or until the end of a run that the strike ended.
-        serving_s: Time from the strike until the struck role works again: until a replica has its weights, or until
-            another role's next phase begins.
-        repeated: Number of times that a training step was begun again.
+        wrong: Descriptions of all failed checks.
+        detected_s: Seconds from the strike until the run reported the strike, or until the run ended if the strike
+            ended the run.
+        serving_s: Seconds from the strike until the struck role works again. A rollout replica works once it has its
+            weights, and any other role works once its next phase begins.
+        repeated: Number of times that a training step was restarted.
         seconds: Duration of the whole run.
         phase: Phase in which the signal was sent.
     """
@@ -75,7 +76,10 @@ class Outcome:
 
 
 def run(strike: Strike, folder: Path, undisturbed: Path, usual_s: dict[str, float], *overrides: str) -> Outcome:
-    """Run the job with a strike and compare it with the undisturbed run; weights count only without overrides."""
+    """Run the job with a strike, and compare the results with those of the undisturbed run.
+
+    Final weights are compared only if there are no overrides.
+    """
     outcome, began = Outcome(strike), time.monotonic()
     life = start(folder, strike, usual_s, *overrides)
     if life.status is None:
@@ -98,7 +102,7 @@ def run(strike: Strike, folder: Path, undisturbed: Path, usual_s: dict[str, floa
 
 
 def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overrides: str) -> Life:
-    """Run the trainer's program to its end, and look for processes and files that it left."""
+    """Run the trainer's program until it ends, and look for processes and files that remain."""
     folder.mkdir(parents=True, exist_ok=True)
     output, job, events = folder / "out", folder / "job.json", folder / "events.jsonl"
     job.write_text(json.dumps({
@@ -133,9 +137,11 @@ def start(folder: Path, strike: Strike | None, usual_s: dict[str, float], *overr
 
 @contextlib.contextmanager
 def _adopting_orphans() -> Iterator[list[int]]:
-    """Make orphans of a run children of the calling process, to find them; yield the children from before the run.
+    """Make orphaned processes of a run children of the calling process, so that they can be found.
 
-    Orphans that have ended are waited for, because otherwise they would stay zombies.
+    Yields the pids of all descendants that the calling process had before the run.
+
+    Orphans that have ended are reaped, because otherwise they would remain zombies.
     """
     before = below(os.getpid())
     adopt_orphans()
@@ -147,16 +153,19 @@ def _adopting_orphans() -> Iterator[list[int]]:
 
 
 def _listen_to_hang_ups() -> None:
-    """Restore SIGHUP's default action, because nohup lets a program and its children ignore SIGHUP."""
+    """Restore the default action of SIGHUP, because nohup makes a program and its children ignore the signal."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def unnamed(daemon: str, folder: Path) -> list[str]:
-    """Return what is wrong with the error message after a daemon of Ray died, and with the time until the run ended."""
+    """Check the error message of a run that lost a daemon of Ray, and the time until the run ended.
+
+    Returns descriptions of all problems.
+    """
     happened = lines(folder / "events.jsonl")
     times = {event["what"]: event for event in happened if event["what"] in ("strike", "ends")}
     if "strike" not in times:
-        return []  # `measure` reports that nothing was struck
+        return []  # `measure` already reports a strike that did not happen
     wrong = []
     said = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("error: ")]
     expected = rf"error: Ray's {daemon} on node \S+ \(pid {times['strike']['pid']}\) is gone .*trainer.resume=auto"
@@ -168,7 +177,7 @@ def unnamed(daemon: str, folder: Path) -> list[str]:
 
 
 def compare(output: Path, undisturbed: Path, *, exact: bool) -> list[str]:
-    """Return what is wrong with the results of a run, compared with those of an undisturbed run."""
+    """Compare the results of a run with those of an undisturbed run, and return descriptions of the differences."""
     wrong = []
     steps = [line["step"] for line in lines(output / "metrics.jsonl")]
     if steps != list(range(1, STEPS + 1)):
@@ -187,7 +196,7 @@ def compare(output: Path, undisturbed: Path, *, exact: bool) -> list[str]:
 
 @cache
 def weights(folder: Path) -> dict[str, bytes]:
-    """Return the tensors of an exported model, as bytes."""
+    """Return the tensors of an exported model as bytes, by file and tensor name."""
     from safetensors import deserialize
 
     return {
@@ -198,12 +207,12 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Read a JSON lines file; empty if there is no file."""
+    """Read the objects of a JSON lines file; return [] if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def measure(outcome: Outcome, events: Path) -> None:
-    """Set the times of `outcome`, which count from the strike."""
+    """Set the measured fields of `outcome` from a run's events; times count from the strike."""
     happened = lines(events)
     begun = [event for event in happened if event["what"] == "step begins"]
     outcome.repeated = len(begun) - len({event["step"] for event in begun})
@@ -228,7 +237,7 @@ def measure(outcome: Outcome, events: Path) -> None:
 
 
 def usual(folder: Path) -> dict[str, float]:
-    """Return the median seconds of each phase of a run, and the seconds of its start."""
+    """Return the median seconds of each phase of a run, and the seconds that the run took to start."""
     happened = lines(folder / "events.jsonl")
     first = {
         what: next(event["time"] for event in happened if event["what"] == what) for what in ("starts", "step begins")

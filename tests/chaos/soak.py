@@ -1,9 +1,10 @@
-"""`python -m tests.chaos.soak --minutes 20`: a long run of small steps, checked for leaks.
+"""Check a long run of small training steps for leaks, with `python -m tests.chaos.soak --minutes 20`.
 
-Every few seconds it records memory (pages that a process wrote and shares with no other process), open files and
-threads of each process of the run, the files in /dev/shm, and the run's own folder of Ray's logs. At the end it prints
-the slope of each series over the last two thirds of the run. The status is 1 if a series rises by more than a small
-share of itself, or a process's memory by 5 MB an hour.
+Every few seconds the program records the private memory, open files and threads of each process of the run. Private
+memory is the pages that a process wrote and shares with no other process. The program also records the files in
+/dev/shm and the run's own folder of Ray's logs. At the end, the program prints the slope of each series of measurements
+over the last two thirds of the run. The exit status is 1 if a series rises by more than a small share of its mean, or
+if a process's memory grows by more than 5 MB an hour.
 """
 
 import argparse
@@ -23,15 +24,15 @@ from tests.chaos.runs import lines
 
 ROOT = Path(__file__).parents[2]
 EVERY_S = 5.0
-WARM_UP = 1 / 3  # share of the run
-SHARE, LEAST = 0.05, 8.0  # least growth that is reported: share of the mean; MB, files or threads
-MEMORY_MB_AN_HOUR = 5.0  # slope of a process's memory that is always reported
+WARM_UP = 1 / 3  # share of the run that is left out of the slopes
+SHARE, LEAST = 0.05, 8.0  # tolerated growth: the larger of a share of the mean and a number of MB, files or threads
+MEMORY_MB_AN_HOUR = 5.0  # largest tolerated slope of a process's memory
 JOB = [
     "trainer.total_steps=1000000", "trainer.prompts_per_step=8", "trainer.prompts_per_minibatch=4",
     "trainer.save_every=100", "trainer.eval_every=100", "trainer.sample_every=0", "data.val_size=16",
     "actor.lr_schedule=constant", "actor.lr=1e-5",
 ]  # fmt: skip
-Series = dict[str, list[tuple[float, float]]]  # measured quantity: (seconds, value)
+Series = dict[str, list[tuple[float, float]]]  # from the name of a measured quantity to its points (seconds, value)
 
 
 def look(root: int, series: Series, now: float) -> None:
@@ -61,7 +62,10 @@ def ray_session(root: int) -> Path:
 
 
 def title(pid: int) -> str:
-    """Return a process's name for the series: role and pid of Ray's workers, first word and pid of other programs."""
+    """Return the name of a process in the series of measurements.
+
+    A Ray worker is named by its role and pid, and any other program by the first word of its command line and its pid.
+    """
     words = command(pid).split()
     if not words:
         return ""
@@ -71,7 +75,7 @@ def title(pid: int) -> str:
 
 
 def private_mb(pid: int) -> float:
-    """Return the memory that a process wrote and shares with no other process, in MB; 0 if the process has ended."""
+    """Return a process's private memory, not shared with any other process, in MB; 0 if the process has ended."""
     try:
         rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -80,7 +84,7 @@ def private_mb(pid: int) -> float:
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Return the least-squares slope, per second."""
+    """Return the least-squares slope of points (seconds, value), per second."""
     count = len(points)
     mean_x, mean_y = (sum(point[axis] for point in points) / count for axis in (0, 1))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -88,7 +92,10 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 
 def report(series: Series, seconds: float) -> int:
-    """Print a line for each series that covers the last two thirds, and return the number of series that rise."""
+    """Print a line for each series that covers the last two thirds of the run.
+
+    Returns the number of rising series.
+    """
     rising = 0
     sys.stdout.write("what | after the warm-up | at the end | slope an hour | \n")
     for name, points in sorted(series.items()):
@@ -107,7 +114,7 @@ def report(series: Series, seconds: float) -> int:
 
 
 def main() -> int:
-    """Run the training with its measurements, and report."""
+    """Start a training run, record measurements until its end, and print the report."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0)
     parser.add_argument("overrides", nargs="*", help="of the run")

@@ -1,26 +1,26 @@
-"""Choose which process is struck, when and how: every role in every phase, drawn from a seed."""
+"""Choose the process, time and signal of each strike, drawn from a seed; strikes cover every role in every phase."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 STEPS = 4
-# Each role has its own process with placement.share_ranks=false; strikes on a shared rank count as the actor's.
+# With placement.share_ranks=false, each role has its own process. A strike on a shared rank counts as the actor's.
 WORKERS = ("rollout", "reward", "actor", "critic", "reference")
 DAEMONS = ("gcs_server", "raylet")  # of Ray
 ROLES = (*WORKERS, "driver", *DAEMONS)
-START = "start"  # the time until the first step begins
+START = "start"  # pseudo-phase before the first training step begins
 PHASES = (
     "generate", "ref_log_probs", "old_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor",
     "sync_weights", "checkpoint", "evaluate",
 )  # fmt: skip
 SIGNALS = {"driver": ("KILL", "HUP")} | dict.fromkeys(DAEMONS, ("KILL",))  # workers get KILL and STOP
-STARTS = 10  # driver kills during start-up in each cycle of strikes
+STARTS = 10  # number of driver kills during start-up in each cycle through all kinds of strike
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A signal to one process: kill it, stop it as if it hung, or hang up on it (SIGHUP).
+    """A signal that makes a process end (SIGKILL), hang (SIGSTOP) or react to a lost terminal (SIGHUP).
 
     Attributes:
         role: Role whose process is struck.
@@ -42,33 +42,42 @@ class Strike:
 
     @property
     def name(self) -> str:
-        """Name of the strike in tables and folders."""
+        """Name of the strike in tables and in folder names."""
         return f"{self.seed:03d}-{self.role}-{self.phase}-{self.signal}"
 
     @property
     def kind(self) -> str:
-        """Row of the summary: the role, and for the driver also its signal or its start."""
+        """Row of the summary that counts the strike.
+
+        There is one row for each role, but the driver has a row for each signal and one for strikes during start-up.
+        """
         if self.role != "driver":
             return self.role
         return "driver in its start" if self.phase == START else f"driver ({self.signal})"
 
     @property
     def status(self) -> int:
-        """Expected exit status of the run; if it is not 0, the run is started again."""
+        """Expected exit status of the struck run; a run with a status other than 0 is started again."""
         if self.role == "driver":
             return -9 if self.signal == "KILL" else 129
         return 1 if self.role in DAEMONS else 0
 
 
 def kinds() -> list[tuple[str, str, str]]:
-    """Return (role, phase, signal) of all strikes; a worker's "" stands for STOP in a third of cases, else for KILL."""
+    """Return the (role, phase, signal) of all kinds of strike.
+
+    A worker has the signal "", which a draw replaces with STOP in a third of cases, else with KILL.
+    """
     found = [(role, phase, "") for role in WORKERS for phase in PHASES]
     found += [(role, phase, signal) for role in SIGNALS for signal in SIGNALS[role] for phase in PHASES]
     return found + [("driver", START, "KILL")] * STARTS
 
 
 def draw(count: int, *, seed: int) -> list[Strike]:
-    """Draw `count` strikes in a random order: each of `kinds` comes once before any comes again."""
+    """Draw `count` strikes in random order.
+
+    Every kind of strike occurs once before any kind occurs again.
+    """
     every = kinds()
     random.Random(str(seed)).shuffle(every)
     strikes = []
@@ -86,7 +95,11 @@ def draw(count: int, *, seed: int) -> list[Strike]:
 
 
 def _step(phase: str, otherwise: int) -> int:
-    """Return a strike's step: evaluations come before the first and after every second step, checkpoints after each."""
+    """Return the training step of a strike in the given phase.
+
+    Only some steps have an evaluation: the run evaluates before the first step and after every second step. Every step
+    has a checkpoint.
+    """
     return {"evaluate": 2, START: 0}.get(phase, otherwise)
 
 

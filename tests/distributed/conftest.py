@@ -1,4 +1,4 @@
-"""Helpers that several tests share are imported by name."""
+"""Let tests import the shared helpers in the folder tests/distributed by name."""
 
 import sys
 from pathlib import Path
@@ -10,7 +10,10 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture(scope="module", autouse=True)
 def functions_cross_as_they_are(request):
-    """Pickle functions of a test file by value: by reference, a worker would have to import the file, and pytest."""
+    """Pickle functions of a test file by value.
+
+    If pickled by reference, a function would make the worker import the test file and pytest.
+    """
     from ray import cloudpickle
 
     cloudpickle.register_pickle_by_value(request.module)

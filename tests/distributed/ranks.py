@@ -27,7 +27,10 @@ MADE: dict[int, list[WorkerProcess]] = {}
 
 
 async def processes_of(ranks: int) -> list[WorkerProcess]:
-    """Return `ranks` connected processes, or the test process for 0; roles of different configs share the processes."""
+    """Return `ranks` connected worker processes, or the test process if `ranks` is 0.
+
+    Roles of different configs share the processes.
+    """
     if ranks not in MADE:
         if ranks:
             spawn = spawner(config_of(), "training rank", ranks)
@@ -48,7 +51,7 @@ async def built(processes: Sequence[WorkerProcess], role: str, path: str, *args:
 
 
 async def on(processes: Sequence[RayProcess], function: Callable[[Host], Any]) -> list[Any]:
-    """Call a function with the `Host` of each of `processes`, inside the process."""
+    """Call `function` in each of `processes`, with the process's `Host` as the first argument."""
     return await results([Pending(process, process.actor.__ray_call__.remote(function)) for process in processes])
 
 
@@ -59,7 +62,10 @@ def config_of(*overrides: str) -> Config:
 
 
 def replayed(step: int) -> DataProto:
-    """Make a step's batch: 6 prompts x 4 samples of random tokens, with one empty answer and one row not trained on."""
+    """Make a step's batch of 24 rows of random tokens: 6 prompts with 4 samples each.
+
+    The last answer is empty, and the first row is not trained on.
+    """
     generator = torch.Generator().manual_seed(step)
 
     def ids(low: int, high: int) -> list[int]:
@@ -85,7 +91,10 @@ def replayed(step: int) -> DataProto:
 
 
 async def group(config: Config, start: str, ranks: int, roles=("actor", "reference")) -> dict[str, WorkerGroup]:
-    """Build new workers for `roles` in shared ranks, which may already have workers."""
+    """Build new workers for `roles` in the shared ranks.
+
+    The ranks may already hold workers of other tests.
+    """
     processes, made = await processes_of(ranks), {}
     for role in roles:
         own = await built(processes, f"{role} {next(NUMBERS)}", ROLES[role], config, start)
@@ -107,6 +116,6 @@ async def with_log_probs(workers: dict[str, WorkerGroup], batch: DataProto, *, m
 async def updated(
     actor: WorkerGroup, batch: DataProto, plan: list[list[int]], *, max_tokens: int = 8192, config: Config | None = None
 ) -> dict[str, float]:
-    """Update the actor with only the columns that its config needs, and return the metrics."""
+    """Update the actor with only the batch columns that the actor's config needs, and return the metrics."""
     columns = update_columns((config or config_of()).algorithm)
     return await actor.update(ActorWorker.update, batch, columns, plan, max_tokens, ENTROPY_COEF)

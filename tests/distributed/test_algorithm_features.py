@@ -1,4 +1,4 @@
-"""Token selectors and the exact KL in the actor: training is the same for any number of ranks and any token budget."""
+"""Token selectors and the exact KL: training gives the same result for any number of ranks and any token budget."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from workers.training.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 SPLITS = [(1, 8192), (1, 40), (2, 8192), (2, 40)]  # (ranks, token budget)
-# Values that select many but not all of the tokens; selectors without an entry run with their defaults.
+# Settings with which a selector chooses many but not all tokens. Selectors without an entry use their defaults.
 KNOBS = {
     "clip_cov": ["clip_cov_ratio=0.2", "clip_cov_lb=0.0", "clip_cov_ub=99.0"],
     "kl_cov": ["kl_cov_ratio=0.2"],
@@ -33,7 +33,10 @@ def config_of(*overrides: str) -> Config:
 
 
 async def workers_of(ranks: int, config: Config, path: str, roles=("actor",)) -> dict[str, WorkerGroup]:
-    """Build workers in the test process for 1 rank, or in two ranks, which actors of other configs may share."""
+    """Build workers in the test process for 1 rank, or in two rank processes for 2 ranks.
+
+    Actors of other configs may share the rank processes.
+    """
     processes = await processes_of({1: 0, 2: 2}[ranks])
     return {role: WorkerGroup(await built(processes, role, ROLES[role], config, path)) for role in roles}
 
@@ -43,7 +46,10 @@ async def workers_of(ranks: int, config: Config, path: str, roles=("actor",)) ->
 
 @pytest.mark.parametrize("name", TOKEN_SELECTORS.names())
 async def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks_and_budget(start, name):
-    """The old policy is moved a little, because kl_cov's penalty |log r| has a kink at 0 that rounding decides."""
+    """The old policy differs slightly from the current policy.
+
+    The penalty |log r| of kl_cov has a kink at 0, so with equal policies its gradient would depend on rounding.
+    """
     knobs = [f"algorithm.loss.{text}" for text in KNOBS.get(name, [])]
     config = config_of(f"algorithm.loss_mode={name}", "algorithm.old_log_probs=rollout", *knobs)
     found = []
@@ -90,9 +96,9 @@ def plain_kl(model, reference, batch: DataProto, row: int) -> tuple[torch.Tensor
 
 
 def plain_training(path: str, config: Config, batch: DataProto, steps: int):
-    """Train with REINFORCE plus 0.5 times the exact KL, row by row from all logits.
+    """Train with REINFORCE plus 0.5 times the exact KL, computing each row from its full logits.
 
-    Return KLs, gradient norms, and the model.
+    Return the KL and the gradient norm of each step, and the trained model.
     """
     model, reference = (AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager") for _ in range(2))
     optimizer = torch.optim.AdamW(
@@ -147,7 +153,7 @@ async def test_A2_the_exact_kl_in_the_loss_is_that_of_all_logits_in_one_process(
 
 @pytest.mark.parametrize("ranks", [1, 2])
 async def test_the_exact_kl_in_the_reward_is_that_of_all_logits(start, ranks):
-    """The KL is measured after an update, so that it is not 0."""
+    """The KL to the reference is measured after an update, so that it is not 0."""
     config = config_of("algorithm.kl_in_reward.kl_estimator=full", "algorithm.kl_in_reward.kl_coef=0.1", FULL[2])
     workers = await workers_of(ranks, config, start, ("actor", "reference"))
     actor, columns = workers["actor"], update_columns(config.algorithm)

@@ -11,7 +11,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
 
 def make_batch() -> DataProto:
-    """Make a batch of about a megabyte, which Ray puts into shared memory and not into the message."""
+    """Make a batch of about a megabyte, so that Ray puts it into shared memory instead of the message."""
     rows = torch.arange(4000, dtype=torch.float32).view(8, 500).repeat(1, 60).unbind()
     return DataProto.from_dict({"values": jagged(rows, torch.float32), "uid": torch.arange(8)}, {"text": ["ä"] * 8})
 
@@ -19,7 +19,10 @@ def make_batch() -> DataProto:
 @ray.remote(num_cpus=0)
 class Reader:
     def take(self, batch: DataProto, rows: list[int]) -> DataProto:
-        """Return the rows, doubled, and check that the batch reads Ray's memory, which is not writable."""
+        """Return the given rows with doubled values.
+
+        Checks that the batch reads Ray's shared memory, which is not writable.
+        """
         column = batch._columns["values"].values
         assert isinstance(column, Stored)
         assert not column.memory.flags.writeable

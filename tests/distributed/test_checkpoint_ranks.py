@@ -1,4 +1,4 @@
-"""Invariant F4 across ranks: a checkpoint that any number of ranks saved resumes on any other number of ranks."""
+"""Invariant F4 across ranks: training can resume from a checkpoint on a different number of ranks."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ async def save(actor, folder):
 
 
 async def saved(actor):
-    """Wait until all ranks have written their checkpoint, and return what they report about it."""
+    """Wait until all ranks have written their parts of a checkpoint, and return the reports of the ranks."""
     while None in (found := await actor.call(ActorWorker.saved_state)):
         await asyncio.sleep(0.02)
     return found
@@ -76,7 +76,7 @@ async def test_a_save_goes_on_while_the_ranks_train(start, tmp_path):
     actor = (await group(config, start, 2, roles=("actor",)))["actor"]
     before = await learn(actor, range(1), config)
     await actor.call(ActorWorker.save_state, str(tmp_path))
-    await learn(actor, range(1, 3), config)  # trains while the save still runs its collectives
+    await learn(actor, range(1, 3), config)  # trains while the ranks still run the collectives of the save
     assert [one.error for one in await saved(actor)] == ["", ""]
     exported = load_file(tmp_path / "model/model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in before.items())

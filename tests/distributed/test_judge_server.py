@@ -1,4 +1,4 @@
-"""A judge model served by vLLM's own server, on the loopback address."""
+"""Tests of a judge model that vLLM's own server serves on the loopback address."""
 
 import os
 import shutil
@@ -31,7 +31,10 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory):
-    """Serve the tiny model, which knows only its task: it takes a prompt such as 2299907= as a question."""
+    """Serve the tiny model as a judge.
+
+    The model knows only its own task, in which a question is a text such as 2299907=.
+    """
     from rltrain.tasks import TASKS
     from rltrain.tasks.tiny_model import cached_start
 
@@ -57,7 +60,7 @@ def endpoint(tmp_path_factory):
         try:
             server.wait(30)
         except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)  # kills the server and its engine, which share a process group
+            os.killpg(server.pid, signal.SIGKILL)  # kills the process group of the server and its engine
             server.wait()
 
 
@@ -74,14 +77,14 @@ def _wait_for(url, server, log):
 
 
 def test_vllms_server_judges_and_its_number_is_the_reward(endpoint):
-    """The tiny model answers with a # and a digit, which is the score."""
+    """The model answers with a # and a digit, and the digit is the score."""
     options = {"question": "{prompt}{response}=", "score": r"#(\d)", "max_tokens": 16}
     results = [
         finish(judge("22999", response, base_url=endpoint, model="tiny", **options)) for response in ("07", "07", "11")
     ]
     assert not any(result.failed for result in results), results
     assert all(result.score in range(10) for result in results)
-    assert results[0] == results[1]  # answers are the same at temperature 0
+    assert results[0] == results[1]  # equal requests get equal answers at temperature 0
 
 
 def test_a_model_that_the_server_does_not_have_is_failed_with_its_words(endpoint):

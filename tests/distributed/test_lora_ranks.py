@@ -49,7 +49,7 @@ def small_buckets(host):
 
 
 def shaken(host):
-    """Change the adapters by noise that does not depend on the sharding."""
+    """Add noise to the adapters; the noise does not depend on the sharding."""
     import torch
 
     from workers.models.lora import adapter_tensors
@@ -62,7 +62,7 @@ def shaken(host):
 
 
 def onto_merged_weights(host):
-    """Make a faulty engine, which takes the merged weights of one sync for the base weights of the next sync."""
+    """Make the engine faulty: it takes the merged weights of one sync as the base weights of the next sync."""
     from workers.models.adapter_weights import BaseWeights
     from workers.sync.adapters import Adapters
 
@@ -87,7 +87,7 @@ async def answer(workers):
 
 
 async def merged_log_probs(workers, folder, tokens) -> list[float]:
-    """Save the ranks' merged model, and return the log-probs that it gives to `tokens`."""
+    """Save the model merged from all ranks, and return the log-probs that the model gives to `tokens`."""
     await save(workers.actor, folder)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     with torch.no_grad():
@@ -99,7 +99,7 @@ async def merged_log_probs(workers, folder, tokens) -> list[float]:
 @pytest.mark.parametrize("workers", ["inprocess", "async"], indirect=True)
 async def test_E5_E6_adapters_of_all_ranks_are_applied_once_however_many_syncs_there_are(workers, tmp_path):
     said = []
-    for version, share in enumerate([True, True, False, True]):  # adapters: first B = 0, the last two syncs the same
+    for version, share in enumerate([True, True, False, True]):  # B = 0 in sync 0; syncs 2 and 3 have equal adapters
         if version in (1, 2):
             await on(processes(workers.actor.ranks), shaken)
         await sync(workers.actor.ranks, engines(workers), version, check=True, share=share)

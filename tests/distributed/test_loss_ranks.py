@@ -1,7 +1,7 @@
 """Policy losses, KL, entropy and value terms over gloo ranks: any split of the rows gives the whole batch's gradient.
 
-Each rank runs the test file as a program. A process group is started once for all cases, and failures are reported by
-name.
+Each rank runs the test file as a program. All cases run in one process group, and failures are reported by the name of
+the case.
 """
 
 import importlib.util
@@ -32,7 +32,7 @@ from rltrain.algorithms.aggregation import LOSS_AGG_MODES
 ROOT = Path(__file__).parents[2]
 TERMS = (
     *(f"policy:{name}" for name in POLICY_LOSSES.names()),
-    *(f"dropped:{name}" for name in POLICY_LOSSES.names()),  # with correction and rejection of off-policy tokens
+    *(f"dropped:{name}" for name in POLICY_LOSSES.names()),  # losses with correction and rejection of off-policy tokens
     *(f"kl:{name}" for name in KL_ESTIMATORS.names()),
     *(f"weighted_kl:{name}" for name in KL_ESTIMATORS.names()),
     "entropy",
@@ -48,7 +48,7 @@ CASES = [f"{term} {mode}" for term in TERMS for mode in LOSS_AGG_MODES]
 
 
 def batch_builder():
-    """Return `build_batch` of the conftest of tests/unit/algorithms, in pytest or in a rank."""
+    """Return `build_batch` of tests/unit/algorithms/conftest.py, both under pytest and in the process of a rank."""
     path = ROOT / "tests" / "unit" / "algorithms" / "conftest.py"
     spec = importlib.util.spec_from_file_location("algorithms_conftest", path)
     module = importlib.util.module_from_spec(spec)
@@ -61,7 +61,10 @@ def chosen(logits, responses):
 
 
 def make_batch():
-    """Make a batch with every column that a loss may need, and with features and responses for a one-matrix model."""
+    """Make a batch with every column that a loss may need, and the weight matrix of a linear model.
+
+    The linear model computes logits from the batch's features.
+    """
     batch = batch_builder()(seed=1)
     generator = torch.Generator().manual_seed(2)
     shape = batch["response_mask"].shape
@@ -76,7 +79,7 @@ def make_batch():
 
 
 def token_terms(term, batch, weight):
-    """Return the token losses and metrics of one term, from the logits of the rows in `batch`."""
+    """Return the token losses and metrics of one loss term, with logits computed for the rows of `batch`."""
     kind, _, name = term.partition(":")
     logits = batch["features"] @ weight
     batch = {**batch, "log_probs": chosen(logits, batch["responses"])}
@@ -93,7 +96,10 @@ def token_terms(term, batch, weight):
 
 
 def without_dropped(losses, metrics, batch):
-    """Return token losses without the policy terms that correction and rejection drop, and the metrics of all three."""
+    """Apply correction weights to the policy losses of tokens, and zero the losses that correction or rejection drops.
+
+    Returns the token losses, and the metrics of the loss, the correction and the rejection.
+    """
     columns = batch["rollout_log_probs"], batch["response_mask"]
     bounds = {"level": "token", "mode": "mask", "lower": 0.4, "upper": 2.5}
     weights, inside, corrected = rollout_correction(batch["old_log_probs"], *columns, **bounds)
@@ -106,7 +112,7 @@ def without_dropped(losses, metrics, batch):
 
 
 def with_selected(term, batch):
-    """Add the column of the loss's token selector, computed once for the whole mini-batch."""
+    """Add the column of the loss's token selector, if it has one, computed once for the whole mini-batch."""
     name = term.partition(":")[2]
     if name not in TOKEN_SELECTORS.names():
         return batch
@@ -115,7 +121,10 @@ def with_selected(term, batch):
 
 
 def gradient_and_metrics(term, mode, batch, weight, counts):
-    """Return the gradient to the weights, with the losses divided by `counts` of all rows, and the metric sums."""
+    """Return the gradient of the loss with respect to the weights, and the sums of the metrics.
+
+    Losses are divided by `counts`, which cover the rows of all ranks.
+    """
     weight = weight.clone().requires_grad_()
     losses, metrics = token_terms(term, batch, weight)
     loss = aggregate_loss(losses, batch["response_mask"], mode, max_response_length=16, **counts)
@@ -132,7 +141,10 @@ def far_apart(actual, expected):
 
 
 def failures_of(term, mode, batch, weight, rows, wanted):
-    """Compare `wanted`, the result of one process with all rows, with the ranks' sums, where each rank has `rows`."""
+    """Compare sums over ranks with `wanted`, the result of one process with all rows.
+
+    Each rank computes the gradient and metrics of its own `rows`.
+    """
     whole, expected = wanted
     part = {name: column[rows] for name, column in batch.items()}
     mask = part["response_mask"]
@@ -153,7 +165,7 @@ def failures_of(term, mode, batch, weight, rows, wanted):
 
 
 def run_rank(rank, ranks, folder):
-    """Test every case with every split of the rows, and write the failures of one rank."""
+    """Test every loss term with every split of the rows over ranks, and write the rank's failures to a file."""
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks, timeout=timedelta(seconds=60)
     )

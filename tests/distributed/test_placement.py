@@ -1,4 +1,4 @@
-"""The processes that each placement starts, on a local Ray cluster."""
+"""Tests of the processes that each placement starts on a local Ray cluster."""
 
 import dataclasses
 import os

@@ -1,4 +1,4 @@
-"""Scores of a reward model over gloo ranks."""
+"""Tests of a reward model's scores over gloo ranks."""
 
 import pytest
 import torch
@@ -20,7 +20,8 @@ SAMPLES = [(f"{n * 37}=", "x" * (n % 5) + str(n)) for n in range(13)]
 async def test_scores_over_ranks_are_those_of_transformers_one_at_a_time(reward_model, ranks, sequence_ranks):
     """Score thirteen rows, and then a single row, for which the second rank has nothing to compute.
 
-    Sequence parallelism splits only the policy's packs: for a reward model each rank has its own token budget.
+    Sequence parallelism splits only the policy's packs of rows. With a reward model, each rank has a token budget of
+    its own.
     """
     placement = [f"placement.actor_ranks={max(1, ranks)}", f"placement.sequence_ranks={sequence_ranks}"]
     config, _ = compose([f"reward.models=[{reward_model}]", *placement])

@@ -53,7 +53,10 @@ def misbehave(response, log):
 
 @pytest.fixture
 def functions(tmp_path, monkeypatch):
-    """Return a maker of configs for functions in a file that is named relative to the driver's working directory."""
+    """Return a function that makes configs of reward functions.
+
+    The path of the functions' file is relative to the driver's working directory.
+    """
     (tmp_path / "rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
 
@@ -117,7 +120,7 @@ async def test_G1_a_golden_set_scores_the_same_here_in_an_actor_and_in_the_pool(
     assert here == in_actor == in_pool == expected
 
 
-ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"  # makes Ray itself import torch as a process starts
+ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"  # the variable makes Ray itself import torch when a process starts
 
 
 @pytest.mark.parametrize("runtime_env", [None, {"env_vars": {ZERO_COPY: "1"}}], ids=["plain", "zero_copy"])
@@ -135,7 +138,10 @@ async def test_reward_processes_never_import_torch(functions, monkeypatch, runti
 
 
 def survivors(log: Path) -> list[int]:
-    """Return processes that ran a misbehaving call and have not ended after some time, except the newest process."""
+    """Return the pids of processes that ran a misbehaving call and are still alive after 5 s.
+
+    The newest process is not returned.
+    """
     pids = list(dict.fromkeys(int(line) for line in log.read_text().split()))
     for _ in range(100):
         alive = [pid for pid in pids[:-1] if os.path.exists(f"/proc/{pid}") and "Z" not in state(pid)]
@@ -181,7 +187,7 @@ async def test_G2_a_reward_that_misbehaves_is_failed_in_time_and_the_pool_is_who
     assert bad.error.startswith(f"reward function 'misbehave' {said}")
     assert results == [SampleScores((0, n), (float(n),)) for n in (0, 1, 3, 4, 5)]
     assert after == [SampleScores((n // 8, n % 8), (float(n),)) for n in range(20, 28)]
-    assert seconds < 20  # two time limits and two process starts, on a busy machine
+    assert seconds < 20  # allows for two time limits and two process starts on a busy machine
     assert survivors(log) == []
 
 

@@ -1,4 +1,4 @@
-"""Invariant G2: whatever a reward function does to its process, its call ends in time and leaves nothing behind."""
+"""Invariant G2: a reward call ends in time and leaves nothing behind, whatever the function does to its process."""
 
 import asyncio
 import importlib.util
@@ -23,7 +23,7 @@ SPEC = importlib.util.spec_from_file_location("torture_rewards", FILE)
 TORTURE = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(TORTURE)
 LIMIT_S = 1.0
-GRACE_S = 20.0  # killing and starting a process twice, on a busy machine
+GRACE_S = 20.0  # time to kill and start a process twice on a busy machine
 
 
 @pytest.fixture(scope="module")
@@ -97,9 +97,9 @@ async def test_G2_it_is_answered_in_time_the_pool_is_whole_and_nothing_stays(poo
         assert bad.error.startswith(f"reward function 'torture' {said}")
     else:
         assert bad == SampleScores((0, 2), (2.0,))
-    assert seconds < 2 * LIMIT_S + GRACE_S  # a call is tried in its chunk, then alone
+    assert seconds < 2 * LIMIT_S + GRACE_S  # a call may run twice: in its chunk, then alone
     until = time.monotonic() + 5.0
-    started = sum(slot.attempts > 0 for slot in pool._transport._slots)  # processes in use, spare ones included
+    started = sum(slot.attempts > 0 for slot in pool._transport._slots)  # processes in use, including spare ones
     while (left := (left_behind(), len(children_of_the_pool()))) != ([], started) and time.monotonic() < until:
         await asyncio.sleep(0.05)
     assert left == ([], started)
@@ -111,7 +111,7 @@ async def test_what_a_file_starts_when_it_is_imported_stays(session, tmp_path):
     path = tmp_path / "helper.py"
     path.write_text(
         "import subprocess, sys\n"
-        "if 'ray' not in sys.modules:\n    HELPER = subprocess.Popen(['sleep', '3600'])\n"  # not in the test process
+        "if 'ray' not in sys.modules:\n    HELPER = subprocess.Popen(['sleep', '3600'])\n"  # only in a reward process
         "def score():\n    subprocess.Popen(['sleep', '3600'])\n    return float(HELPER.poll() is None)\n"
     )
     function = RewardFunctionConfig(

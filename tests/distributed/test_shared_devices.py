@@ -1,4 +1,7 @@
-"""The GPU that each rank and engine gets, on a Ray cluster that reports GPUs which the test machine lacks."""
+"""Tests of the GPU that each rank and engine gets.
+
+The Ray cluster reports GPUs that the test machine does not have.
+"""
 
 import json
 import os
@@ -87,7 +90,7 @@ asyncio.run(run())
 
 
 def told(code: str, *arguments: str) -> dict:
-    """Run `code` in a new process, and return the value of its variable `said`."""
+    """Run `code` in a new process, and return the value that the code gives to the variable `said`."""
     command = [sys.executable, "-c", f"{BEGIN}{code}\nray.shutdown()\nprint(json.dumps(said))", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=280

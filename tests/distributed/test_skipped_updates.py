@@ -16,7 +16,7 @@ HALVES = [list(range(12)), list(range(12, 24))]
 
 
 def poisoned(batch: DataProto, row: int, value: float = math.inf) -> DataProto:
-    """Set the advantage of one token of one row, which only one rank sees, to `value`."""
+    """Set the advantage of the first token of `row`, which only one rank sees, to `value`."""
     advantages = batch.values("advantages").clone()
     advantages[int(batch.offsets("advantages")[row])] = value
     return batch.with_values("responses", advantages=advantages)
@@ -33,7 +33,7 @@ def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 @pytest.mark.parametrize("ranks", [0, 2])
 @pytest.mark.parametrize("value", [math.inf, math.nan])
 async def test_a_skipped_update_leaves_weights_and_moments_bitwise_alone_and_the_schedule_goes_on(start, ranks, value):
-    """Four steps with step 3 skipped are bitwise equal to three steps at the learning rates of steps 1, 2 and 4."""
+    """Skipping step 3 of 4 gives bitwise the weights of three steps at the learning rates of steps 1, 2 and 4."""
     workers = await group(config_of(), start, ranks)
     rates = [(await update(workers, await prepared(workers)))["lr"]]
     before = await weights_of(workers["actor"])

@@ -1,4 +1,4 @@
-"""Processes of a worker group that die, are stopped or hang are detected, named, and replaced in place."""
+"""Tests that dead, stopped or hung processes of a worker group are detected, named, and replaced in place."""
 
 import asyncio
 import json
@@ -23,14 +23,14 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
 @pytest.fixture
 async def liveness(tmp_path, tasks):
-    """Return a `Liveness` that takes processes for hung after 4 s without progress."""
+    """Return a `Liveness` that treats processes as hung after 4 s without progress."""
     here = ray.get_runtime_context().get_node_id()
     return Liveness(hang_timeout_s=4.0, start_timeout_s=100.0, tasks=tasks, here=here, folder=tmp_path)
 
 
 @pytest.fixture
 async def group(liveness):
-    """Start two ranks, whose role is an event that is never set."""
+    """Start two ranks; the role of each rank is a `threading.Event` that is never set."""
     made = WorkerGroup([Role(spawn(liveness, f"rank {number}"), "event") for number in range(2)])
     await build(made)
     yield made
@@ -59,7 +59,7 @@ async def until(condition):
 
 
 def table(folder):
-    """Read the table of named processes, `processes.json`."""
+    """Read `processes.json`, the table of named processes."""
     return json.loads((folder / PROCESSES).read_text())
 
 
@@ -92,13 +92,13 @@ async def test_a_hang_is_named_with_where_it_hangs_and_the_stacks_are_kept(group
     texts = [path.read_text() for path in (tmp_path / STACKS).iterdir()]
     assert len(texts) == 2
     assert all("threading.py" in text for text in texts)
-    assert [rank.process.how_lost for rank in group.ranks] == ["made no progress for 4 s"] * 2  # hung ranks are ended
+    assert [rank.process.how_lost for rank in group.ranks] == ["made no progress for 4 s"] * 2  # hung ranks are killed
 
 
 async def test_a_call_that_takes_long_is_no_hang_while_it_gets_on(group):
-    """The call ticks six times in 6 s, so each tick comes well before the limit of 4 s."""
+    """The call reports progress six times in 6 s, so each report comes well before the limit of 4 s."""
 
-    def ticking(host):  # nested to be pickled by value: by reference a worker would import this file
+    def ticking(host):  # a nested function is pickled by value; otherwise a worker would import the test file
         from time import sleep
 
         from workers.cluster.progress import tick
@@ -112,7 +112,7 @@ async def test_a_call_that_takes_long_is_no_hang_while_it_gets_on(group):
 
 
 async def test_every_process_is_named_as_soon_as_it_has_introduced_itself(group, liveness, tmp_path):
-    """A process that has not been called yet must be in the table too, because tools that watch a run may target it."""
+    """The table must have a process even before its first call, because tools that watch a run may target it."""
     await pid_of(group, 0), await pid_of(group, 1)
     assert list(table(tmp_path)) == ["rank 0", "rank 1"]
     other = spawn(liveness, "reference rank 0")
@@ -122,7 +122,7 @@ async def test_every_process_is_named_as_soon_as_it_has_introduced_itself(group,
 
 
 async def test_a_process_that_says_that_it_is_of_no_more_use_is_ended_and_named_with_its_reason(group):
-    def give_up(host):  # nested to be pickled by value
+    def give_up(host):  # nested functions are pickled by value
         from rltrain.base.errors import WorkerLost
         from workers.cluster.progress import announced
 

@@ -39,7 +39,7 @@ def shaken(host):
 
 
 def failing(action: str):
-    """Return a patch that makes a rank fail once, at its third bucket."""
+    """Return a function that makes a rank fail once, at the rank's third bucket of weights."""
 
     def patch(host):
         import os
@@ -81,7 +81,7 @@ async def workers(ray_here, start):
 
 
 async def answers(workers) -> list[tuple[list[int], list[float]]]:
-    """Return the tokens and log-probs that each replica answers."""
+    """Return the tokens and log-probs with which each engine replica answers `REQUEST`."""
     found = []
     for engine in engines(workers):
         await engine.call(RolloutWorker.submit, [REQUEST])
@@ -94,7 +94,7 @@ async def answers(workers) -> list[tuple[list[int], list[float]]]:
 
 @pytest.fixture
 def nothing_left():
-    """Check that no file is left in shared memory; files that another run has locked do not count."""
+    """Check that the test leaves no file in shared memory, not counting files that another run has locked."""
     before = set(FOLDER.glob(f"{PREFIX}*"))
     yield
     assert [path for path in set(FOLDER.glob(f"{PREFIX}*")) - before if is_abandoned(path)] == []
@@ -105,7 +105,7 @@ def is_abandoned(path) -> bool:
         with path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.fstat(file.fileno()).st_size > 0
-    except OSError:  # the file is in use, or deleted
+    except OSError:  # another process has locked the file, or the file was deleted
         return False
 
 
@@ -127,7 +127,7 @@ async def test_after_a_sync_that_broke_off_engines_answer_nothing_until_the_next
     with pytest.raises(SyncError, match="weight sync 3 broke off: a worker failed: RuntimeError: a bug"):
         await sync(workers.actor.ranks, engines(workers), 3, check=True)
     engine = engines(workers)[0]
-    await engine.call(RolloutWorker.submit, [REQUEST])  # the request may be under way when a sync fails
+    await engine.call(RolloutWorker.submit, [REQUEST])  # the request may still be running when the sync fails
     with pytest.raises(SyncError, match="weight sync 3 failed"):
         await engine.call(RolloutWorker.poll, 0.1)
     await sync(workers.actor.ranks, engines(workers), 4, check=True)

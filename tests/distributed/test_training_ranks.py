@@ -1,4 +1,4 @@
-"""Sharded training over gloo ranks: training is the same for any number of ranks and any token budget."""
+"""Sharded training over gloo ranks gives the same result for any number of ranks and any token budget."""
 
 import asyncio
 import dataclasses
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 
 
 async def train(config: Config, start: str, ranks: int) -> tuple[list[dict[str, float]], dict[str, torch.Tensor]]:
-    """Return the metrics of every step, and the final weights."""
+    """Train `STEPS` steps, and return the metrics of every step and the final weights."""
     workers, history = await group(config, start, ranks), []
     budget = config.actor.max_tokens_per_microbatch
     for step in range(STEPS):
@@ -42,7 +42,10 @@ async def one_rank(ray_here, start):
 async def test_A2_F2_any_number_of_ranks_and_any_budget_gives_the_same_metrics_and_weights(
     one_rank, start, ranks, budget
 ):
-    """Train ten steps on replayed rollouts: losses, KL, entropy, clip fractions and the norm of the full gradient."""
+    """Ten training steps on replayed rollouts give the same metrics and weights as on one rank.
+
+    The metrics include losses, KL, entropy, clip fractions and the norm of the full gradient.
+    """
     same(await train(config_of(f"actor.max_tokens_per_microbatch={budget}"), start, ranks), one_rank)
 
 
@@ -84,7 +87,7 @@ async def test_A2_A3_F2_adapters_learn_the_same_on_any_number_of_ranks(one_rank_
 
 
 def same(found, expected) -> None:
-    """Check that metrics of each step and weights are equal, except for metrics of a plan's overhead."""
+    """Check that the metrics of each step and the final weights are equal, except for `OVERHEAD_METRICS`."""
     for got, wanted in zip(found[0], expected[0], strict=True):
         assert got.keys() == wanted.keys()
         for name, value in wanted.items():
@@ -104,14 +107,14 @@ def test_F3_the_schedule_ends_at_exactly_the_last_optimizer_step(one_rank):
     rates = [step["lr"] for step in one_rank[0]]
     total = config.optimizer_steps
     assert total == STEPS * 2
-    # Linear decay to 0: optimizer step n runs at lr * (1 - n / total), and a training step averages its two rates.
+    # Linear decay to 0: optimizer step n has rate lr * (1 - n / total). A training step reports the mean of two rates.
     expected = [config.actor.lr * (1 - (2 * step + 0.5) / total) for step in range(STEPS)]
     assert rates == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_F1_small_steps_accumulate_in_float32_as_a_float64_reference_says(start, process_group, sharded):
-    """A hundred AdamW steps at lr 1e-6 change a model's weights as much as float64 arithmetic does."""
+    """A hundred AdamW steps at learning rate 1e-6 change the weights as much as in float64 arithmetic."""
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 

@@ -79,7 +79,7 @@ async def load(engine: Role[RolloutWorker], sent: list[Bucket]) -> None:
 
 
 def disguised(sent: list[Bucket], name: str, factor: float) -> list[Bucket]:
-    """Change a matrix's probe, so that the sender claims another matrix product for the same weights."""
+    """Change the probe of one matrix, so that the sender claims a different matrix product for equal weights."""
     for bucket in sent:
         bucket.pieces = [
             replace(p, probe=p.probe + factor * abs(p.probe).max()) if p.name == name else p for p in bucket.pieces
@@ -140,7 +140,7 @@ async def test_E2_the_engine_resolved_the_configured_sampling_and_nothing_of_the
 
 
 async def test_E3_B4_ids_go_in_and_out_as_ids_and_only_a_generated_end_token_ends_an_answer(engine):
-    odd = [0, EOS_ID, 7, 127, 50]  # ids that no text is encoded as
+    odd = [0, EOS_ID, 7, 127, 50]  # a sequence of token ids that no text is encoded as
     got = await answers(engine, requests(64, prompt=odd))
     assert all(len(a.token_ids) == len(a.log_probs) == len(a.versions) for a in got.values())
     for answer in got.values():
@@ -160,7 +160,10 @@ async def test_E5_a_bucket_with_one_corrupted_byte_is_refused(engine, start):
 
 
 async def test_E5_a_head_that_keeps_its_old_weights_is_caught(ray_here, start):
-    """vLLM's own reload leaves a tied head stale on CPU; without our step that repacks heads the check must fail."""
+    """On CPU, vLLM's own reload leaves a tied head with old weights.
+
+    Without rltrain's step that repacks heads, the check must fail.
+    """
     victim = await new_engine(start)
 
     def forget_heads(host):
@@ -180,7 +183,7 @@ async def test_E5_wrong_weights_in_any_single_tensor_are_caught(engine, start):
     assert set(names) == {name for name, _ in model.named_parameters(remove_duplicate=False)}
     tied = good[0].aliases
     for name in names:
-        if name in tied:  # a tied tensor is checked under its first name
+        if name in tied:  # a tied tensor is checked only under its first name
             continue
         bad = disguised(buckets(AutoModelForCausalLM.from_pretrained(start), version=3), name, 1e-3)
         with pytest.raises(SyncError, match="|".join([name, *(alias for alias in tied if tied[alias] == name)])):
@@ -206,7 +209,10 @@ async def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_
 
 
 async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_further_tokens(engine, start):
-    """New weights arrive between two known steps: check versions, log-probs, random streams and the prefix cache."""
+    """New weights arrive between two known decoding steps.
+
+    The test checks versions, log-probs, random streams and the prefix cache.
+    """
     models = {20: AutoModelForCausalLM.from_pretrained(start), 21: shaken(start, 0.05, seed=11)}
     same = AutoModelForCausalLM.from_pretrained(start)
     asked = [*requests(24, temperature=1.5, seed=8), *requests(1, temperature=0.6, uid=1)]
@@ -243,14 +249,14 @@ async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_i
         assert answer.versions == [20] * before + [21] * (len(answer.versions) - before)
         check_each_token(models, request, answer)
     assert any(0 < answer.versions.count(20) < len(answer.versions) for answer in found.values())
-    again = await answers(engine, asked)  # the prompt's keys and values of the old weights are not used
+    again = await answers(engine, asked)  # the cached keys and values of the old weights must not be used
     for request in asked:
         assert set(again[request.key].versions) == {21}
         check_each_token(models, request, again[request.key])
 
 
 def check_each_token(models: dict[int, torch.nn.Module], request: Request, answer: Completion) -> None:
-    """Check that each token's log-prob, given all earlier tokens, is that of the weights of its version."""
+    """Check each token's log-prob, given all earlier tokens, against the weights of the token's version."""
     by_version = {version: trainer_log_probs(models[version], request, answer) for version in set(answer.versions)}
     expected = [float(by_version[version][place]) for place, version in enumerate(answer.versions)]
     assert answer.log_probs == pytest.approx(expected, abs=1e-4)
@@ -272,7 +278,10 @@ async def test_more_prompt_tokens_than_fit_one_engine_step_are_answered(engine):
 
 
 async def weights_in_the_middle(engine: Role[RolloutWorker], models: dict[int, torch.nn.Module]) -> None:
-    """Check E6 and E7 with weights that arrive at an unknown token: attempts go on until they arrive during answers."""
+    """Check E6 and E7 with weights that arrive at an unknown token of an answer.
+
+    The check is repeated until weights arrive while answers are being generated.
+    """
     first, second = (buckets(model, version=version) for version, model in models.items())
     for attempt in range(20):
         asked = requests(16, temperature=1.5, seed=attempt)
@@ -307,7 +316,7 @@ async def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_
     with pytest.raises(SyncError, match=r"k_proj"):
         await load(apart, bad)
     family = psutil.Process((await on([apart.process], lambda host: os.getpid()))[0]).children(True)
-    # However the processes end, they leave nothing in shared memory: the files that they have mapped have no names.
+    # The processes' shared-memory files have no names, so nothing is left behind however the processes end.
     assert shared_by(family, "psm_", " (deleted)")
     assert shared_by(family, "vllm_dist_", " (deleted)")
     assert shared_files([process.pid for process in family]) == set()
@@ -318,7 +327,7 @@ async def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_
 
 
 def test_a_call_that_fails_because_a_process_of_the_engine_died_says_so(monkeypatch):
-    """vLLM's own message is "Call to pause_scheduler method failed: Executor failed." until it notices the death."""
+    """Until vLLM notices that a process died, its own error message says only that a call of pause_scheduler failed."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     from workers.rollout.vllm_engine import Family
@@ -335,7 +344,7 @@ def test_a_call_that_fails_because_a_process_of_the_engine_died_says_so(monkeypa
 
 
 def shared_by(processes: list[psutil.Process], prefix: str, suffix: str) -> list[str]:
-    """Return the mappings of `processes` whose shared-memory names start with `prefix` and end with `suffix`."""
+    """Return the memory mappings of `processes` whose shared-memory file names have the given prefix and suffix."""
     maps = [line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
     return [line for line in maps if f"/dev/shm/{prefix}" in line and line.endswith(suffix)]
 
@@ -351,8 +360,8 @@ async def test_weights_that_lack_a_tensor_or_have_names_that_vllm_does_not_know_
     save_file({name: tensors[name] for name in tensors if "layers.1.mlp.down" not in name}, lacking / WEIGHTS)
     save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, bare / WEIGHTS)
     with pytest.raises(ConfigError, match=rf"^model.path={lacking}: its weights lack model.layers.1.mlp.down_proj.wei"):
-        await new_engine(str(lacking))  # vLLM alone would not complain
-    AutoModelForCausalLM.from_pretrained(bare)  # transformers knows names without "model."
+        await new_engine(str(lacking))  # vLLM alone would load the model without an error
+    AutoModelForCausalLM.from_pretrained(bare)  # transformers also accepts tensor names without "model."
     with pytest.raises(
         ConfigError, match=rf"^model.path={bare}: vLLM does not start with this model \(ValueError: .*hf$"
     ):

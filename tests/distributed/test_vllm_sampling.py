@@ -1,4 +1,4 @@
-"""vLLM with top-p, top-k and stop strings, compared with the rules that the transformers engine follows."""
+"""Tests of top-p, top-k and stop strings in vLLM, compared with the rules that the transformers engine follows."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ async def engine_of(path: str, *overrides: str, stop: list[str] | None = None) -
 async def answers(
     engine: Role[RolloutWorker], asked: list[Request], *, count: int = 0
 ) -> dict[tuple[int, int], Completion]:
-    """Return the answers to requests, and to `count` requests that were submitted before."""
+    """Submit `asked`, and return all answers, including those to `count` requests that were submitted earlier."""
     await engine.call(RolloutWorker.submit, asked)
     found: dict[tuple[int, int], Completion] = {}
     while len(found) < len(asked) + count:
@@ -66,20 +66,23 @@ async def load(engine: Role[RolloutWorker], model: torch.nn.Module, version: int
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def plain(ray_here, start):
-    """Return answers without stop strings."""
+    """Return answers that were generated without stop strings."""
     async with engine_of(start) as engine:
         return await answers(engine, requests(48))
 
 
 def common_pair(found: dict[tuple[int, int], Completion]) -> str:
-    """Return two characters that follow each other in several answers, but not in all."""
+    """Return a pair of adjacent characters that occurs in several answers, but not in all."""
     pairs = Counter(pair for a in found.values() for pair in {a.text[at : at + 2] for at in range(1, len(a.text) - 1)})
     return next(pair for pair, count in pairs.most_common() if count < len(found))
 
 
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.7, 0), (0.9, 4), (1.0, 1)])
 async def test_vllm_samples_and_weighs_what_the_transformers_engine_keeps(start, top_p, top_k):
-    """Each sampled token is one of those kept, and its log-prob is renormalised over them; greedy answers have none."""
+    """Each sampled token passes the filters top-p and top-k, and its log-prob is renormalised over the kept tokens.
+
+    Greedy answers are not filtered.
+    """
     settings, model = [f"rollout.top_p={top_p}", f"rollout.top_k={top_k}"], AutoModelForCausalLM.from_pretrained(start)
     sampled, greedy = requests(16, temperature=1.2), requests(1, temperature=0.0, uid=1)
     async with engine_of(start, *settings) as engine:
@@ -117,7 +120,7 @@ async def test_an_answer_is_exactly_the_tokens_up_to_the_one_that_completes_a_st
             assert stopped[key].finish_reason == ("stop" if length is not None else full.finish_reason)
             assert stopped[key].text == text_before(full.text, [stop])
             assert set(stopped[key].versions) == {0}
-        for version in range(1, 9):  # the same weights again, so the tokens stay the same
+        for version in range(1, 9):  # loads the same weights again, so the tokens do not change
             await engine.call(RolloutWorker.submit, requests(48))
             await load(engine, model, version)
             again = await answers(engine, [], count=48)

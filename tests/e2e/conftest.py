@@ -1,4 +1,4 @@
-"""Helpers that several tests share are imported by name."""
+"""Let tests import the shared helpers in the folder tests/e2e by name."""
 
 import logging
 import os
@@ -13,7 +13,10 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def vllm_run(tmp_path_factory):
-    """Do a run with vLLM and two FSDP ranks, and record (address, process) of each socket that listened."""
+    """Do a run with vLLM and two FSDP ranks.
+
+    Returns the run, and (address, process) for each socket that listened during the run.
+    """
     from runs import WHOLE_STACK, finish, start
     from sockets import look
 

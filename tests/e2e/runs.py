@@ -1,4 +1,4 @@
-"""Helpers that start the program as users do, and look at the files and processes that a run left."""
+"""Helpers that start the program as users do, and find the files and processes that a run leaves."""
 
 import contextlib
 import io
@@ -44,7 +44,7 @@ class Run:
         return [json.loads(line) for line in (self.output / name).read_text().splitlines()]
 
     def timeless(self) -> list[dict[str, float]]:
-        """Return the records of training steps and evaluations without metrics that depend on the clock."""
+        """Return the records of training steps and evaluations, without metrics that depend on the clock."""
         rows = self.metrics() + self.lines("evaluations.jsonl")
         return [{k: v for k, v in row.items() if not k.startswith(("timing/", "perf/"))} for row in rows]
 
@@ -54,7 +54,10 @@ class Run:
 
 
 def start(output: Path, *overrides: str, **options) -> subprocess.Popen[str]:
-    """Start `python -m rltrain.main` in a process group of its own, and mark every process of the run."""
+    """Start `python -m rltrain.main` in its own process group.
+
+    An environment variable marks every process of the run.
+    """
     command = [sys.executable, "-m", "rltrain.main", f"trainer.output_dir={output}", *overrides]
     environment = {**os.environ, "RLTRAIN_TEST_RUN": str(output), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
@@ -64,7 +67,7 @@ def start(output: Path, *overrides: str, **options) -> subprocess.Popen[str]:
 
 
 def _listen_to_ctrl_c() -> None:
-    """Restore SIGINT's default action, because a shell lets background programs and their children ignore SIGINT."""
+    """Restore the default action of SIGINT, because a shell makes background programs and their children ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -90,7 +93,9 @@ def train(output: Path, *overrides: str) -> Run:
 
 
 def train_here(output: Path, *overrides: str) -> Run:
-    """Do a whole run in the test process, which saves the imports, for tests that do not need a new process.
+    """Do a whole run in the test process, for tests that do not need a new process.
+
+    A run in the test process saves the time of importing libraries.
 
     Tests that call `train_here` must use the fixture `settings_restored`.
     """
@@ -103,7 +108,7 @@ def train_here(output: Path, *overrides: str) -> Run:
 
 
 def marked(output: Path) -> list[int]:
-    """Return the pids of the processes that a run with this output directory started and that are still alive."""
+    """Return the pids of live processes that a run with the output directory `output` started."""
     mark = f"RLTRAIN_TEST_RUN={output}".encode()
     found = []
     for entry in Path("/proc").iterdir():

@@ -11,7 +11,7 @@ LISTEN = "0A"
 
 
 def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Parse an address of /proc/net/tcp: words of four bytes, each in the byte order of the machine."""
+    """Parse an IP address of /proc/net/tcp, written as words of four bytes in the machine's byte order."""
     words = bytes.fromhex(text)
     ordered = b"".join(
         words[i : i + 4][::-1] if sys.byteorder == "little" else words[i : i + 4] for i in range(0, len(words), 4)
@@ -21,7 +21,7 @@ def address_of(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
 
 
 def listening() -> dict[str, ipaddress.IPv4Address | ipaddress.IPv6Address]:
-    """Return the address of each TCP socket that listens on the test machine, by inode."""
+    """Return the addresses of all TCP sockets that listen on the test machine, keyed by the socket's inode."""
     found = {}
     for file in ("/proc/net/tcp", "/proc/net/tcp6"):
         for line in Path(file).read_text().splitlines()[1:] if Path(file).exists() else []:
@@ -32,7 +32,7 @@ def listening() -> dict[str, ipaddress.IPv4Address | ipaddress.IPv6Address]:
 
 
 def sockets_of(pid: int) -> set[str]:
-    """Return the inodes of a process's open sockets; none if the process has ended."""
+    """Return the inodes of a process's open sockets; the set is empty if the process has ended."""
     try:
         links = [os.readlink(file) for file in Path(f"/proc/{pid}/fd").iterdir()]
     except OSError:

@@ -17,7 +17,7 @@ from rltrain.main import main
 ROOT = Path(__file__).parents[2]
 BAD = 2  # exit status
 
-# (overrides, text that the error line must contain); {files} is the folder that the fixture `files` fills.
+# Name of a case: (overrides, texts that the error line must contain). {files} is the folder of the fixture `files`.
 CASES = {
     "unknown key": (
         ["trainer.totl_steps=3"],
@@ -267,7 +267,7 @@ def _spoil_weights(folder):
 
 @pytest.fixture
 def ray_folder(tmp_path, monkeypatch):
-    """Make an empty folder in which Ray would create its files if it were started."""
+    """Make an empty folder in which Ray would create its files if a test started Ray."""
     folder = tmp_path / "ray"
     folder.mkdir()
     monkeypatch.setenv("RAY_TMPDIR", str(folder))
@@ -285,7 +285,7 @@ def _processes_with(variable):
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environment = (process / "environ").read_bytes().split(b"\0")
-        except OSError:  # the process has ended, or is another user's
+        except OSError:  # the process has ended, or belongs to another user
             continue
         if variable.encode() in environment:
             found.append(process.name)

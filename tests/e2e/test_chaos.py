@@ -1,4 +1,4 @@
-"""Eight runs of `make chaos` lose nothing, though one process is struck in each of them."""
+"""Eight runs of `make chaos` lose no results, although a signal strikes one process in each run."""
 
 import os
 
@@ -31,7 +31,7 @@ def test_F4_a_run_whose_process_is_struck_ends_with_the_weights_and_the_ledger_o
     outcome = run(strike, tmp_path / "struck", undisturbed, usual(undisturbed))
     assert not outcome.wrong
     assert outcome.detected_s is not None, "nobody noticed"
-    # A training rank's death repeats the current step, and the previous one if its checkpoint was still being written.
+    # A rank's death repeats the current training step, and also the previous one if its checkpoint is unfinished.
     assert outcome.repeated <= (0 if strike.role in ("rollout", "reward") else 2)
 
 

@@ -23,7 +23,7 @@ def größe(prompt, response):
 
 @pytest.fixture
 def folder(tmp_path, start):
-    """Make a folder with prompts, a reward function and a model."""
+    """Make a folder with prompts, a reward function and a model, all under non-ASCII names."""
     made = tmp_path / "büro 数据"
     made.mkdir()
     rows = [{"prompt": f"{n}729=", "answer": "ü"} for n in range(8)]
@@ -34,7 +34,7 @@ def folder(tmp_path, start):
 
 
 def test_a_run_with_ray_needs_no_home_no_locale_and_no_short_ascii_names_and_shows_no_key(folder, tmp_path):
-    temporary = tmp_path / ("t" * 60)  # too long a path for Ray's sockets
+    temporary = tmp_path / ("t" * 60)  # a path too long for Ray's sockets
     temporary.mkdir()
     environment = {
         "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LC_ALL": "C",

@@ -1,4 +1,4 @@
-"""Training a model by its hub name: it is downloaded once, found offline later, and pinned when a run is resumed."""
+"""Training of a model by its hub name: the model is downloaded once, found offline later, and pinned on resume."""
 
 import os
 import re
@@ -41,7 +41,7 @@ def hub(made, tmp_path, monkeypatch):
 
 
 def moved(hub: Hub, made, tmp_path) -> str:
-    """Move the branch main of org/tiny to another commit."""
+    """Move the branch `main` of org/tiny to a new commit, and return the commit's hash."""
     shutil.copytree(made, tmp_path / "next")
     (tmp_path / "next" / "README.md").write_text("next")
     return hub.push("org/tiny", tmp_path / "next")

@@ -1,4 +1,4 @@
-"""The metric catalogue describes every metric that runs write, and runs write every metric that it describes."""
+"""The metric catalogue describes exactly the metrics that runs write."""
 
 import json
 import os

@@ -30,7 +30,10 @@ def run(*command: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
 
 @pytest.fixture
 def cluster(tmp_path_factory):
-    """Start a one-node Ray cluster: the environment that reaches it, and the address of its job server."""
+    """Start a one-node Ray cluster.
+
+    Yields the environment variables that reach the cluster, and the address of the cluster's job server.
+    """
     gcs, dashboard, client, agent_http, agent_grpc, metrics = free_ports(6)
     token = tmp_path_factory.mktemp("token") / "token"
     token.write_text("0123456789abcdef0123456789abcdef")

@@ -29,7 +29,7 @@ WITHOUT_COMMANDS = {
     "docs/metrics.md",
     "docs/how-it-is-built.md",
 }
-LONGEST_README = 200  # lines; takes five minutes to read
+LONGEST_README = 200  # maximum number of lines, which take five minutes to read
 COMMAND = "python -m rltrain.main"
 TINY = [
     "placement=inprocess", "rollout=hf", "trainer.total_steps=2", "trainer.prompts_per_step=4",
@@ -44,17 +44,20 @@ def bash_lines(document):
 
 
 def runs(document):
-    """Return the arguments of each command in a document that starts a run, wherever in its line the command stands."""
+    """Return the arguments of each command in a document that starts a run.
+
+    The command may begin anywhere in its line.
+    """
     return [line.partition(COMMAND)[2] for line in bash_lines(document) if COMMAND in line]
 
 
 def named_files(document):
-    """Return (path, content) of each code block that follows a line with only a path."""
+    """Return the (path, content) of each file that a document shows: a line with only a path, then a code block."""
     return re.findall(r"^`([\w/.]+)`\n\n```\w+\n(.*?)^```$", (ROOT / document).read_text(), re.S | re.M)
 
 
 def written_file(document, name, folder):
-    """Write a file that a document shows to a folder."""
+    """Write the file `name`, as a document shows it, into `folder`, and return the file's path."""
     (content,) = [content for path, content in named_files(document) if path == name]
     (folder / name).write_text(content)
     return folder / name
@@ -206,7 +209,7 @@ def test_the_recipe_for_own_data_trains_and_the_catalogue_explains_its_metrics(t
 
 
 def unexplained(run):
-    """Return the metrics of a run that are missing from the catalogue."""
+    """Return the names of a run's metrics that are missing from the catalogue."""
     names = {name for record in metrics_of(run) for name in record} - {"step"}
     return [name for name in sorted(names) if not any(metric.matches(name) for metric in METRICS)]
 
@@ -233,6 +236,6 @@ def test_the_librarys_example_runs_and_trains(capsys):
     names = {}
     exec(compile(example, "docs/algorithms.md", "exec"), names)
     gradient = names["log_probs"].grad
-    assert (gradient[0] < 0).all()  # gradient descent makes the right answer likelier
+    assert (gradient[0] < 0).all()  # a gradient descent step makes the right answer more likely
     assert (gradient[1] > 0).all()
     assert "ppo_kl" in capsys.readouterr().out

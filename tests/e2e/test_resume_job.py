@@ -1,4 +1,4 @@
-"""Invariant F4 with killed processes: a run that dies at any moment and is resumed ends like an undisturbed run."""
+"""Invariant F4 with killed processes: a run that is killed at any moment and resumed ends like an undisturbed run."""
 
 import json
 import random
@@ -27,13 +27,16 @@ def wait_for(process, condition, timeout_s=200) -> None:
 
 
 def final_state(output: Path) -> dict[str, bytes]:
-    """Return the bytes of the final weights, training state and ledger, which depend only on what was learnt."""
+    """Return the files of the final weights, training state and ledger as bytes, by name.
+
+    The files depend only on what was learnt.
+    """
     (newest,) = (output / "checkpoints").glob("step_*")
     files = [newest / "model/model.safetensors", *(newest / "state").glob("*/__*"), output / "ledger.jsonl"]
     return {file.name if file.parent == output else str(file.relative_to(newest)): file.read_bytes() for file in files}
 
 
-@pytest.mark.timeout(900)  # runs four programs one after the other
+@pytest.mark.timeout(900)  # four programs run one after the other
 @pytest.mark.usefixtures("settings_restored")
 def test_F4_a_run_killed_at_random_moments_again_and_again_ends_as_the_undisturbed_one(tmp_path):
     common = [*COMMON, "trainer.total_steps=5", "trainer.save_every=1", "trainer.keep_checkpoints=1"]
@@ -43,7 +46,7 @@ def test_F4_a_run_killed_at_random_moments_again_and_again_ends_as_the_undisturb
     for target in (1, 3):
         process = start(output, *common, "trainer.resume=auto")
         wait_for(process, lambda target=target: lines(output) >= target)
-        time.sleep(draw.random() * 0.5)  # dies during a step, during a save, or between them
+        time.sleep(draw.random() * 0.5)  # the run dies during a step, during a save, or between the two
         kills += process.poll() is None
         process.send_signal(signal.SIGKILL)
         finish(process, output)

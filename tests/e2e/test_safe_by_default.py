@@ -23,15 +23,15 @@ def test_the_addresses_of_proc_are_read_right():
 
 
 def test_a_local_run_listens_on_the_loopback_address_alone(vllm_run):
-    """Listeners are Ray's daemons and workers, the store where ranks meet, gloo's pairs and the engine's sockets."""
+    """The listening sockets belong to Ray's daemons and workers, the ranks' store, gloo's pairs and the engine."""
     run, found = vllm_run
     assert run.status == 0, run.stderr
-    assert len(found) >= 8  # daemons, store, two gloo ranks and workers were found
+    assert len(found) >= 8  # the daemons, the store, two gloo ranks and the workers were found
     assert {f"{address}: {name}" for address, name in found if not ipaddress.ip_address(address).is_loopback} == set()
 
 
 def test_outputs_have_the_modes_that_the_users_umask_gives(tmp_path):
-    """The umask 027 gives modes that differ from those of temporary files and from any fixed modes."""
+    """Modes under umask 027 differ from the modes of temporary files and from any fixed modes."""
     output = tmp_path / "run"
     run = finish(start(output, *SHORT, "placement=inprocess", "trainer.save_every=1", umask=0o027), output)
     assert run.status == 0, run.stderr

@@ -1,4 +1,4 @@
-"""Whichever process dies, a run ends with the same weights as an undisturbed run."""
+"""A run ends with the same weights as an undisturbed run, whichever of the run's processes dies."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from runs import SMALL, finish, marked, start, train
 
 pytestmark = pytest.mark.slow
 STEPS = 5
-# Two ranks and two engines test sums over ranks, answers from whichever engine is free, and replaced process groups.
+# Two ranks and two engines test sums over ranks, answers from any free engine, and the replacement of process groups.
 RUN = [
     *SMALL, "rollout=hf", f"trainer.total_steps={STEPS}", "trainer.deterministic=true", "placement.actor_ranks=2",
     "placement.rollout_replicas=2", "placement.reward_workers=2", "algorithm.dynamic_sampling=2",
@@ -21,7 +21,7 @@ RUN = [
 
 
 def struck(process, output, name: str, number: int, *, after: int) -> int:
-    """Send a signal to the run's process `name` after `after` training steps, and return its pid."""
+    """After `after` training steps, send the signal `number` to the run's process `name`, and return the pid."""
     metrics, deadline = output / "metrics.jsonl", time.monotonic() + 200
     while not metrics.exists() or metrics.read_text().count("\n") < after:
         assert process.poll() is None, process.communicate()
@@ -37,7 +37,10 @@ def pid_of(output, name: str) -> int:
 
 
 def test_E7_F4_deaths_of_an_engine_a_reward_worker_and_a_rank_change_nothing_to_the_last_bit(tmp_path):
-    """Compare samples with log-probs, scores and advantages, metrics except times, and the final weights."""
+    """Compare samples, metrics and final weights with those of an undisturbed run.
+
+    Samples include log-probs, scores and advantages. Metrics of time are left out.
+    """
     undisturbed, output = train(tmp_path / "undisturbed", *RUN), tmp_path / "run"
     assert undisturbed.status == 0, undisturbed.stderr
     process = start(output, *RUN)
@@ -105,7 +108,10 @@ def mapped(processes: list[psutil.Process]) -> set[Path]:
 
 
 def test_an_engine_of_several_processes_is_replaced_as_a_whole_whichever_of_them_dies(tmp_path):
-    """The replica has two tensor-parallel workers: first its own process is killed, then one of the workers."""
+    """The replica has two tensor-parallel workers.
+
+    First the replica's own process is killed, then one of the two workers.
+    """
     output, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     short = ["rollout.vllm.tensor_parallel_size=2", "rollout.max_response_length=4", "data.val=null"]
     process = start(output, *SMALL, *short, "trainer.total_steps=400")

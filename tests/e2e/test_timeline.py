@@ -1,4 +1,4 @@
-"""The timeline of a whole run with Ray, and of a run that is killed and resumed."""
+"""Tests of the timeline of a whole run with Ray, and of a run that is killed and resumed."""
 
 import json
 import os
@@ -15,7 +15,7 @@ COMMON = [*SMALL, "rollout=hf", "trainer.trace=true"]
 
 
 def tracks(events):
-    """Return the names of the events of each track, by the label of the process and the track."""
+    """Return the event names of each track, keyed by (process label, track name)."""
     found: dict[tuple[str, str], set[str]] = {}
     for (process, row), own in by_row(events).items():
         label, track = process.partition(" (pid")[0], row.rstrip("0123456789 ")
@@ -52,7 +52,7 @@ def test_driver_rank_engine_and_reward_process_all_have_their_events_in_the_time
 
 
 def require_right_places(events, metrics):
-    """Fail unless the events of all processes of the last step lie in the phases of the driver that wait for them."""
+    """Check that the events of all processes in the last step lie within the driver's phases that wait for them."""
     step = next(event for event in events if event.name == "step 2")
     assert (step.end - step.start) / 1e9 == pytest.approx(metrics["timing/step"], rel=0.05)
     last = {event.name: event for event in events if event.inside(step) and event.process.startswith("driver")}

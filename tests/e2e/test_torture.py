@@ -14,7 +14,7 @@ STEPS, WEIGHT = 3, 0.5
 
 
 def expected(prompt: str, response: str) -> float | None:
-    """Return the score that `one_in_twenty` gives a sample; None if the sample has to fail."""
+    """Return the score that `one_in_twenty` is expected to give a sample; None if the sample has to fail."""
     value = TORTURE.hash_of(prompt, response)
     if value % 20:
         return float("7" in response)
@@ -51,7 +51,7 @@ def test_a_run_finishes_while_one_call_in_twenty_does_something_bad(tmp_path):
 
 
 def check(row: dict) -> None:
-    """Check that a sample has the scores of its own text, wherever and however often it was scored."""
+    """Check that a sample has the scores of its own text, wherever and however many times the sample was scored."""
     first, components = expected(row["prompt"], row["response"]), row["reward_components"]
     if first is None:
         assert "reward function 'bad' " in row["reward_error"]
@@ -64,7 +64,7 @@ def check(row: dict) -> None:
 
 
 def check_advantages(rows: list[dict]) -> None:
-    """Invariants C4, C5, B8: each token gets its answer's score minus the mean score of valid answers that ended."""
+    """Invariants C4, C5, B8: an advantage is the answer's score minus the mean score of valid, untruncated answers."""
     counted = [row for row in rows if row["valid"] and row["finish_reason"] != "length"]
     assert 0 < len(counted) < len(rows)
     mean = sum(row["score"] for row in counted) / len(counted)

@@ -1,4 +1,4 @@
-"""Whole runs with experiment trackers: stopped, resumed, and with a tracking service that cannot be reached."""
+"""Whole runs with experiment trackers: runs that stop, resume, or cannot reach the tracking service."""
 
 import json
 import signal
@@ -12,20 +12,20 @@ from runs import SMALL, finish, start, train
 for library in ("wandb", "mlflow", "trackio"):
     pytest.importorskip(library)
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # trackers' libraries emit warnings
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the libraries of trackers emit warnings
 COMMON = [*SMALL, "placement=inprocess", "rollout=hf", "data.val_size=4", "trainer.total_steps=5"]
 ALL = "trainer.trackers=[tensorboard,wandb,mlflow,trackio]"
 
 
 @pytest.fixture
 def local(tmp_path, monkeypatch):
-    """Let every tracker write to a local place."""
+    """Make every tracker write to the local disk instead of a service."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     import mlflow
 
-    # If a run created the experiment, MLflow would put its artifacts into the working directory.
+    # The experiment is created in advance; otherwise MLflow would put artifacts into the working directory.
     mlflow.MlflowClient().create_experiment("rltrain", artifact_location=str(tmp_path / "artifacts"))
 
 
@@ -40,7 +40,7 @@ def ids_in(output):
 
 
 @pytest.mark.usefixtures("local")
-@pytest.mark.timeout(600)  # runs two programs one after the other
+@pytest.mark.timeout(600)  # two programs run one after the other
 def test_a_run_that_is_terminated_and_resumed_is_one_run_with_every_step_in_each_tracker(tmp_path):
     output = tmp_path / "run"
     process = start(output, *COMMON, ALL, "trainer.total_steps=500")

@@ -1,7 +1,7 @@
-"""Run the program in given environments, each in a forked process, so that libraries are imported only once.
+"""Run the program in given environments, each time in a forked process, so that libraries are imported only once.
 
-The server is started for one locale, because a process cannot change its locale, and with the number of a socket; it
-reads `Case`s and writes outcomes.
+A server is started for one locale, because a process cannot change its locale. The server's argument is the file
+descriptor of a socket, from which the server reads `Case`s and to which it writes outcomes.
 """
 
 import io
@@ -27,10 +27,10 @@ class Case:
     """A command line and the environment in which it runs.
 
     Attributes:
-        words: The command line's words, as the shell gives them.
-        variables: Environment variables to set; None unsets one.
+        words: Words of the command line, as a shell would pass them.
+        variables: Environment variables to set; the value None unsets a variable.
         folder: Working directory; None stands for a deleted folder.
-        known: Whether the user database has the user.
+        known: Whether the user database has an entry for the current user.
         stdout, stderr: Encoding of the stream; None if it is closed.
     """
 
@@ -52,7 +52,7 @@ def enter(case: Case) -> None:
         os.environ.pop(name, None)
         if value is not None:
             os.environb[name.encode()] = value
-    tempfile.tempdir = None  # makes tempfile choose a folder again
+    tempfile.tempdir = None  # makes tempfile choose its folder anew
     if case.folder is None:
         gone = tempfile.mkdtemp(dir="/tmp")
         os.chdir(gone)

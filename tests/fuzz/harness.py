@@ -18,13 +18,16 @@ import rltrain.data.row_sources
 import rltrain.main
 from rltrain.base.errors import ConfigError
 
-# Number of cases of all fuzz tests together; each test has a fixed share of it.
+# Total number of cases of all fuzz tests; each test gets a fixed share.
 COUNT = int(os.environ.get("FUZZ_COUNT", "0"))
-ROWS = 32  # prompts of a built-in task
+ROWS = 32  # number of prompts of a built-in task
 
 
 def cases(share: float, by_default: int) -> Any:
-    """Return Hypothesis's settings; the cases are the same each time unless `make fuzz` sets their number."""
+    """Return Hypothesis's settings.
+
+    The test cases are the same in every test run, unless `make fuzz` sets the number of cases.
+    """
     return settings(
         max_examples=max(1, round(share * COUNT)) if COUNT else by_default, derandomize=not COUNT, deadline=None,
         database=None, suppress_health_check=list(HealthCheck), print_blob=True,
@@ -54,7 +57,7 @@ def read_once() -> Iterator[None]:
 
 
 class Started(BaseException):
-    """Raised where a run would start its workers."""
+    """Raised in place of starting a run's workers."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,7 @@ class Outcome:
 
 
 def status_of(overrides: Sequence[str]) -> int | None:
-    """Run the program with `overrides`, and return its exit status; None if it reaches the start of the workers."""
+    """Run the program with `overrides`, and return its exit status, or None if it reaches the start of the workers."""
 
     def train(*_: Any, **__: Any) -> None:
         raise Started
@@ -97,7 +100,10 @@ def command(overrides: Sequence[str]) -> Outcome:
 
 
 def refused(call: Callable[[], object]) -> str:
-    """Return the message of a ConfigError that `call` raises, "" if it raises none; any other error is a failure."""
+    """Return the message of the ConfigError that `call` raises, or "" if `call` raises none.
+
+    Any other error fails the test.
+    """
     try:
         with read_once():
             call()
@@ -123,16 +129,16 @@ def furnished(folder: Path) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes | None]:
-    """Return the content of every path below a folder, None for folders."""
+    """Return the content of every file below a folder by path; the content of a subfolder is None."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 @contextlib.contextmanager
 def nothing_written_over(folder: Path) -> Iterator[list[Outcome]]:
-    """Check that the block keeps all old files, and that new files appear only if workers were to start.
+    """Check that the block changes no existing files, and creates files only if the program would start workers.
 
-    The block appends its outcome to the list that it gets. A run that is resumed in its own folder writes its config
-    again.
+    The block has to append the outcome of its command line to the yielded list. A run that is resumed in its own folder
+    writes its config again.
     """
     before, outcomes = files(folder), []
     yield outcomes
@@ -158,7 +164,7 @@ def nothing_written_over(folder: Path) -> Iterator[list[Outcome]]:
 
 
 def check_refusal(outcome: Outcome) -> None:
-    """Check that the user reads one line that says what is wrong, without a traceback."""
+    """Check that a refused command prints a one-line error message without a traceback."""
     if outcome.status is None:
         return
     shown = f"status {outcome.status}\n{outcome.err}"

@@ -1,4 +1,4 @@
-"""For any chat template and any text in a prompt, prompts are encoded as written, or refused with their row."""
+"""For any chat template and any prompt text, a prompt is encoded as written, or refused with an error for its row."""
 
 import functools
 import json
@@ -52,14 +52,14 @@ template = st.one_of(opaque, opaque, opaque, opaque, other, other, other, st.sam
 
 
 class Kept(ChatTemplates):
-    """Renders prompts for all cases in one process, because a process for each case would take most of the time."""
+    """Renders the prompts of all cases in one process, because a new process for each case would be slow."""
 
     def __enter__(self):
         self._lost = 0
         return self
 
     def __exit__(self, *_):
-        """Keep the rendering process alive."""
+        """Do nothing, so that the rendering process stays alive."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -108,7 +108,10 @@ def test_prompts_are_encoded_as_the_template_writes_them_or_refused(
 
 
 def check(tokenizer, prompt, encoded, special, *, known: bool) -> None:
-    """Check prompts that were not refused; `known` says that the template's own control tokens are always the same."""
+    """Check a prompt that was not refused.
+
+    With `known`, the template always writes the same control tokens.
+    """
     bos = tokenizer.bos_token_id
     assert encoded.ids[:2] != [bos, bos]
     control = set(tokenizer.convert_tokens_to_ids(NAMES))

@@ -1,4 +1,4 @@
-"""For any damage to a checkpoint and any value of `trainer.resume`, a run resumes or is refused in one line."""
+"""For any damage to a checkpoint and any value of `trainer.resume`, a run resumes or ends with a one-line error."""
 
 import asyncio
 import copy
@@ -49,14 +49,14 @@ STATE = {
 
 
 class Rank:
-    """A rank that saves one small tensor without delay."""
+    """A fake training rank that saves one small tensor without delay."""
 
     async def call(self, method, *arguments):
         return getattr(self, method.__name__)(*arguments)
 
     def save_state(self, url):
         self.folder = Folder(url)
-        with warnings.catch_warnings(action="ignore"):  # DCP warns about a single process
+        with warnings.catch_warnings(action="ignore"):  # DCP warns about a save by a single process
             dcp.save(
                 {"model.weight": torch.ones(2, 3)}, storage_writer=FsspecWriter(f"{url}/state/actor"), no_dist=True
             )
@@ -100,7 +100,7 @@ def run(here_once):
 
 
 class Runs:
-    """An object whose pickle runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("was_run",)
@@ -148,7 +148,7 @@ def paths(value, path=()):
 
 
 def changed(content: bytes, how: str, what) -> bytes | None:
-    """Return a file's content with one kind of harm done to it; None deletes the file."""
+    """Return a file's content after the damage `how`; None means that the file is deleted."""
     if how == "junk":
         return what
     if how == "flip":
@@ -169,7 +169,7 @@ def changed(content: bytes, how: str, what) -> bytes | None:
 
 
 def sealed(folder) -> None:
-    """Make the manifest's sizes and checksums match the changed files, if the manifest can still be read."""
+    """Make the manifest's sizes and checksums match the damaged files, unless the manifest cannot be read."""
     try:
         manifest = json.loads((folder / MANIFEST).read_bytes())["manifest"]
         for name in [name for name in manifest["files"] if isinstance(name, str)]:
@@ -185,7 +185,7 @@ def sealed(folder) -> None:
 
 
 def spoil(run, how: str, name: str, what, seal: bool) -> dict:
-    """Damage the newer checkpoint, and return the original content of its files."""
+    """Damage the newer checkpoint, and return the original content of the affected files."""
     folder = run / "checkpoints" / f"step_{STEPS[-1]}"
     before = {folder / one: (folder / one).read_bytes() for one in {name, MANIFEST}}
     found = changed(before[folder / name], how, what)

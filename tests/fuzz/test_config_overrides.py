@@ -1,4 +1,4 @@
-"""Any bad command line ends with status 2 and one line on stderr, before any worker starts."""
+"""Every bad command line ends with status 2 and one line on stderr, before any worker starts."""
 
 import copy
 import dataclasses
@@ -17,7 +17,7 @@ from rltrain.settings.typed import keys, parse
 
 QUICK = ["rollout=hf", "placement=inprocess", "data.val=null", "trainer.output_dir=new_run"]
 KEYS = sorted(keys(Config))
-# Options for folders and files outside the test's folder get no random names, because a run may be started there.
+# Options that name output folders get no random values, because a run could write outside the test's folder.
 PLACES = {"trainer.output_dir", "trainer.checkpoint_dir"}
 
 plain = st.sampled_from(

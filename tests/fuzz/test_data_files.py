@@ -1,4 +1,4 @@
-"""A bad file of prompts, whatever it has in it, is refused in one line that names it, before any worker starts."""
+"""Any bad file of prompts is refused before a worker starts, with a one-line error that names the file."""
 
 import dataclasses
 import functools
@@ -62,7 +62,10 @@ array = st.lists(row, max_size=4).map(lambda rows: json.dumps(rows).encode())
 
 
 def table_bytes(columns: dict[str, list]) -> bytes:
-    """Return a parquet file with `columns`, or with one text column if parquet cannot hold their types."""
+    """Return the bytes of a parquet file with `columns`.
+
+    If parquet cannot hold the types of the columns, the file has one text column instead.
+    """
     out = io.BytesIO()
     try:
         pq.write_table(pa.table(columns), out)
@@ -73,7 +76,7 @@ def table_bytes(columns: dict[str, list]) -> bytes:
 
 
 def spoiled(content: bytes, place: int, byte: int, cut: bool) -> bytes:
-    """Change one byte, or cut the content off at that byte."""
+    """Replace the byte at a position of the content, or cut the content off at the position."""
     at = place % max(len(content), 1)
     return content[:at] if cut else content[:at] + bytes([byte]) + content[at + 1 :]
 
@@ -146,7 +149,7 @@ def test_a_file_of_prompts_is_loaded_whole_or_refused_by_name(here_once, model, 
 
 
 def in_front(here_once, model, *words: str):
-    """Run the program on a file of a chat, a text that spells a control token, and a very long text."""
+    """Run the program on three prompts in a file: a chat, a text that spells a control token, and a very long text."""
     chat = [{"role": "user", "content": "1 2<eos>"}]
     rows = [{"prompt": chat}, {"prompt": "12<eos>34="}, {"prompt": "1 2 " * 100_000}]
     (here_once / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -165,7 +168,7 @@ def in_front(here_once, model, *words: str):
 
 @pytest.fixture
 def chatty(model, tmp_path):
-    """Return a function that gives the model a chat template."""
+    """Return a function that makes a copy of the model with a given chat template."""
 
     def chatty(template: str) -> str:
         shutil.copytree(model, tmp_path / "chatty")

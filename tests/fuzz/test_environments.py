@@ -1,4 +1,4 @@
-"""For any locale, home, folder and streams, a good command line runs or is refused in one line."""
+"""For any locale, home, working directory and streams, a good command line runs or ends with a one-line error."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 ROOT = Path(__file__).parents[2]
 LOCALES = {"ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}}
-if COUNT:  # each server takes seconds to start
+if COUNT:  # starting a server takes seconds
     LOCALES |= {"C": {"LC_ALL": "C"}, "UTF-8": {"LC_ALL": "C.UTF-8"}, "unknown": {"LANG": "xx_YY.ISO-8859-1"}}
 LATIN_1, UTF_8 = b"caf\xe9", "büro 数据".encode()
 FOLDERS = [b"plain", LATIN_1, UTF_8]
@@ -28,7 +28,7 @@ OWN = (
     b'data.train="IN/prompts.jsonl"',
     b'reward.functions=["IN/my_reward.py:score"]',
 )
-HERE = b"HERE"  # replaced by the test's folder
+HERE = b"HERE"  # placeholder for the test's folder
 
 place = st.sampled_from([
     None, b"/proc/self", b"/proc/no/such", b"HERE/plain/afile", b"relative", b"/dev/null", b"~", b"HERE/new/" + LATIN_1,
@@ -57,7 +57,10 @@ case = st.builds(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, model) -> bytes:
-    """Make folders with data, a reward function and a model; two of the folders have names that are not ASCII."""
+    """Make folders that each hold data, a reward function and a model.
+
+    Two of the folders have non-ASCII names.
+    """
     here = os.fsencode(tmp_path_factory.mktemp("here"))
     for name in FOLDERS:
         inside = Path(os.fsdecode(here + b"/" + name))
@@ -67,13 +70,13 @@ def folder(tmp_path_factory, model) -> bytes:
 
 
 class Servers:
-    """A server for each locale, started at its first request."""
+    """One environment server for each locale, started at the first request for the locale."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self.stack, self.connections = stack, dict[str, Connection]()
 
     def ask(self, locale: str, case: Case) -> Outcome | str:
-        """Return the outcome of a case; the text of an error if the program raised one."""
+        """Return the outcome of a case, or the text of the error if the program raised an error."""
         if locale not in self.connections:
             self.connections[locale] = self.stack.enter_context(self.start(LOCALES[locale]))
         self.connections[locale].send(case)
@@ -81,7 +84,7 @@ class Servers:
 
     @contextlib.contextmanager
     def start(self, variables: dict[str, str]) -> Iterator[Connection]:
-        """Start a server, which ends with the block."""
+        """Start a server that runs until the end of the block."""
         ours, theirs = socket.socketpair()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))}
         process = subprocess.Popen(
@@ -108,7 +111,7 @@ def listed(here: bytes) -> set[bytes]:
 
 
 def put(here: bytes, case: Case) -> Case:
-    """Put the name of the test's folder into a case."""
+    """Replace the placeholder `HERE` in a case with the path of the test's folder."""
     values = {name: value and value.replace(HERE, here) for name, value in case.variables.items()}
     inside = case.folder and case.folder.replace(HERE, here)
     words = tuple(word.replace(HERE, here) for word in case.words)

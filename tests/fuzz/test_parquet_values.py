@@ -1,4 +1,4 @@
-"""Any values in a parquet file are loaded, stored and sent unchanged, or refused with their row and column."""
+"""Any values in a parquet file are loaded, stored and sent unchanged, or refused by an error with row and column."""
 
 import dataclasses
 import functools
@@ -37,7 +37,7 @@ def rows(inner):
 
 
 def viewed(kind: pa.DataType, bits: int):
-    """Draw columns with any bits as values of a type, as a file may have them."""
+    """Draw columns of type `kind` whose values have arbitrary bits, because a file may have any bits."""
 
     def build(values):
         half = 2 ** (bits - 1)
@@ -48,7 +48,7 @@ def viewed(kind: pa.DataType, bits: int):
 
 
 def text_column(kind: pa.DataType):
-    """Draw text columns with any bytes, valid UTF-8 or not."""
+    """Draw text columns with arbitrary bytes, which need not be valid UTF-8."""
 
     def build(values):
         return pa.array(values, pa.large_binary() if kind == pa.large_string() else pa.binary()).view(kind)
@@ -57,7 +57,7 @@ def text_column(kind: pa.DataType):
 
 
 def typed(values, kind: pa.DataType):
-    """Draw columns of values of a type and nulls."""
+    """Draw columns of type `kind` that mix `values` with nulls."""
     return rows(st.one_of(st.none(), values)).map(lambda drawn: pa.array(drawn, kind))
 
 
@@ -134,7 +134,7 @@ def test_parquet_values_are_kept_or_refused_by_row_and_column(here_once, model, 
     def use() -> None:
         train, _ = load_data(config, tokenizer)
         train.fingerprint()
-        assert pickle.loads(pickle.dumps(list(train))) is not None  # reward processes get pickled rows
+        assert pickle.loads(pickle.dumps(list(train))) is not None  # reward processes receive rows in pickled form
 
     try:
         said = refused(use)

@@ -1,4 +1,4 @@
-"""For any value that a reward function returns or raises, the sample gets a number or fails with one readable line."""
+"""Whatever a reward function returns or raises, its sample gets a number or fails with one readable line."""
 
 import asyncio
 import dataclasses
@@ -64,14 +64,17 @@ ATTRIBUTES = ("__class__", "shape", "score", "failed", "message")
 
 @dataclass(frozen=True)
 class Made:
-    """A value made only when the function returns it, because a coroutine that is never awaited causes a warning."""
+    """A value that is made only when the function returns the value.
+
+    A coroutine made earlier might never be awaited, which causes a warning.
+    """
 
     function: Callable[..., Any]
     arguments: tuple[Any, ...]
 
 
 def made(value: Any) -> Any:
-    """Make a value, including all nested values."""
+    """Make a value, including all values nested in it."""
     if isinstance(value, Made):
         return value.function(*map(made, value.arguments))
     if isinstance(value, list | tuple):
@@ -180,7 +183,7 @@ value = st.recursive(
 
 @pytest.fixture(scope="module", autouse=True)
 def _interrupts():
-    """Let a KeyboardInterrupt come only from a reward function, as in a reward process."""
+    """Let SIGINT end the process, as in a reward process, so that only a reward function raises KeyboardInterrupt."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGINT, before)
@@ -194,7 +197,7 @@ def file(tmp_path_factory) -> str:
 
 
 def answering(path: str, answer: Callable[[str], Any]) -> Config:
-    """Return a config with one reward function, which returns `answer` of a response."""
+    """Return a config with one reward function, which computes `answer(response)`."""
     load_function(path).__globals__["ANSWERS"][:] = [answer]
     return config_of(path)
 
@@ -240,7 +243,7 @@ def test_whatever_a_function_returns_is_a_number_or_a_failure_with_one_readable_
             if responses[number] != "odd":
                 assert result.scores == (float(responses[number]),)
         load_function(f"{file}:{form}").__globals__["ANSWERS"][:] = [lambda _: [1.0] if form == "all_at_once" else 1.0]
-        pool.submit([RewardRequest((1, 0), "p", "r", {})])  # the pool still works
+        pool.submit([RewardRequest((1, 0), "p", "r", {})])  # checks that the pool still works
         assert finish(pool)[0].scores == (1.0,)
 
 
@@ -258,7 +261,7 @@ def test_whatever_an_aggregation_returns_is_a_number_a_row_or_an_error_of_one_li
         totals = combined_scores(components, uid, counted, reward)
     except RewardError as error:
         check_line(str(error).encode("utf-8", "backslashreplace").decode(), f"reward.aggregation={path} ")
-    except KeyboardInterrupt:  # the driver takes a KeyboardInterrupt for the user's Ctrl-C
+    except KeyboardInterrupt:  # the driver treats a KeyboardInterrupt as the user's Ctrl-C
         pass
     else:
         assert (totals.dtype, totals.shape) == (torch.float32, (3,))

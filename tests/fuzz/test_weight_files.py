@@ -1,4 +1,4 @@
-"""For any damage to a model's files, each trained parameter equals the one in the files, or nothing is trained."""
+"""For any damage to a model's files, a run trains exactly the parameters in the files, or does not train at all."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.js
 
 
 class Runs:
-    """An object whose pickle runs a command when it is unpickled."""
+    """An object that runs a command when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("was_run",)
@@ -53,10 +53,10 @@ def tensors_of(content: bytes, suffix: str):
 
 
 class Forms(dict[str, dict[str, bytes]]):
-    """The same model in each file format, as the files of its folder."""
+    """One model in all file formats: a dictionary from the format's name to the files of the model's folder."""
 
     def __repr__(self) -> str:
-        return "forms"  # Hypothesis prints arguments
+        return "forms"  # a short text, because Hypothesis prints arguments
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def in_parts(tensors, stem: str, suffix: str, index: str, count: int = 3) -> dic
     return files | {index: json.dumps({"metadata": {}, "weight_map": where}).encode()}
 
 
-# Harms to the files. Each function changes `files` in place; a drawn name or place selects one that exists.
+# Each function corrupts `files` in place. A drawn number selects an existing name or position.
 
 JUNK = [
     b"", b"{", b"[]", b"null", b"{}", b"\x00" * 100, b"\xff" * 100, b"[" * 100_000, b"PK\x03\x04", b"9" * 5000,
@@ -116,13 +116,16 @@ def weights_in(files) -> list[str]:
 
 
 def edited(files, place: int, change) -> None:
-    """Change the tensors of one file; a file that an earlier harm broke stays as it is."""
+    """Apply `change` to the tensors of one file.
+
+    A file that an earlier corruption made unreadable stays as it is.
+    """
     file = pick(weights_in(files), place)
     try:
         tensors = tensors_of(files[file], Path(file).suffix)
         change(tensors)
         files[file] = of_tensors(tensors, Path(file).suffix)
-    except Exception:  # any error of a broken file
+    except Exception:  # any error that a broken file causes
         return
 
 
@@ -147,7 +150,7 @@ def extra(files, place, new):
 
 
 def old_buffer(files, place, _):
-    name = f"model.layers.{place}.self_attn.rotary_emb.inv_freq"  # in two files there would be two tensors of one name
+    name = f"model.layers.{place}.self_attn.rotary_emb.inv_freq"  # no two files may have a tensor of this name
     edited(files, place, lambda tensors: tensors.update({name: torch.ones(4)}))
 
 
@@ -279,7 +282,7 @@ roles = st.sampled_from([[], CRITIC, LORA, ["rollout=vllm", "placement=colocated
 
 
 def spoiled(files, done, folder: Path) -> Path:
-    """Write the model's folder with the corruptions in `done`."""
+    """Write the model's folder, with all corruptions in `done` applied."""
     files = dict(files)
     for name, at, what in done:
         if weights_in(files):
@@ -292,7 +295,10 @@ def spoiled(files, done, folder: Path) -> Path:
 
 
 def in_the_files(folder: Path) -> dict[str, torch.Tensor]:
-    """Read all tensors of the format that transformers would load, the first in the folder, by other code."""
+    """Read the model's tensors with code that is independent of transformers.
+
+    If the folder has several formats, the function reads the format that transformers would load.
+    """
     config = json.loads((folder / "config.json").read_text())
     own = config.get("transformers_weights")
     names = [own] if isinstance(own, str) else ["model.safetensors", INDEX, "pytorch_model.bin", TORCH_INDEX]
@@ -360,7 +366,7 @@ def test_a_loader_that_nothing_was_checked_for_takes_no_random_parameter_either(
     with mock.patch("rltrain.data.model_weights.check_weights"):
         try:
             model = load_model(AutoModelForCausalLM, str(folder))
-        except Exception:  # files that transformers cannot load are not trained
+        except Exception:  # a model that transformers cannot load is not trained
             return
     assert_each_parameter_is_the_files(model, folder, body_alone=False)
 

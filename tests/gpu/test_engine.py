@@ -1,6 +1,6 @@
 """vLLM on a GPU against the trainer: log-probs (E1), syncs (E5), sleep and wake (E6).
 
-The engine runs in a process of its own.
+The vLLM engine runs in a process of its own.
 """
 
 import itertools
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.usefixtures("ray_here", "process_group"),
-    pytest.mark.timeout(900),  # on a GPU the engine first compiles and captures graphs
+    pytest.mark.timeout(900),  # the engine first compiles kernels and captures CUDA graphs
 ]
 PROMPT = char_tokenizer()("2299907=")["input_ids"]
 NUMBERS = itertools.count()
@@ -37,7 +37,7 @@ SIZES = {
     "vocab_size": VOCAB_SIZE, "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4,
     "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 512, "tie_word_embeddings": True,
 }  # fmt: skip
-# A share of the GPU that leaves memory for the models of the tests.
+# The engine takes 30% of the GPU's memory, which leaves room for the models of the tests.
 SMALL = ["model.dtype=bfloat16", "rollout.vllm.gpu_memory_utilization=0.3"]
 
 
@@ -48,7 +48,7 @@ def model_of(seed: int) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    """Save a model whose heads have a width that GPU kernels support."""
+    """Save a model whose attention heads have a width that GPU kernels support."""
     path = tmp_path_factory.mktemp("models") / "start"
     model_of(0).save_pretrained(path)
     char_tokenizer().save_pretrained(path)
@@ -57,7 +57,7 @@ def folder(tmp_path_factory) -> str:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(folder, ray_here):
-    """Start one replica on the GPU that the test process uses too."""
+    """Start one engine replica on the GPU that the test process also uses."""
     config, _ = compose(SMALL)
     process = spawner(config, "rollout replica", 1)(0)
     await results([process.build("rollout", ENGINE, config, folder, [EOS_ID], threaded=True)])
@@ -67,7 +67,7 @@ async def engine(folder, ray_here):
 
 
 async def load(engine: Role[RolloutWorker], model: torch.nn.Module, version: int = 1, *, spoil: bool = False) -> None:
-    """Do a whole sync with its checks."""
+    """Do a complete weight sync with its checks."""
     sender, name = Sender(model.to(device()), version=version, dtype="bfloat16", check=True), f"sync {next(NUMBERS)}"
     await engine.call(RolloutWorker.start_load, name, version)
     for number in range(len(sender.layout)):
@@ -100,7 +100,7 @@ async def test_E1_engine_and_trainer_agree_in_bfloat16_on_the_gpu(engine, folder
     batch = DataProto.from_dict({name: jagged(ids, torch.int64) for name, ids in columns.items()})
     with torch.no_grad():
         packed = to_device(pack(batch), device())
-        for parameter in model.parameters():  # no buffers: neither trainer nor engine rounds position buffers
+        for parameter in model.parameters():  # only parameters: trainer and engine do not round position buffers
             parameter.data = parameter.data.to(torch.bfloat16)
         ours = policy_output(model.to(device()), packed, temperature=temperature).log_probs.cpu()
     theirs = torch.tensor([log_prob for answer in got for log_prob in answer.log_probs])
@@ -123,7 +123,7 @@ async def test_E6_an_engine_that_slept_gives_its_memory_back_and_answers_as_a_fr
     assert await engine.call(RolloutWorker.sleep) is True
     freed, whole = torch.cuda.mem_get_info()[0] - awake, torch.cuda.mem_get_info()[1]
     assert freed > 0.15 * whole, "the cache alone was more"
-    held = torch.full((int(0.8 * freed) // 4,), 7.0, device=device())  # uses the memory, as training would
+    held = torch.full((int(0.8 * freed) // 4,), 7.0, device=device())  # uses the freed memory, as training would
     assert float(held[-1]) == 7.0
     del held
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Training properties that only a GPU shows: its kernels, 16-bit products with 32-bit sums, and the use of memory."""
+"""Tests of training on a GPU: kernels, 16-bit products with 32-bit sums, and the use of memory."""
 
 import copy
 import statistics
@@ -27,7 +27,7 @@ SIZES = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
 }  # fmt: skip
-LENGTHS = [(5, 90), (1, 1), (40, 200), (17, 64), (3, 0)]  # tokens of (prompt, answer)
+LENGTHS = [(5, 90), (1, 1), (40, 200), (17, 64), (3, 0)]  # number of tokens of (prompt, answer)
 ROUNDING = 2e-2  # relative rounding error of bfloat16 through a few layers
 
 
@@ -56,7 +56,7 @@ def apart(found: Tensor, expected: Tensor) -> float:
 
 
 def gradients(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return the gradients of a weighted sum of log-probs over the batch, as whole tensors on the host."""
+    """Return the gradients of a weighted sum of the batch's log-probs, as unsharded tensors on the host."""
     packed = to_device(pack(batch_of()), device())
     found = policy_output(model, packed, temperature=0.7).log_probs
     (found * torch.linspace(-1, 1, len(found), device=found.device)).sum().backward()
@@ -130,9 +130,9 @@ def test_B6_editing_one_row_of_a_pack_changes_no_other_on_the_gpu():
 
 
 def test_F1_weights_and_sums_are_float32_where_products_are_bfloat16():
-    """In bfloat16, updates of 1e-6 would be lost next to weights of 0.02.
+    """If weights of 0.02 were stored in bfloat16, updates of 1e-6 would be rounded away.
 
-    A float64 AdamW with the same gradients gives the expected updates.
+    The expected updates are those of a float64 AdamW with equal gradients.
     """
     config, _ = compose(["model.dtype=bfloat16", "actor.lr=1e-6", "actor.lr_warmup_steps=0", "actor.max_grad_norm=1e9"])
     model = shard(small(), config)
@@ -152,10 +152,10 @@ def test_F1_weights_and_sums_are_float32_where_products_are_bfloat16():
         optimizer.step()
     for name, parameter in model.named_parameters():
         moved, expected = full(parameter.detach()).cpu().double() - begin[name], reference[name] - begin[name]
-        assert apart(moved, expected) < 5e-2  # float32 weights near 1 move in steps of 1e-7
+        assert apart(moved, expected) < 5e-2  # float32 weights near 1 are rounded to multiples of about 1e-7
 
 
-@pytest.mark.filterwarnings("ignore")  # the compiler warns a lot
+@pytest.mark.filterwarnings("ignore")  # torch.compile emits many warnings
 @pytest.mark.parametrize(
     "overrides",
     [["model.activation_checkpointing=true"], ["model.cpu_offload=true"], ["model.compile=true"],
@@ -172,7 +172,7 @@ def test_activation_checkpointing_takes_less_memory_and_offload_keeps_weights_of
     taken = {}
     for name, overrides in {"plain": [], "checkpointing": ["model.activation_checkpointing=true"]}.items():
         model = sharded(*overrides)
-        gradients(model)  # allocates the gradients, which are kept
+        gradients(model)  # allocates the gradients before the measurement
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         gradients(model)
@@ -188,12 +188,12 @@ def test_activation_checkpointing_takes_less_memory_and_offload_keeps_weights_of
 
 
 def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
-    """Compute log-probs from all logits at once."""
+    """Compute log-probs from the full matrix of logits at once."""
     return F.log_softmax(F.linear(hidden, head).float(), dim=-1).gather(1, targets[:, None])[:, 0]
 
 
 def measured(form, tokens: int) -> tuple[int, float, list[Tensor]]:
-    """Return peak extra bytes, median seconds, and values and gradients of a forward and a backward pass."""
+    """Run forward and backward passes; return peak extra bytes, median seconds, and the outputs and gradients."""
     source = torch.Generator(device()).manual_seed(0)
     made = {"device": device(), "dtype": torch.bfloat16, "generator": source}
     hidden, head = torch.randn(tokens, 896, **made).requires_grad_(), torch.randn(151_936, 896, **made) * 0.07

@@ -16,7 +16,10 @@ from cosmic_ray.work_item import TestOutcome, WorkItem
 
 
 def sample(sessions: list[str], count: int, seed: int) -> None:
-    """Keep `count` mutants in all: session k of n keeps every n-th of the drawn mutants, so that none is run twice."""
+    """Keep `count` randomly drawn mutants in total, spread over the Cosmic Ray databases so that no mutant runs twice.
+
+    Of n databases, database k keeps every n-th drawn mutant, starting with mutant k.
+    """
     for number, path in enumerate(sessions):
         with use_db(path) as db:
             every = sorted(db.work_items, key=lambda item: str(item.mutations))
@@ -44,7 +47,7 @@ def report(sessions: list[str]) -> None:
 
 
 def describe(item: WorkItem) -> str:
-    """Describe where a mutant is and what it changes."""
+    """Return the module, line and mutation operator of each mutation of a mutant, as one line of text."""
     return "; ".join(f"{m.module_path}:{m.start_pos[0]} {m.operator_name} {m.occurrence}" for m in item.mutations)
 
 

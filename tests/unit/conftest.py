@@ -1,4 +1,4 @@
-"""Make the fakes in this folder importable by name, because several tests share them."""
+"""Make the test fakes in this folder importable by name from all unit tests."""
 
 import sys
 from pathlib import Path

@@ -1,6 +1,8 @@
-"""Tests of groups in flight across steps: staleness bound, dynamic sampling, evaluations and stray answers.
+"""Tests of prompt groups that stay in flight across training steps.
 
-The fake engines and judges answer slowly.
+The tests cover the staleness bound, dynamic sampling, evaluations and answers that were not requested.
+
+The fake engines and reward workers answer slowly.
 """
 
 import asyncio
@@ -23,7 +25,10 @@ P, G = 3, 2
 
 
 class Engines(Immortal):
-    """Fake engines: each poll returns a few or none of the answers, in random order, sampled by weights `version`."""
+    """Fake engines that return a few answers or none per poll, in random order.
+
+    The attribute `version` is the version of the weights that sample the answers.
+    """
 
     def __init__(self, seed=0, most=3):
         self.random, self.most = random.Random(seed), most
@@ -41,7 +46,7 @@ class Engines(Immortal):
         return len(self.waiting) + len(self.lost)
 
     def lose(self, uids):
-        """Lose the unfinished answers of the given groups, as when an engine dies."""
+        """Lose the unfinished answers of the given groups, as a dying engine would."""
         self.waiting, self.lost = [one for one in self.waiting if one.key[0] not in uids], self.lost | uids
 
     def take_lost(self):
@@ -61,7 +66,7 @@ class Engines(Immortal):
 
 
 class Judges:
-    """Fake judges: each poll returns a few or none of the scores, in random order.
+    """Fake reward workers that return a few scores or none per poll, in random order.
 
     The function `score` maps (uid, number) to a score.
     """
@@ -104,7 +109,7 @@ def settings(*overrides, staleness=1, steps=8):
 
 @pytest.fixture
 def collector(tasks):
-    """Return a function that makes collectors, which receive answers and scores, and note the version at shipping."""
+    """Return a function that starts a collector, which records the weights' version when each group ships."""
 
     def make(config, *, seed=0, score=varied, engines=None, judges=None) -> Collector:
         engines, judges = engines or Engines(seed), judges or Judges(score, seed)
@@ -113,7 +118,10 @@ def collector(tasks):
         ship = made.groups.ship
 
         def recorded(version):
-            """Ship groups, and check by their places in the queue that each will be fresh enough for its step."""
+            """Ship groups, and check that each group will be fresh enough for the step that uses it.
+
+            The position of a group in the queue determines the step.
+            """
             fresh = ship(version)
             queue = sorted(made.groups.groups)
             for group in fresh:
@@ -131,18 +139,18 @@ def collector(tasks):
 
 
 async def turns(count):
-    """Let the other tasks run for `count` turns of the event loop, as during a training step."""
+    """Let other tasks run for `count` iterations of the event loop, as they do during a training step."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 async def step(made, version, *, looks=4):
-    """Take one step, let the other tasks run for `looks` turns, and return the batch."""
+    """Take one step, let other tasks run for `looks` iterations of the event loop, and return the batch."""
     return (await step_with_metrics(made, version, looks=looks))[0]
 
 
 async def step_with_metrics(made, version, *, looks):
-    """Take one step as `step` does, and return the batch with the metrics of all generated groups."""
+    """Take one step, let other tasks run, and return the batch with the metrics of all generated groups."""
     made.rollout.version = version
     found = await collect_with_metrics(made, version)
     await turns(looks)
@@ -150,14 +158,14 @@ async def step_with_metrics(made, version, *, looks):
 
 
 def facts(batch):
-    """Return (uid, response text, prompt text, score) of each row."""
+    """Return (uid, response text, prompt text, score) for each row of the batch."""
     return list(
         zip(batch.batch["uid"].tolist(), batch.non_tensor_batch["response_text"].tolist(),
             batch.non_tensor_batch["prompt_text"].tolist(), batch.batch["scores"].tolist(), strict=True)
     )  # fmt: skip
 
 
-# The staleness bound
+# Tests of the staleness bound
 
 
 @pytest.mark.parametrize("batches", [0, 2])
@@ -178,12 +186,12 @@ async def test_no_token_trained_on_is_older_than_allowed_whatever_dawdles_or_die
             made.rollout.lose({request.key[0] for request in made.rollout.waiting if dice.random() < 0.2})
         assert order == sorted(set(order))
         assert (made.groups.groups, made.rollout.pending, made.rewards.pending) == ({}, 0, 0)
-        # every generated group was either used or dropped because of equal scores
+        # every generated group was either used or dropped because its scores were equal
         assert len(order) + made.groups.dropped == len(made.shipped)
         if not batches:
             assert order == list(range(steps * P))
-    if not batches:  # with dynamic sampling, groups move up into the places of dropped groups
-        assert max(ages) == min(staleness, steps - 1)  # the staleness bound is reached
+    if not batches:  # with dynamic sampling, later groups take the places of dropped groups
+        assert max(ages) == min(staleness, steps - 1)  # the oldest group reaches the staleness bound
 
 
 async def test_a_group_that_is_too_old_stops_the_run_instead_of_being_trained_on(collector):
@@ -205,7 +213,10 @@ async def test_the_last_steps_ask_for_nothing_that_no_step_would_use(collector):
 
 
 async def test_a_step_drops_and_replaces_groups_of_its_own_and_leaves_those_of_later_steps_to_them(collector):
-    """Groups 3 to 5 of step 1 have equal scores, and are complete long before the groups of step 0."""
+    """All answers of groups 3 to 5, which belong to step 1, have equal scores.
+
+    The groups of step 1 are complete long before the groups of step 0.
+    """
 
     class LaterFirst(Engines):
         async def poll(self):
@@ -223,7 +234,7 @@ async def test_a_step_drops_and_replaces_groups_of_its_own_and_leaves_those_of_l
     told = [[one[name] for name in ("rollout/groups_dropped", "rollout/groups_missing")] for one in (metrics, later)]
     assert told == [[0, 0], [3, 0]]
     assert [batch.batch["uid"].unique().tolist() for batch in (first, second)] == [[0, 1, 2], [6, 7, 8]]
-    assert metrics["reward/mean_generated"] == pytest.approx(100.5)  # mean score of groups 0, 1 and 2
+    assert metrics["reward/mean_generated"] == pytest.approx(100.5)  # the mean score of groups 0, 1 and 2 is 100.5
     assert later["reward/mean_generated"] == pytest.approx((3 * 7.0 + 3 * 700.5) / 6)
 
 
@@ -252,7 +263,7 @@ async def test_which_groups_are_trained_on_does_not_depend_on_speeds_or_stalenes
     assert len(found) == 1
 
 
-# Evaluations while training groups are in flight
+# Tests of evaluations while training groups are in flight
 
 
 @pytest.mark.parametrize("batches", [0, 2])
@@ -285,7 +296,7 @@ async def test_an_evaluation_beside_groups_in_flight_changes_neither(staleness, 
 
 async def test_late_and_second_answers_and_scores_of_groups_that_are_gone_or_never_were_change_nothing(collector):
     class Stray(Engines):
-        """Fake engines that send every earlier answer again, and also answers that were never requested."""
+        """Fake engines that repeat every earlier answer, and send answers that were never requested."""
 
         sent = ()
 
@@ -313,17 +324,17 @@ async def test_late_and_second_answers_and_scores_of_groups_that_are_gone_or_nev
         return seen, sorted(judges.asked)
 
     clean, stray = await run(Engines(), Judges(varied)), await run(Stray(), StrayJudges(varied))
-    assert stray == clean  # the comparison of all calls also shows that no answer is judged twice
+    assert stray == clean  # equal logs of calls also show that no answer is scored twice
     assert len(clean[1]) == 4 * P * G + 4 * 3
 
 
-# Steps through the trainer
+# Tests of steps through the trainer
 
 
 class Busy(FakeGroup):
-    """A fake role that computes for `looks` turns of the event loop.
+    """A fake role that computes for `looks` iterations of the event loop.
 
-    Each call also notes whether the batch had scores.
+    Each method call also logs whether the batch had scores.
     """
 
     def __init__(self, role, log, looks, **columns):
@@ -352,9 +363,9 @@ def trainer(config, made, *, looks):
 
 
 async def test_slow_rewards_are_waited_for_only_when_all_else_is_computed(collector):
-    """The judges score nothing until the actor's log-probs are requested.
+    """The fake reward workers score nothing until the actor computes log-probs.
 
-    Waiting for scores any earlier would never end.
+    If the step waited for scores before it computed log-probs, the step would never end.
     """
 
     class Patient(Judges):
@@ -377,7 +388,7 @@ async def test_the_next_steps_answers_are_sampled_and_scored_while_the_actor_tra
     await trained.train_step()
     assert (made.rollout.pending, made.rewards.pending) == (0, 0)
     with pytest.raises(StopIteration) as end:
-        made.answers(1).send(None)  # the coroutine returns in its first step, because there is nothing left to wait for
+        made.answers(1).send(None)  # the coroutine returns at the first `send`, because it has nothing to wait for
     batch = end.value.value
     assert batch.batch["uid"].unique().tolist() == [3, 4, 5]
     assert set(batch.values("policy_version").tolist()) == {0}
@@ -397,7 +408,7 @@ async def test_the_age_of_the_tokens_is_among_the_metrics_and_each_group_is_trai
 
 
 class Dying(Engines):
-    """Fake engines that answer the groups of the first step, and fail while the actor computes."""
+    """Fake engines that answer the groups of the first step, and then fail while the actor computes."""
 
     def __init__(self):
         super().__init__()

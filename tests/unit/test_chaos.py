@@ -1,4 +1,7 @@
-"""Tests of the chaos harness: the strikes that it draws, and that it reports a run in which nothing was struck."""
+"""Tests of the chaos harness, which sends signals to processes of training runs.
+
+The tests check the random choice of signals, and the report on a run in which no process received a signal.
+"""
 
 import json
 from collections import Counter
@@ -20,7 +23,7 @@ def test_every_role_is_struck_in_every_phase_before_any_kind_of_strike_comes_aga
     assert signals["driver", "KILL"] == len(PHASES) + STARTS
     assert [signals[daemon, "KILL"] for daemon in DAEMONS] == [len(PHASES)] * 2
     assert all(is_strike(f"{strike.role}:{strike.phase}:{strike.signal}") for strike in strikes)
-    assert len({strike.role for strike in draw(6, seed=0)}) > 2  # even a small number of runs covers several roles
+    assert len({strike.role for strike in draw(6, seed=0)}) > 2  # the strikes of six runs cover more than two roles
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Engines die under the collector, and training ranks under the trainer, but the training data stays the same."""
+"""Tests that the training data stays the same when engines or training ranks die."""
 
 import asyncio
 import random
@@ -16,7 +16,7 @@ collector = test_async_loop.collector  # the fixture
 
 
 class Mortal(Dawdling):
-    """Fake engines that now and then lose all answers of some groups, and report them when asked."""
+    """Fake engines that sometimes lose all answers of some groups, and report the lost groups when asked."""
 
     def __init__(self, seed=0, deaths=0.0):
         super().__init__(seed)
@@ -51,7 +51,7 @@ async def test_what_dies_with_an_engine_is_asked_for_again_and_trained_on_once(s
 
 
 class Told(Mortal):
-    """Fake engines whose answers are exactly those that a test puts into the queue `answers`."""
+    """Fake engines that return exactly the answers that a test puts into the queue `answers`."""
 
     def __init__(self):
         super().__init__()
@@ -127,7 +127,7 @@ class Notes:
 
 
 class Aborting(Mortal):
-    """Fake engines that log each hold and each load of weights, and drop all requests on abort."""
+    """Fake engines that log each call of `hold_weights` and `load`, and drop all requests on abort."""
 
     def __init__(self, log):
         super().__init__()
@@ -150,7 +150,7 @@ class AbortingJudges(Judges):
 
 
 async def fitted(collector, deaths, limit=3, steps=3):
-    """Return the data that a run trained on, the number of restarts of its ranks, and its log of events."""
+    """Train a run, and return its training data, the number of restarts of its ranks, and its event log."""
     log: list[str] = []
     config, notes = settings(f"trainer.max_restarts={limit}", steps=steps), Notes()
     made = collector(config, engines=Aborting(log), judges=AbortingJudges(varied))

@@ -1,4 +1,4 @@
-"""The benchmark of the driver's work uses fake ranks, which must keep up with the interface of real ranks."""
+"""Test that the fake ranks of the driver's benchmark still have the interface of real ranks."""
 
 from rltrain.settings.compose import compose
 from tests.benchmarks.driver import OVERRIDES, measured, pickled, rollouts

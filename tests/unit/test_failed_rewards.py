@@ -1,4 +1,4 @@
-"""Failing rewards, seen from the training loop: the run ends with the reason, and keeps what was trained."""
+"""Tests of failing rewards in the training loop: the run reports the reason, and saves the steps already trained."""
 
 import asyncio
 

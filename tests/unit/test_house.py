@@ -1,4 +1,4 @@
-"""House rules that every file of the project follows."""
+"""Tests of the house rules that every file of the project must follow."""
 
 import ast
 import importlib.util
@@ -19,7 +19,7 @@ PYTHON = [*SOURCES, *(ROOT / "tests").rglob("*.py"), *(ROOT / "examples").rglob(
 BINARY = (".png", ".pyc", ".coverage")
 MAX_FUNCTION_LINES = 60
 
-# Each forked child starts without modules of the project, but with torch already imported.
+# Each forked child process starts with torch imported, but without any module of the project.
 IMPORT_EACH_FIRST = """
 import contextlib, importlib, json, os, sys, traceback
 def ours(name):
@@ -59,7 +59,7 @@ def name_of(path):
 
 
 def fresh(code, *arguments):
-    """Run code in a new Python interpreter, and return the last line that it printed."""
+    """Run code in a new Python interpreter, and return the last line of its output and its standard error."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment, timeout=200)
@@ -82,7 +82,7 @@ def length_of(function):
 
 
 def texts():
-    """Return the text of each project file that people read, by its path from the root."""
+    """Return the text of each text file in the project, keyed by the path relative to the project root."""
     folders = ["rltrain", "workers", "config", "tests", "docker", "examples", ".ci"]
     inside = [path for folder in folders for path in (ROOT / folder).rglob("*") if "__pycache__" not in path.parts]
     files = [path for path in (*inside, *ROOT.iterdir()) if path.is_file() and not path.name.endswith(BINARY)]

@@ -1,4 +1,7 @@
-"""A whole run with adapters in one process: it learns, the engine follows the actor, and a model is saved."""
+"""Test of a whole run with LoRA adapters in one process.
+
+The reward rises, the engine's log-probs follow the actor's log-probs, and a model is saved.
+"""
 
 from pathlib import Path
 
@@ -58,7 +61,7 @@ async def test_reward_rises_with_adapters_alone_and_engine_and_actor_agree_in_ea
     rewards = [metrics["reward/mean"] for metrics in history]
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1, rewards
     assert max(metrics["actor/engine_gap"] for metrics in history) < 1e-5
-    if "kl_loss" in override:  # the reference is the base model without adapters
+    if "kl_loss" in override:  # the reference model is the base model without adapters
         assert history[0]["actor/ref_kl"] < 1e-6 < history[-1]["actor/ref_kl"]
     await made.checkpoints.start(STEPS, 0, made.trained(), made.state_dict(), history={}, metrics={})
     await made.checkpoints.finish()

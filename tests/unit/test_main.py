@@ -1,4 +1,4 @@
-"""The command line before there is a config, and the handling of system errors."""
+"""Tests of the command line before a config exists, and of the handling of system errors."""
 
 import asyncio
 import bdb
@@ -47,7 +47,7 @@ def test_an_error_of_the_system_names_its_path_and_its_own_remedy(monkeypatch, c
 
 
 class QuittedInTheDebugger:
-    """A trainer whose user quits the debugger in a reward function during step 4."""
+    """A fake trainer that fails in step 4 as if the user had quit a debugger in a reward function."""
 
     def __init__(self) -> None:
         self.step, self.calls = 3, []

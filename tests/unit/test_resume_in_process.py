@@ -1,4 +1,8 @@
-"""Invariant F4 in one process: N steps equal k steps, a restart from the checkpoint, and N-k steps, bit for bit."""
+"""Tests of invariant F4, exact resumption, with whole runs in one process.
+
+Training for k steps, restarting from the checkpoint, and training for N-k steps must give the results of N steps bit
+for bit.
+"""
 
 import asyncio
 import json
@@ -45,15 +49,15 @@ async def _end_runs():
 
 
 async def end_runs():
-    """Cancel the background tasks of all earlier runs, as a kill would."""
+    """Cancel the background tasks of all earlier runs, as if the runs had been killed."""
     for run in OPEN:
         await run.tasks.cancel()
 
 
 async def new_run(model, folder, *overrides, prompts=64, steps=4):
-    """Make a run in a folder of its own, and end all earlier runs.
+    """End all earlier runs, and make a new run that writes to `folder`.
 
-    A new object takes the place of a new process.
+    A new `Run` object stands for a new process.
     """
     await end_runs()
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,18 +89,18 @@ async def fitted(*arguments, **named):
 
 
 async def resumed_run(*arguments, **named):
-    """Resume a new run from the newest checkpoint, and return the run."""
+    """Make a run that resumes from the newest checkpoint, and return the run."""
     return await (await new_run(*arguments, **named)).resume()
 
 
 class Run:
-    """A run with its trainer, and the actions that tests take on it."""
+    """A training run, with methods for the actions that tests take."""
 
     def __init__(self, folder, trainer):
         self.folder, self.trainer, self.tasks, self.checkpoints = folder, trainer, trainer.tasks, trainer.checkpoints
 
     async def steps(self, count):
-        """Take `count` steps, and save a checkpoint after each."""
+        """Take `count` steps, and save a checkpoint after each step."""
         if self.trainer.origin is None:
             self.trainer.beginning = self.trainer.state_dict()
         await self.trainer.sync_weights()
@@ -119,7 +123,7 @@ class Run:
         return self
 
     def result(self):
-        """Return everything that must be equal: tensors of the last checkpoint, driver's state, ledger, metrics."""
+        """Return the results that tests compare: tensors, driver's state, ledger, and metrics without timings."""
         found = {}
         for role, group in self.trainer.trained().items():
             tensors = group.ranks[0].process.host.roles[role].state.tensors()
@@ -141,7 +145,10 @@ def assert_same(one, other):
 
 
 def reseed():
-    """Reseed all global random streams, so that code which draws from them would give different results."""
+    """Reseed all global random number generators with a random seed.
+
+    Code that draws from a global generator gives different results after each call of `reseed`.
+    """
     seed = random.SystemRandom().randrange(1 << 31)
     torch.manual_seed(seed)
     random.seed(seed)
@@ -173,7 +180,7 @@ async def test_F4_a_restart_from_a_checkpoint_changes_nothing_to_the_last_bit(st
 
 
 async def test_F4_also_across_the_edge_of_an_epoch_where_each_prompt_is_used_once_an_epoch(start, tmp_path):
-    # with 4 prompts a step, step 2 crosses the end of the epoch
+    # with 4 prompts per step, step 2 crosses the end of an epoch of 6 prompts
     whole = await fitted(start, tmp_path / "whole", prompts=6)
     for count in (1, 1, 1):
         part = await new_run(start, tmp_path / "parts", prompts=6)
@@ -184,7 +191,7 @@ async def test_F4_also_across_the_edge_of_an_epoch_where_each_prompt_is_used_onc
 
 
 async def test_a_discarded_future_leaves_no_trace(start, tmp_path):
-    """Everything after the checkpoint is undone in the same process, including engines and files."""
+    """A rollback in the same process undoes everything after the checkpoint, including changes to engines and files."""
     whole = await fitted(start, tmp_path / "whole")
     run = await (await new_run(start, tmp_path / "run")).steps(2)
     kept = run.checkpoints.newest()
@@ -218,7 +225,7 @@ async def test_groups_in_flight_are_kept_or_issued_again_and_each_is_trained_on_
     for count in (1, 2):
         run = await new_run(start, tmp_path, *overrides, steps=6)
         await (await run.resume_or_start()).steps(count)
-        assert run.trainer.collector.groups.groups  # some groups were in flight
+        assert run.trainer.collector.groups.groups  # some groups are in flight when the run is interrupted
     run = await (await resumed_run(start, tmp_path, *overrides, steps=6)).fit()
     assert [uid for line in run.ledger() for uid in line["used"]] == list(range(24))
     assert [line["step"] for line in run.ledger()] == [1, 2, 3, 4, 5, 6]
@@ -226,7 +233,7 @@ async def test_groups_in_flight_are_kept_or_issued_again_and_each_is_trained_on_
 
 
 def stop_after(run, count):
-    """Send a signal when `count` answers and scores have arrived."""
+    """Interrupt a run as a stop signal does, once `count` answers and scores have arrived."""
     collector, left = run.trainer.collector, count
 
     def counted(poll):
@@ -253,7 +260,7 @@ async def test_a_run_stopped_while_it_waits_keeps_what_is_finished_and_goes_on_a
     whole = await fitted(start, tmp_path / "whole", *overrides, steps=3)
     stopped = await new_run(start, tmp_path / "parts", *overrides, steps=3)
     stop_after(stopped, arrived)
-    # a step has at least 32 answers and scores, so the signal arrives before the last step
+    # each step has at least 32 answers and scores in total, so the signal arrives before the last step
     with pytest.raises(Stopped):
         await stopped.fit()
     state = json.loads(json.dumps(stopped.trainer.state_dict()["collector"]))
@@ -266,7 +273,7 @@ async def test_a_run_stopped_while_it_waits_keeps_what_is_finished_and_goes_on_a
 
 
 def out_of_order(run, *, after: int = 0, of=range(1000)):
-    """Make the rewards of the groups `of` fail from step `after` on."""
+    """Make the rewards fail for all groups whose uid is in `of`, in step `after` and all later steps."""
     rewards = run.trainer.collector.rewards
     poll = rewards.poll
 
@@ -337,7 +344,7 @@ async def test_a_run_that_ends_in_the_users_aggregation_goes_on_when_it_is_repai
 
 
 async def test_failed_rewards_of_a_step_that_is_prefetched_are_asked_for_again_by_who_resumes(start, tmp_path):
-    """The failed rewards are in a checkpoint that was saved before any step waited for them."""
+    """The checkpoint with the failed rewards was saved before any step waited for the rewards."""
     overrides = ["trainer.max_staleness=1", "trainer.save_every=2"]
     failed = await new_run(start, tmp_path, *overrides)
     out_of_order(failed, of=range(8, 12))
@@ -383,7 +390,7 @@ async def test_a_run_that_takes_over_in_another_folder_has_the_checkpoint_there_
 
 
 async def test_a_save_blocks_the_step_only_while_tensors_are_copied(start, tmp_path, monkeypatch):
-    """The next step runs while the checkpoint is written: its metrics exist before the save is complete."""
+    """The metrics of the next step exist before the checkpoint is completely written."""
     go_on, work = threading.Event(), RankState._work
 
     def held(self, *arguments):

@@ -1,6 +1,6 @@
-"""Loaded data must never run as code.
+"""Tests that loaded data never runs as code.
 
-Each use of a function that could run code is listed, with the reason why it is safe.
+The tests list each use of a function that could run loaded data as code, with the reason why the use is safe.
 """
 
 import ast
@@ -8,7 +8,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted(path for folder in ("rltrain", "workers") for path in (ROOT / folder).rglob("*.py"))
-# Uses of pickle that are safe: the bytes come from a process of the same run, or the unpickler finds no globals.
+# A use of pickle is safe if the bytes come from a process of the same run, or if the unpickler finds no globals.
 PICKLES = {
     # The driver sends its own data to the process that renders chat templates, and gets JSON back.
     ("rltrain/data/chat_templates.py", "pickle.dumps"),
@@ -22,7 +22,7 @@ PICKLES = {
     ("workers/models/state_files.py", "pickle.UnpicklingError"),
     ("workers/rollout/vllm_worker.py", "pickle.loads"),
 }
-# Programs written by the model run in the sandbox, and reward files of the user are imported.
+# Code may run in the sandbox for programs written by the model, and on import of a user's reward file.
 RUNS_CODE = {
     (f"rltrain/rewards/{name}_inside.py", function)
     for name in ("code_tests", "sandbox")
@@ -32,7 +32,7 @@ LOADERS = ("from_pretrained", "from_config")
 
 
 def calls(path: Path) -> list[tuple[str, ast.Call]]:
-    """Return every call in a file, with the called expression as it is written."""
+    """Return (source text of the called expression, call node) for every call in a file."""
     return [
         (ast.unparse(node.func), node) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)
     ]
@@ -100,7 +100,7 @@ def test_a_models_own_code_is_never_run():
     found = 0
     for path in SOURCES:
         for name, call in calls(path):
-            # only Auto classes look for code beside the weights; a concrete class of transformers never loads any
+            # only Auto classes of transformers look for code beside the weights, so concrete classes need no check
             if name.rpartition(".")[2] in LOADERS and name.startswith(("Auto", "kind.")):
                 found += 1
                 assert keyword(call, "trust_remote_code") is False, f"{named(path)}:{call.lineno}: {name}"

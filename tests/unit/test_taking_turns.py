@@ -1,4 +1,7 @@
-"""Engines and training ranks take turns on one device (invariant E6); the fakes refuse every other order."""
+"""Tests that engines and training ranks take turns on one device (invariant E6).
+
+The fakes raise an error if engines and training ranks use the device at the same time.
+"""
 
 from types import MappingProxyType
 
@@ -22,9 +25,9 @@ REQUEST = Request((0, 0), [1], 1.0, 4, 0)
 
 
 class Device:
-    """A fake device: a computation of engine or actor fails while the other of the two holds the memory.
+    """A fake device that raises an error if the actor computes while the engine holds memory, or vice versa.
 
-    The list `log` records what happened.
+    The list `log` records the events on the device in order.
     """
 
     def __init__(self):
@@ -36,7 +39,7 @@ class Device:
 
 
 class Engine:
-    """A fake engine that refuses to load weights or to answer while it does not hold its memory."""
+    """A fake engine that refuses to load weights or to answer requests while its memory is released."""
 
     def __init__(self, device, fails_once=False):
         self.device, self.weights, self.cache, self.fails = device, True, True, fails_once
@@ -69,7 +72,7 @@ class Engine:
 
 
 class Process:
-    """A fake process that calls its own methods at once, by the names of the role's methods."""
+    """A fake process that implements the methods of its role itself, and runs each call at once."""
 
     concurrent, how_lost = True, ""
 
@@ -100,7 +103,7 @@ class OneReplica(Process):
         return answers
 
     def close(self):
-        """The fake engine has no processes to close."""
+        """Do nothing, because the fake engine has no processes."""
 
     def start_load(self, sync, version):
         return self.receiver.start(self.engine, sync, version) and None
@@ -116,7 +119,7 @@ class OneReplica(Process):
 
 
 class Actor(Process):
-    """A fake training rank on the device, which is also its own worker group."""
+    """A fake training rank that uses the fake device and also serves as its own worker group."""
 
     def __init__(self, device):
         self.device, self.version, self.ranks = device, 0, [Role(self, "actor")]
@@ -141,7 +144,7 @@ class Actor(Process):
 
 
 class Collector:
-    """A fake collector that sends requests to the rollout pool, and makes up the batch."""
+    """A fake collector that sends requests to the rollout pool, and returns a made-up batch."""
 
     def __init__(self, pool):
         self.rollout, self.state_dict = pool, dict

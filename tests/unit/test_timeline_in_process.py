@@ -1,4 +1,4 @@
-"""The timeline of a whole run in one process, read from its file."""
+"""Tests of the timeline file that a whole run in one process writes."""
 
 import itertools
 import time
@@ -20,7 +20,7 @@ from tests.unit.test_resume_in_process import Silent
 from tests.unit.test_trainer_in_process import BASE
 from workers.placement import start as start_workers
 
-STEPS, ROWS = 2, 16  # prompts_per_step * samples_per_prompt
+STEPS, ROWS = 2, 16  # ROWS is prompts_per_step * samples_per_prompt
 
 
 async def run(model, folder, tasks, *, wanted):
@@ -47,7 +47,7 @@ async def run(model, folder, tasks, *, wanted):
 
 @pytest.fixture
 async def traced(start, tmp_path, tasks):
-    """Return the trainer of a run with a timeline, and the events of its file."""
+    """Return the trainer of a run with a timeline, and the events in the timeline's file."""
     made = await run(start, tmp_path, tasks, wanted=True)
     return made, drawn(tmp_path / "trace.json.gz")
 
@@ -69,7 +69,7 @@ async def test_phases_lie_in_their_step_take_nearly_all_of_it_and_are_as_long_as
         assert all(one.end <= other.start for one, other in itertools.pairwise(phases))
         total = sum(event.end - event.start for event in phases)
         assert 0.9 * (step.end - step.start) <= total <= step.end - step.start
-        if number == STEPS:  # the history keeps all metrics of the last step
+        if number == STEPS:  # the trainer's history keeps all metrics of the last step
             assert (step.end - step.start) / 1e9 == pytest.approx(metrics["timing/step"], rel=0.05)
 
 

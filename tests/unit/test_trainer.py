@@ -21,7 +21,7 @@ from workers.rollout.messages import Completion
 
 
 def answered(version: int) -> DataProto:
-    """Return two groups of two answers, each with one right and one wrong answer of a single token."""
+    """Return two groups of two answers, where each group has one right and one wrong answer of a single token."""
     return DataProto.from_dict(
         {"prompts": jagged([[1]] * 4, torch.int64), "responses": jagged([[2]] * 4, torch.int64),
          "response_mask": jagged([[True]] * 4, torch.bool),
@@ -37,7 +37,7 @@ def answered(version: int) -> DataProto:
 
 
 class FakeCollector:
-    """Fake collector and rollout pool in one object, which logs the versions of the weights that it gets."""
+    """A fake that serves as collector and rollout pool, and logs the version of the weights at each call."""
 
     def __init__(self, log):
         self.log, self.rollout, self.asleep = log, self, False
@@ -64,7 +64,7 @@ class FakeCollector:
         """Do nothing, because the fake holds no device memory."""
 
     async def hold_weights(self):
-        """Do nothing, because no answer of the fake waits for weights."""
+        """Do nothing, because the fake answers do not wait for weights."""
 
     async def load(self, ranks, version, *, check):
         assert len(ranks) == 1
@@ -72,7 +72,7 @@ class FakeCollector:
 
 
 class FakeGroup:
-    """A fake group of one role, which adds the constant columns `columns` to a batch."""
+    """A fake worker group of one role, which adds the constant columns `columns` to each batch."""
 
     def __init__(self, role, log, **columns):
         self.role, self.log, self.columns = role, log, columns
@@ -115,7 +115,7 @@ BASE = [
 
 
 def trainer(*overrides, reference=False, critic=False, old=-1.0, collector=None, val=MappingProxyType({})):
-    """Return a Trainer made of fakes, and the log that all fakes write to."""
+    """Return a trainer made of fakes, and the log to which all fakes write."""
     log: list[str] = []
     made = Trainer(
         compose([*BASE, *overrides])[0],
@@ -128,11 +128,11 @@ def trainer(*overrides, reference=False, critic=False, old=-1.0, collector=None,
     return made, log
 
 
-# Work that continues while a role computes
+# Tests of work that continues while a role computes
 
 
 class Engines(Waiting):
-    """Fake engines that answer the first step's groups at once, and later groups as soon as a role computes."""
+    """Fake engines that answer the groups of the first step at once, and all later groups when a role computes."""
 
     def __init__(self, computing):
         super().__init__()
@@ -151,7 +151,7 @@ class Engines(Waiting):
 
 
 class Judges(Waiting):
-    """Fake judges that score every second answer with 1.
+    """Fake reward workers that give every second answer the score 1.
 
     The event `second_step` is set when all answers of the second step have scores.
     """
@@ -169,7 +169,7 @@ class Judges(Waiting):
 
 
 class Slow(FakeGroup):
-    """A fake role whose method named `slow` returns only when all answers of the second step have scores."""
+    """A fake role in which the method `slow` returns only when all answers of the second step have scores."""
 
     def __init__(self, role, computing, judges, slow, **columns):
         super().__init__(role, [], **columns)
@@ -230,7 +230,7 @@ async def test_answers_and_scores_arrive_while_a_role_computes(tasks, slow):
 SYNC = ["load actor as 1, checked: True"]
 
 
-# The phases of a training step
+# Tests of the phases of a training step
 
 
 async def test_a_grpo_step_without_reference_generates_asks_the_actor_and_only_then_for_scores_updates_and_syncs():
@@ -323,7 +323,7 @@ async def test_metrics_name_their_role_and_every_phase_is_timed():
     } <= metrics.keys()  # fmt: skip
 
 
-# The training loop
+# Tests of the training loop
 
 
 async def test_weights_are_synced_before_the_first_step_and_after_each_update_with_the_next_version():
@@ -370,7 +370,7 @@ async def test_each_evaluation_set_has_metrics_of_its_own_name_and_pass_at_k():
     metrics = made.tracker.evals[0][1]
     assert [line for line in log if line.startswith("evaluate")] == ["evaluate sampled", "evaluate greedy"] * 2
     assert made.collector.counts == [2, 1, 2, 1]
-    # in each group, one of two answers is correct
+    # in each group, one of the two answers is correct
     assert metrics["eval/sampled_pass_at_2"] == metrics["eval/aime/sampled_pass_at_2"] == 1.0
     assert metrics["eval/aime/greedy_accuracy"] == 0.5
 
@@ -396,7 +396,7 @@ async def test_a_failed_reward_of_an_evaluation_is_not_read_as_a_wrong_answer():
     assert made.tracker.evals[0][1]["eval/greedy_reward"] == pytest.approx(2 / 3)
 
 
-# Errors that stop a run
+# Tests of errors that stop a run
 
 
 @pytest.mark.parametrize("old", [-1.5, float("nan")])
@@ -408,7 +408,7 @@ async def test_E1_engine_and_actor_that_disagree_stop_the_run_at_step_one(old, s
         LogProbError, match=f"disagree by {gap} nats .* above rollout.max_log_prob_gap=0.4: .* check model"
     ):
         await made.train_step()
-    assert log == ["answers 0", "actor compute_log_probs 1111"]  # the log shows no update, so nothing was trained
+    assert log == ["answers 0", "actor compute_log_probs 1111"]  # the log has no update, so nothing was trained
 
 
 async def test_E1_at_later_steps_the_gap_is_only_shown():
@@ -431,7 +431,8 @@ async def test_with_top_p_or_top_k_the_engine_is_not_compared_with_the_actor(res
     assert (await made.train_step())[0]["rollout/log_prob_gap"] == 0.5
     one_step, log = trainer(ONE_STEP, "rollout.max_log_prob_gap=0.4", restriction, old=-1.5)
     await one_step.train_step()
-    assert "actor compute_log_probs 1111" not in log  # the actor's pass in the first step only checks the engine
+    # without the engine check, the actor needs no forward pass before the update
+    assert "actor compute_log_probs 1111" not in log
 
 
 async def test_old_log_probs_of_the_engine_save_the_actors_pass_after_the_first_step():
@@ -442,7 +443,7 @@ async def test_old_log_probs_of_the_engine_save_the_actors_pass_after_the_first_
     assert batch.values("old_log_probs").tolist() == [-1.0] * 4
 
 
-# One optimizer step on the whole batch: the old log-probs equal the current ones
+# Tests of one optimizer step on the whole batch, where the old log-probs equal the current log-probs
 
 ONE_STEP = "trainer.prompts_per_minibatch=2"
 
@@ -488,9 +489,9 @@ async def test_the_entropy_coefficient_moves_step_by_step_towards_the_target():
     )
     made.actor.entropies = [0.4, 0.3, 0.6, 0.4, 0.4]
     shown = [(await made.train_step())[0]["actor/entropy_coef"] for _ in range(6)]
-    # the metric shows the coefficient that the actor was given
+    # the metric shows the entropy coefficient that the actor received
     assert [coef for (coef,) in made.actor.arguments] == shown
-    # while the entropy is above the target, the bonus is off
+    # the entropy bonus is off while the entropy is above the target
     assert shown == pytest.approx([0.01, 0.014, 0.018, 0.0, 0.018, 0.02])
 
 
@@ -507,7 +508,7 @@ async def test_only_the_actor_is_given_an_entropy_coefficient():
     assert (made.actor.arguments, made.critic.arguments) == ([(0.02,)], [()])
 
 
-# The data of a training step
+# Tests of the data of a training step
 
 
 async def test_what_leaves_the_mask_leaves_the_actors_batch_after_the_statistics():

@@ -37,9 +37,9 @@ def score(prompt, response):
 
 @pytest.fixture(scope="module")
 def reward(tmp_path_factory):
-    """Return the config override for a reward function in a file.
+    """Return the config override that selects a reward function in a file.
 
-    All answers to a prompt that begins with an odd digit get the same score.
+    The reward function gives the same score to all answers to a prompt that begins with an odd digit.
     """
     file = tmp_path_factory.mktemp("rewards") / "parity.py"
     file.write_text(REWARD)
@@ -69,12 +69,12 @@ async def weights(made: Trainer) -> dict[str, torch.Tensor]:
 
 
 async def run(made: Trainer, steps: int):
-    """Return the metrics and batches of the given number of steps, and the final weights."""
+    """Train for `steps` steps, and return the metrics and batch of each step, and the final weights."""
     history = [await made.train_step() for _ in range(steps)]
     return [metrics for metrics, _ in history], [batch for _, batch in history], await weights(made)
 
 
-# One optimizer step on the whole batch
+# Tests of one optimizer step on the whole batch
 
 VARIANTS = {
     "grpo": [],
@@ -158,13 +158,13 @@ async def test_a_step_whose_groups_all_score_the_same_moves_no_weight(tasks, sta
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-# The training loop
+# Tests of the training loop
 
 
 async def sequential(tasks, model, steps, *overrides):
-    """Sample, score, train and send the weights one after the other.
+    """Sample, score, train and send weights strictly one after the other, as an oracle.
 
-    The oracle uses no trainer, collector, pools or credit assignment.
+    The oracle does not use the trainer, the collector, the pools or the credit assignment.
     """
     config = compose([*BASE, *overrides])[0]
     workers = await start_workers(config, model, [EOS_ID], tasks, needs_critic=False)
@@ -202,7 +202,7 @@ async def sequential(tasks, model, steps, *overrides):
             "responses", response_mask=torch.ones(len(batch.values("responses")), dtype=torch.bool)
         )
         mask = batch.padded("response_mask")
-        if step == 0:  # in a step that checks the engine, the actor's own pass gives the old log-probs
+        if step == 0:  # in a step that checks the engine, the actor's forward pass computes the old log-probs
             columns = log_probs_columns(config.algorithm)
             batch = batch.union(
                 await workers.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget)
@@ -243,7 +243,7 @@ async def test_with_staleness_one_every_group_is_trained_on_once_and_none_is_old
     assert (made.collector.groups.groups, made.collector.rollout.pending) == ({}, 0)
 
 
-# Runs with every feature at once, and with greedy baselines
+# Tests of runs with every feature at once, and of runs with greedy baselines
 
 
 async def test_a_greedy_baseline_is_scored_for_each_prompt(tasks, start, reward):
@@ -257,9 +257,9 @@ async def test_a_greedy_baseline_is_scored_for_each_prompt(tasks, start, reward)
 
 
 async def test_a_cut_answer_ends_with_the_critics_value_of_its_last_state(tasks, start, reward):
-    """The expected value comes from transformers' own forward pass over the whole answer.
+    """The expected value of the last state comes from transformers' own forward pass over the whole answer.
 
-    The critic computes the expected value with the weights before the step.
+    The test computes the expected value with the critic's weights from before the training step.
     """
     settings = [
         "algorithm=ppo",
@@ -271,7 +271,7 @@ async def test_a_cut_answer_ends_with_the_critics_value_of_its_last_state(tasks,
         "rollout.max_response_length=4",
     ]
     made = await trainer(tasks, start, reward, *settings)
-    await made.train_step()  # the first step makes the critic's values differ from 0
+    await made.train_step()  # after the first step, the critic's values differ from 0
     (critic,) = (rank.process.host.roles["critic"] for rank in made.critic.ranks)
     copy = AutoModelForTokenClassification.from_pretrained(start, num_labels=1)
     copy.score = torch.nn.Linear(copy.config.hidden_size, 1, bias=False)
@@ -305,12 +305,12 @@ async def test_features_go_together(tasks, start, reward):
     metrics, batches, _ = await run(made, 2)
     assert all(value == value and abs(value) < float("inf") for step in metrics for value in step.values())
     assert {"full_kl", "ref_hidden", "entropies"} <= set(batches[0].keys())
-    # importance weights are near 1, because engine and actor agree
+    # importance weights are near 1, because the log-probs of engine and actor agree
     assert metrics[0]["actor/correction_weight_mean"] == pytest.approx(1, abs=0.1)
     assert metrics[0]["actor/rejection_dropped_fraction"] == 0
     assert "ref_log_probs" not in batches[0]
     assert metrics[0]["actor/selected_fraction"] > 0
-    # Invariant D7: the KL to the reference is 0 before anything is learnt
+    # Invariant D7: the KL to the reference is 0 before the first update
     assert metrics[0]["reward/kl"] == pytest.approx(0, abs=1e-6)
     assert metrics[1]["reward/kl"] > 0
     cut = torch.tensor([reason == "length" for reason in batches[0].non_tensor_batch["finish_reason"]])

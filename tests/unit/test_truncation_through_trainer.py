@@ -1,6 +1,7 @@
-"""Truncated answers and failed rewards, seen at the end of the real trainer (invariants C4 and C5).
+"""Tests of truncated answers and failed rewards through the real trainer (invariants C4 and C5).
 
-Engines, reward workers and models (except in one test) are fakes; collector, credit assignment and trainer are real.
+Engines and reward workers are fakes, and in all tests but one, models are fakes too. The collector, the credit
+assignment and the trainer are real.
 """
 
 import asyncio
@@ -26,13 +27,13 @@ from workers.rollout.messages import Completion
 from workers.training.worker_group import WorkerGroup
 
 PROMPTS = [Prompt(n, f"prompt {n}", [50, 51 + n], {}) for n in range(4)]
-LENGTHS = [2, 4, 3]  # lengths of the answers to one prompt; answer 1 is the truncated one in most tests
+LENGTHS = [2, 4, 3]  # lengths of the answers to one prompt, of which answer 1 is truncated in most tests
 
 
 class Engines(Immortal):
-    """Fake engines: answer n to every prompt has LENGTHS[n] tokens.
+    """Fake engines whose answer number n to every prompt has LENGTHS[n] tokens.
 
-    The answers in `cut` end at the length limit.
+    An answer whose (group, answer) key is in `cut` ends at the length limit.
     """
 
     def __init__(self, cut):
@@ -57,7 +58,10 @@ class Engines(Immortal):
 
 
 class Judges:
-    """Fake judges that return the score of each key; the score None makes the reward fail."""
+    """Fake reward workers that look up each score in the mapping `scores`.
+
+    A score of None makes the reward fail.
+    """
 
     def __init__(self, scores):
         self.scores, self.waiting = scores, []
@@ -103,9 +107,9 @@ BASE, _ = compose(
 
 
 async def trained(scores, *, cut=((0, 1),), config=BASE, actor=None):
-    """Return the batch that one training step used, and the step's metrics.
+    """Take one training step, and return its batch and its metrics.
 
-    The mapping `scores` is indexed by (group, answer).
+    The keys of the mapping `scores` are pairs of group number and answer number.
     """
     async with BackgroundTasks() as tasks:
         collector = Collector(config, rollout=Engines(cut), rewards=Judges(scores), prompts=PROMPTS, tasks=tasks)
@@ -119,7 +123,7 @@ async def trained(scores, *, cut=((0, 1),), config=BASE, actor=None):
 
 
 def two_groups(cut_score):
-    """Return scores of two groups in which only the score of the truncated answer, row 1, varies."""
+    """Return the scores of two groups, where `cut_score` is the score of row 1, the truncated answer."""
     return {
         (0, 0): 1.0,
         (0, 1): cut_score,
@@ -137,14 +141,17 @@ def changed(**changes):
 
 
 def modes():
-    """Yield every normalisation that the config accepts, with the usual divisor of the standard deviation."""
+    """Yield every normalisation that the config accepts, with the unbiased standard deviation."""
     for mean, std, out in itertools.product((None, "batch", "group"), (None, "batch", "group"), (False, True)):
         if not out or (mean is not None and std is None):
             yield NormalizationConfig(mean_level=mean, std_level=std, leave_one_out=out, unbiased=True)
 
 
 def pairs():
-    """Yield all pairs of normalisations of scores and advantages, and equal pairs with the other divisor."""
+    """Yield all pairs of a score normalisation and an advantage normalisation.
+
+    Also yield pairs of two equal normalisations that use the biased standard deviation.
+    """
     yield from itertools.product(modes(), modes())
     yield from ((mode, mode) for mode in (dataclasses.replace(m, unbiased=False) for m in modes()) if mode.std_level)
 
@@ -175,7 +182,7 @@ async def test_C5_no_estimator_lets_a_cut_answer_move_the_others(estimator, how)
     assert torch.equal(found[0][others], found[1][others])
     assert found[0].abs().sum() > 0
     kept, _ = await trained(two_groups(100.0), config=changed(advantage_estimator=estimator, suppress_truncated=False))
-    # for estimators without statistics, no row depends on another row
+    # an estimator without statistics computes the advantages of each row independently of all other rows
     if ADVANTAGE_ESTIMATORS.metadata(estimator)["statistics"] != "none":
         assert not torch.equal(kept.padded("advantages")[others], found[0][others])
 
@@ -187,7 +194,7 @@ def test_there_are_eleven_normalisations_and_all_their_pairs():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 async def test_C5_with_two_answers_the_whole_one_is_alone(estimator):
-    """The example of invariant C5: scores [1, 1] and [1, 100] with batch-mean normalisation."""
+    """The test uses the example of invariant C5, scores [1, 1] and [1, 100] with batch-mean normalisation."""
     batch_mean = dataclasses.replace(NONE, mean_level="batch")
     config = changed(advantage_estimator=estimator, reward_normalization=batch_mean)
     config = dataclasses.replace(
@@ -202,7 +209,7 @@ async def test_C5_with_two_answers_the_whole_one_is_alone(estimator):
 
 
 async def test_the_score_of_a_finished_answer_of_any_length_counts():
-    """Answer 1 is the longest one, but finished, so it is not truncated."""
+    """Answer 1 is the longest answer, but it finished, so it does not count as truncated."""
     found = [(await trained(two_groups(score), cut=()))[0].padded("advantages")[0, 0] for score in (1.0, 100.0)]
     assert found[0] != found[1]
 
@@ -228,7 +235,7 @@ async def test_C4_under_gae_a_suppressed_answer_keeps_its_value_term():
 
 @pytest.mark.parametrize("estimator", ESTIMATORS)
 async def test_C4_a_failed_row_is_masked_and_in_no_statistic_under_any_normalisation(estimator):
-    """All other rows get the advantages that they would get without the failed row, whatever it would have scored."""
+    """A failed row does not change the advantages of any other row, whatever score the failed row would have had."""
     scores = two_groups(1.0) | {(1, 1): None}
     for rewards, advantages in (
         (one, other) for mode in modes() for one, other in ((mode, NONE), (NONE, mode), (mode, mode))
@@ -242,7 +249,8 @@ async def test_C4_a_failed_row_is_masked_and_in_no_statistic_under_any_normalisa
         assert metrics["reward/failed_fraction"] == pytest.approx(1 / 6)
     plain = changed(advantage_estimator=estimator, reward_normalization=dataclasses.replace(NONE, mean_level="batch"))
     rewards = (await trained(scores, config=plain))[0].padded("token_level_rewards").sum(-1)
-    # The four counted scores have mean 0.5; the truncated answer earns nothing, like the last one of each group.
+    # The four counted scores have mean 0.5.
+    # The truncated answer gets the reward of an answer with score 0.
     assert rewards.tolist() == pytest.approx([0.5, -0.5, -0.5, 0.5, 0.0, -0.5])
 
 

@@ -1,4 +1,7 @@
-"""A step without trained tokens moves no controller and checks no engine; skipped updates are reported."""
+"""Tests of steps without trained tokens, and of reports on skipped updates.
+
+A step without trained tokens does not change controllers and does not compare the engine with the actor.
+"""
 
 import pytest
 from test_trainer import FakeCollector, answered, trainer
@@ -14,7 +17,7 @@ ENTROPY = [
 
 
 class SomeUntrained(FakeCollector):
-    """A fake collector whose steps of the given versions have no trained token."""
+    """A fake collector whose batches have no trained token at the given versions of the weights."""
 
     def __init__(self, *versions):
         super().__init__([])
@@ -70,7 +73,7 @@ async def test_once_checked_the_engine_is_not_asked_about_again():
 
 
 def skipping(made, count, **metrics):
-    """Make the actor skip `count` updates, and make the tracker record its alarms."""
+    """Make the fake actor report `count` skipped updates, and make the fake tracker record alarms."""
 
     async def update(*_):
         return {"loss": 0.5, "skipped_updates": count, **metrics}

@@ -18,12 +18,12 @@ SHARED = Path("/dev/shm")
 # File name prefixes of Python's SharedMemory (vLLM's message queues) and of the buffers of vLLM's CPU workers.
 PREFIXES = ("psm_", "vllm_dist_")
 WEIGHTS_PREFIX = "rltrain-weights-"  # file name prefix of the files through which processes exchange weights
-_ROUND_S = 0.3  # seconds between two searches; the second search finds processes that start during the first search
+_ROUND_S = 0.3  # seconds between two searches; another search finds processes that started during the previous search
 _LIMIT_S = 10.0
 
 
 def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
-    """Return the live processes with `MARK=mark` in their environment, or that write to a file in the folder `logs`.
+    """Return the live processes that have `MARK=mark` in their environment or write to a file in the folder `logs`.
 
     A process that changes its title, as Ray's processes do, overwrites part of its environment, possibly including the
     environment variable `MARK`. A Ray process that has overwritten `MARK` can still be found through the file in the
@@ -85,7 +85,7 @@ def remove(files: Iterable[Path]) -> None:
 def remove_unlocked(files: Iterable[Path]) -> None:
     """Remove all non-empty files of this user on which no process holds a lock.
 
-    A file is empty for a moment after its creation, before the process that created it locks it.
+    Empty files are kept, because a new file is empty until the process that created the file has locked it.
     """
     for path in files:
         with contextlib.suppress(OSError):

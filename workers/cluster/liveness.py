@@ -264,7 +264,7 @@ class Liveness:
             self.tasks.start(self._observe_remote(identity.node), f"observer of node {identity.node[:8]}")
 
     async def _observe_remote(self, node: str) -> None:
-        """Observe the processes of a machine other than the driver's, until the machine is lost."""
+        """Observe the run's processes on the remote machine `node`, until the machine is lost."""
         import ray
 
         while True:
@@ -285,7 +285,7 @@ class Liveness:
             await asyncio.sleep(LOOK_EVERY_S)
 
     def _observer(self, node: str) -> Any:
-        """Return the observer actor of the machine `node`, and start the actor first if it does not exist."""
+        """Return the observer actor of the machine `node`, and start the actor if it does not exist yet."""
         if node not in self._others:
             import ray
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -307,7 +307,7 @@ class Liveness:
 
 
 class ProgressScope:
-    """Context manager for waits that fail if one of the given processes is lost or if none of them makes progress.
+    """Context manager whose waits fail if one of the given processes is lost or if no process makes progress.
 
     Args:
         processes: The processes on which the awaited results depend.

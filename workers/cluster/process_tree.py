@@ -19,7 +19,7 @@ _ROUNDS = 20
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make this process adopt its descendants when their parents end, so that they remain its descendants.
+    """Make this process the new parent of each descendant whose own parent ends, so that no descendant escapes.
 
     Args:
         adopt: If True, orphaned descendants become children of this process. If `adopt` is False, orphaned descendants

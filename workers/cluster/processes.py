@@ -234,7 +234,7 @@ async def results(
 ) -> list[R]:
     """Wait for the results of calls.
 
-    If one call fails, raise its error without waiting for the other calls, which may never end.
+    If a call fails, this function raises the error without waiting for the remaining calls, which might never end.
 
     Args:
         pending: The started calls whose results are awaited.
@@ -255,7 +255,10 @@ async def results(
 
 
 async def recorded_by(processes: Sequence[WorkerProcess]) -> list[trace.Recorded]:
-    """Return and forget the events of separate processes. Processes that are lost have no events."""
+    """Return and delete the timeline events that separate processes have recorded since the last call.
+
+    A lost process contributes no events.
+    """
     found = await asyncio.gather(*(_recorded_by(one) for one in processes if isinstance(one, RayProcess)))
     return [one for one in found if one is not None]
 
@@ -267,13 +270,13 @@ async def _recorded_by(process: RayProcess) -> trace.Recorded | None:
 
 
 def progress_required(processes: Sequence[WorkerProcess], limit_s: float | None = None) -> ProgressScope:
-    """Return a `ProgressScope` whose waits fail if one of the processes is lost or if none of them makes progress."""
+    """Return a `ProgressScope` whose waits fail if one of the processes is lost or if no process makes progress."""
     separate = [process for process in dict.fromkeys(processes) if isinstance(process, RayProcess)]
     return ProgressScope(separate, limit_s)
 
 
 async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> list[R]:
-    """Wait for the results of calls, as `results` does, inside an open `ProgressScope` of the calls' processes."""
+    """Wait for the results of calls in an already open `ProgressScope`, otherwise like the function `results`."""
     import ray
 
     if not any(isinstance(one.process, RayProcess) for one in pending):

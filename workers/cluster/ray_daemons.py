@@ -24,7 +24,8 @@ logger = logging.getLogger(__name__)
 
 GCS, RAYLET = "gcs_server", "raylet"
 GRACE_S = 40.0  # seconds to finish the running step after gcs_server has died; Ray ends the driver after 60 s
-# For a remote gcs_server, in seconds: time between connections, connection timeout, silence that counts as death.
+# Checks of a remote gcs_server, in seconds: the time between two connections, the timeout of a connection, and the time
+# without any answer after which gcs_server counts as dead.
 _ASK_EVERY_S, _ANSWER_S, _SILENT_S = 5.0, 1.0, 10.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of the peer of a Unix socket
 
@@ -184,7 +185,8 @@ def _listener(path: str) -> int:
 def _is_gcs_of(session: str, pid: int) -> bool:
     """Return whether a process is the gcs_server of the connected Ray cluster.
 
-    A check of the program's name is not enough, because descendants of this process may belong to a second Ray cluster.
+    Checking only the program's name would not be enough, because this process may also have started a second Ray
+    cluster.
     """
     try:
         arguments = psutil.Process(pid).cmdline() or [""]

@@ -51,7 +51,7 @@ class SharedDevices:
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundles[number])}
 
     def free(self) -> None:
-        """Release the GPUs, which makes Ray end the actors that use them."""
+        """Release the GPUs, so that Ray ends the actors that use the GPUs."""
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError):  # the Ray cluster may be gone already

@@ -37,7 +37,8 @@ def join(
     if address is None:
         store: Store = HashStore()
     else:
-        # TCPStore gets an open socket, because a socket that it opens itself listens at all addresses of the machine.
+        # TCPStore receives an open socket, because a socket opened by TCPStore would listen at all addresses of the
+        # machine.
         serving = None if listener is None else listener.detach()
         store = TCPStore(*address, world_size, rank == 0, timeout, master_listen_fd=serving)
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"

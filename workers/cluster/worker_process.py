@@ -80,14 +80,14 @@ class Host:
             self.roles[role] = getattr(importlib.import_module(module), name)(*args, **kwargs)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a role, and record the call as an event, unless the role records its own events."""
+        """Call a method of a role, and record the call as a timeline event unless the role records its own events."""
         called = self.roles[role]
         own = getattr(called, "records_events", False)
         with progress.call(), contextlib.nullcontext() if own else trace.span(f"{role}.{method}", trace.CALLS):
             return getattr(called, method)(*args, **kwargs)
 
     def take_events(self) -> trace.Recorded | None:
-        """Return and forget the events of this process, or return None if the run has no timeline."""
+        """Return and delete the recorded timeline events of this process, or return None if the run has no timeline."""
         return trace.take()
 
     def call_joined(self, role: str, method: str, joins: Sequence[Join | None], *args: Any, **kwargs: Any) -> Any:
@@ -96,8 +96,9 @@ class Host:
         Args:
             role: Name of the role.
             method: Name of the method.
-            joins: For each argument of the method, how many of the next elements of `args` to join into the argument,
-                and which columns to keep, or None if the argument is simply the next element of `args`.
+            joins: One entry for each argument of the method. A `Join` says how many of the next elements of `args` are
+                joined into the argument, and which columns are kept. An entry None means that the argument is simply
+                the next element of `args`.
             args: All arguments and parts of arguments, in the order of `joins`.
             kwargs: Keyword arguments of the method.
         """

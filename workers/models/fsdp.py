@@ -89,8 +89,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
     """Run the `with` block without gradients, and then reshard the model if it is sharded.
 
     After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
-    dtype, for a later backward pass. Without a backward pass, the gathered copies would waste memory and replace the
-    float32 shards from which the weights are saved.
+    dtype, for a later backward pass. If no backward pass follows, the gathered copies of parameters would waste memory,
+    and would replace the float32 shards from which the weights are saved.
     """
     with torch.no_grad():
         yield
@@ -99,7 +99,7 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
-    """Compile a layer's forward pass and enable activation checkpointing, each if the config enables it.
+    """Compile a layer's forward pass and enable its activation checkpointing, if the config requests either of them.
 
     FSDP's hooks run outside both the compiled function and the checkpoint. The checkpoint wraps the compiled function,
     because `torch.compile` does not compile the code inside a checkpoint.

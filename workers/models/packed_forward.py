@@ -68,7 +68,10 @@ class RowLayout:
 
     @functools.cached_property
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
-        """Return the attention batches, computed on first access and needed only without a usable attention kernel."""
+        """Return the attention batches, which are needed only if no attention kernel is usable.
+
+        The batches are computed on first access.
+        """
         return _attention_batches(self.lengths, self.device)
 
 
@@ -82,7 +85,7 @@ class Pack:
         position_ids: (1, N) positions, which restart at 0 in each row.
         rows: row lengths, and the attention batches, which are needed if no attention kernel is usable.
         longest: number of tokens in the longest row.
-        offsets: (rows + 1,) int32, the start of each row, then the end of the last row.
+        offsets: (rows + 1,) int32, the start positions of all rows, followed by the end position of the last row.
         predicting: (R,) position in the pack at which each of the R response tokens is predicted.
         targets: (R,) ids of the response tokens.
         sequence: the group of ranks that split the pack's tokens (sequence parallelism), or None. If `sequence` is a
@@ -357,7 +360,7 @@ def unpack(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def stand_in(batch: DataProto) -> list[int]:
-    """Return [index of the shortest row], the stand-in row that a rank processes if it has no rows of its own."""
+    """Return the index of the shortest row in a list, as the micro-batch of a rank that has no rows of its own."""
     return [int((batch.lengths("prompts") + batch.lengths("responses")).argmin())]
 
 

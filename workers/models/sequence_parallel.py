@@ -1,9 +1,9 @@
 """Sequence parallelism: the ranks of a sequence group split the tokens of each pack (Ulysses, arXiv:2309.14509).
 
 Every rank of the group receives the whole pack, and computes the token-wise layers for its own slice of the tokens. The
-attention of a token needs all tokens of the row. In an all-to-all before attention, each rank exchanges its slice of
-the tokens with all heads for all tokens with a slice of the heads. A second all-to-all after attention restores the
-split by tokens.
+attention of a token needs all tokens of the row. Before attention, an all-to-all therefore changes the split by tokens
+into a split by heads, so that each rank has all tokens for some of the heads. A second all-to-all after attention
+restores the split by tokens.
 
 The model's outputs for the response tokens are gathered, so that every rank of the group computes the same loss. The
 backward pass of each rank covers only that rank's slice of the tokens. The sum of the gradients of all ranks is the
@@ -84,7 +84,7 @@ def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
 
 
 def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
-    """Exchange this rank's slice of the tokens with all heads for all tokens with a slice of the heads.
+    """Change a split by tokens (each rank has some tokens, all heads) into a split by heads (all tokens, some heads).
 
     An all-to-all within the sequence group changes the shape from (1, H, n, D) to (1, H', N, D). If there are fewer
     heads than ranks, the heads are repeated before the exchange, and H' is 1.
@@ -98,7 +98,7 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
 
 
 def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
-    """Exchange all tokens with a slice of the heads for this rank's slice of the tokens with all heads.
+    """Change a split by heads (each rank has all tokens, some heads) into a split by tokens (some tokens, all heads).
 
     An all-to-all within the sequence group changes the shape from (1, N, H', D) to (1, n, H, D).
     """

@@ -138,7 +138,7 @@ class StateFiles:
         self.folder, self.index = folder, read_index(folder)
 
     def names(self, kind: str) -> list[str]:
-        """Return the names of all tensors of one kind, in the order of saving, without the prefix that names the kind.
+        """Return the names of all tensors of one kind in the order of saving, without the prefix `kind`.
 
         Args:
             kind: the prefix of the full names, such as "model" or "exp_avg".

@@ -23,11 +23,11 @@ READY = "ready"
 
 @dataclass(frozen=True)
 class Traced:
-    """Answer to a scoring call in a run with a timeline.
+    """Answer of the child process to a scoring call if the run records a timeline.
 
     Attributes:
-        results: Results of the call.
-        events: Events of the child process during the call.
+        results: Results of the scoring call.
+        events: Timeline events that the child process recorded during the call.
     """
 
     results: list[SampleScores]
@@ -57,9 +57,9 @@ def serve(descriptor: int, parent: int) -> None:
     except Exception as error:
         connection.send(str(error))
         return
-    helpers = process_tree.descendants(own)  # processes that the imports of reward functions start are never killed
+    helpers = process_tree.descendants(own)  # processes started by imports of reward functions, which are never killed
     limit_memory(memory_mb)
-    printed.forget()  # the driver has imported the functions too, and has printed what their imports print
+    printed.forget()  # forget output of imports, which the driver has already shown when it imported the functions
     connection.send(READY)
     while True:
         try:
@@ -75,7 +75,7 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _with_lines(result: SampleScores, printed: FirstLines) -> SampleScores:
-    """Return a result with the first line that each reward function has printed in this process."""
+    """Add the first line that each reward function has printed in this process to a result, and return the result."""
     lines = printed.lines()
     return replace(result, printed=lines) if lines else result
 

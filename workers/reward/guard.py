@@ -95,7 +95,7 @@ class _Call:
     def add(self, result: SampleScores) -> bool:
         """Store the next result of this call.
 
-        Return whether the result belongs to the expected request, judged by its key.
+        Return whether the result has the key of the expected request.
         """
         if self.whole < len(self.results):
             self.results.pop()
@@ -105,7 +105,7 @@ class _Call:
         return row < len(self.requests) and result.key == self.requests[row].key
 
     def new(self, results: list[SampleScores]) -> list[SampleScores]:
-        """Return the elements of `results` that this call has not returned before.
+        """Return the elements of `results` that were not returned before during this call.
 
         If the call is stepwise and `hold` was called, return at most one result.
         """
@@ -225,7 +225,7 @@ class GuardedWorker:
             return self._ended(str(error))
 
     def _ended(self, said: str) -> Ended:
-        """Kill the child process, whose running call is lost, and start a new child process.
+        """Kill the child process and start a new child process. The running call is lost.
 
         Args:
             said: Why the child is no longer usable, or "" if the child ended or timed out.
@@ -253,8 +253,8 @@ class GuardedWorker:
                 return
             ours, theirs = socket.socketpair()
             code = _START.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
-            # The functions' output is dropped, because Ray would keep all of it on disk. The child process itself keeps
-            # the first line that each function prints.
+            # The output of reward functions is dropped, because Ray would keep all of it on disk. The child process
+            # itself keeps the first line that each function prints.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],
@@ -306,7 +306,7 @@ class GuardedWorker:
     def _end(self) -> str:
         """Kill the child process and all its descendants.
 
-        Return a description of how the child process had ended, or that the child did not answer in time.
+        Return a text that says how the child process had ended, or that the child process did not answer in time.
         """
         with _LOCK:
             status = self._process.poll()
@@ -342,7 +342,7 @@ class Guard:
         """Start the first child process.
 
         Args:
-            arguments: Arguments of `GuardedWorker`.
+            arguments: Positional arguments of `GuardedWorker`.
             environment: Result of `trace.environment` in the driver, or None if the run has no timeline.
             options: Keyword arguments of `GuardedWorker`.
         """
@@ -370,7 +370,7 @@ class Guard:
             return self._lanes[lane].rest()
 
     def take_events(self) -> trace.Recorded | None:
-        """Return and forget the events of this process and its children, or None if the run has no timeline."""
+        """Return and delete the timeline events of this process and its children, or return None without a timeline."""
         return trace.take()
 
     def introduce(self) -> Process | None:

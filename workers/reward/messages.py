@@ -35,11 +35,11 @@ class SampleScores:
         failed: Whether a reward function raised an exception, returned an invalid score, took too long or ended its
             process. A failed sample must never count as a sample with score 0.
         error: One line that says which function failed and how, or "" if none failed.
-        failed_function: Index of the function that failed, or -1 if none failed.
-        success: Whether the answer is correct, as the functions returned it in `RewardResult.success`. True if none of
-            them returned False; None if none of them decided it.
-        printed: (name of a reward function, first line that it printed) for each function that has printed something
-            in the child process. Two results are equal whatever was printed.
+        failed_function: Index of the function that failed, or -1 if no function failed.
+        success: Whether the answer is correct according to the values of `RewardResult.success` that the functions
+            returned. False if any function returned False, else True if any function returned True, else None.
+        printed: (name of a reward function, first line that the function printed) for each function that has printed
+            something in the child process. The field `printed` is ignored when two `SampleScores` are compared.
     """
 
     key: Key

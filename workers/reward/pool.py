@@ -34,11 +34,14 @@ _AGAIN = 2
 
 @dataclass(frozen=True)
 class _Alone:
-    """A slow sample, or a sample of a lost chunk, whose remaining reward functions are called one by one."""
+    """A slow sample, or a sample from a lost chunk.
+
+    The remaining reward functions of the sample are called one by one.
+    """
 
     request: RewardRequest
     scores: tuple[float | None, ...] = ()
-    success: bool | None = None  # as `SampleScores.success`, of the functions that have scores
+    success: bool | None = None  # like `SampleScores.success`, but only for the functions called so far
     again: int = 0  # number of times that this sample's worker was lost for a reason outside the reward functions
 
 
@@ -67,7 +70,7 @@ class RewardPool:
         self._held: set[int] = set()  # slots (processes) whose call takes long (see `Held`)
         self._finished: list[SampleScores] = []
         self._keys: set[Key] = set()
-        self._shown: set[str] = set()  # names of the reward functions whose first printed line was shown
+        self._shown: set[str] = set()  # names of the reward functions whose first printed line was already logged
         # A worker runs `concurrency` async calls at once.
         # A chunk has more samples than `concurrency`, so that the worker can begin another call as soon as one ends.
         self._concurrency, waits = reward.concurrency, "async" in self._kinds
@@ -160,7 +163,7 @@ class RewardPool:
         return results
 
     async def recorded(self) -> list[Recorded]:
-        """Return and forget the events of the workers' processes. See `rltrain.base.trace`."""
+        """Return and delete the timeline events of the workers' processes (see `rltrain.base.trace`)."""
         return await self._transport.recorded()
 
     def abort(self) -> None:
@@ -173,7 +176,7 @@ class RewardPool:
         self._running = dict.fromkeys(self._running)
 
     def close(self) -> None:
-        """Stop the workers and drop all pending requests. Do nothing if the pool is already closed."""
+        """Stop the workers and drop all pending requests, or do nothing if the pool is already closed."""
         self._transport.close()
         for queue in (self._fresh, self._alone, self._running, self._held, self._finished, self._keys):
             queue.clear()
@@ -203,7 +206,7 @@ class RewardPool:
             self._answered(work, event, adapt=not was_held)
 
     def _show_printed(self, results: Sequence[SampleScores] | None) -> None:
-        """Log the first line that each reward function has printed in a child process, once in a run."""
+        """Log, once per run and reward function, the first line that the function has printed in a child process."""
         for name, line in results[-1].printed if results else ():
             if name not in self._shown:
                 self._shown.add(name)
@@ -272,8 +275,8 @@ class RewardPool:
         self._fresh.extendleft(reversed(requests[done:]))
         if not adapt:
             return
-        # If the worker scored the whole chunk in time, the next chunk may be larger.
-        # If the worker scored only n samples, the next chunk has at most 2 n, so that few samples stay unscored.
+        # If the worker scored the whole chunk in time, the next chunk may be larger. If the worker scored only n
+        # samples, the next chunk has at most 2 n samples, so that few samples stay unscored.
         self._chunk = min(4 * self._chunk, self._most) if done == len(requests) else min(2 * done, self._chunk)
 
     def _answered_alone(self, work: _Alone, answer: Answer) -> None:

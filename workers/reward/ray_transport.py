@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 _START_ATTEMPTS = 3
 _MARGIN_S = 10.0  # a guard counts as stuck if it has not ended a call this many seconds after the call's deadline
 _STOP_S = 2.0
-_TAKE_S = 1.0  # maximum seconds to wait for the events of the actors
+_TAKE_S = 1.0  # maximum seconds to wait until the actors return their timeline events
 _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 
@@ -99,7 +99,8 @@ class RayTransport:
         # The actors reserve no CPUs, so that Ray can start them even if engines and training ranks reserve all CPUs.
         # Ray must not retry a call, because a retry would again score the sample that has killed its worker.
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
-        options["max_concurrency"] = spares + 2  # one call per child process, plus one call of `stop`
+        # One call per child process and one call of `stop` can run at the same time.
+        options["max_concurrency"] = spares + 2
         if runtime_env := _without_torch(runtime_env or {}):
             options["runtime_env"] = runtime_env
         self._actor_class = ray.remote(Guard).options(**options)
@@ -151,7 +152,10 @@ class RayTransport:
         return news
 
     async def recorded(self) -> list[trace.Recorded]:
-        """Return and forget the events of the actors. See `Transport.recorded`. Actors that do not answer have none."""
+        """Return and delete the timeline events that the actors have recorded (see `Transport.recorded`).
+
+        Actors that do not answer contribute no events.
+        """
         ready = [slot for slot in self._slots[: self.size] if not slot.starting and not slot.process.how_lost]
         if not trace.on() or not ready:
             return []
@@ -307,8 +311,8 @@ def _kill(actors: Sequence[Any]) -> None:
 def _reason(error: Exception, *, starting: bool) -> str:
     """Return a description of how an actor failed.
 
-    The description contains the last line of Ray's long error message. If a process has died during a call, the
-    description is always the same, because Ray's message does not tell the cause.
+    The description contains the last line of Ray's long error message. If a process died during a call, the description
+    is a fixed text, because Ray's message does not tell the cause.
     """
     if isinstance(error, ray.exceptions.RayActorError) and not starting:
         return "ended its process (it exited, crashed or ran out of memory)"

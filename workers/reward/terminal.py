@@ -1,8 +1,6 @@
-"""What replaces the terminal in a child process that runs reward functions.
+"""Replaces terminal input and output in a child process that runs reward functions.
 
-A child process has no terminal. `stand_in` keeps the first line that each reward function prints, so that the driver
-can show it, and makes `breakpoint()` and `input()` raise an error at once, so that no call waits for a terminal that is
-not there.
+A child process has no terminal.
 """
 
 import builtins
@@ -16,30 +14,30 @@ from typing import Any, NoReturn
 
 from rltrain.base.errors import one_line
 
-# name of the reward function that the current thread or asyncio task runs; "" outside reward functions
+# name of the reward function that the current thread or asyncio task is running, or "" outside reward functions
 CALLING: ContextVar[str] = ContextVar("calling", default="")
-_LONGEST = 200  # characters of a printed line that are kept
-# Values of PYTHONBREAKPOINT for debuggers that need the driver's terminal, by their first name. Ray chooses its own
-# debugger in all of its processes, and that debugger works only in processes that Ray itself has started.
+_LONGEST = 200  # maximum number of characters that are kept of a printed line
+# First components of the values of PYTHONBREAKPOINT that select a debugger with a terminal. In all of its processes,
+# Ray selects Ray's own debugger, which works only in processes that Ray itself has started.
 _NEED_TERMINAL = ("", "pdb", "ray", "ipdb", "IPython", "pudb")
 
 
 class NoTerminal(BaseException):
-    """Raised where a reward function asks for the terminal in a process that has none.
+    """Raised when a reward function tries to use the terminal in a process without a terminal.
 
-    It is not a subclass of `Exception`, so that a function that handles its own errors does not handle it.
+    The class is not derived from `Exception`, so that an `except Exception` in a reward function does not catch it.
     """
 
 
 class FirstLines:
-    """The first line that each reward function has printed in this process."""
+    """Records the first line that each reward function prints in this process."""
 
     def __init__(self) -> None:
         self._begun: dict[str, str] = {}
         self._lock = threading.Lock()
 
     def add(self, text: str) -> None:
-        """Keep the text if it belongs to a function's first line that is not blank."""
+        """Record printed text if it belongs to the first non-blank line of the reward function that is running."""
         name = CALLING.get()
         with self._lock:
             begun = self._begun.get(name, "")
@@ -49,20 +47,20 @@ class FirstLines:
     def lines(self) -> tuple[tuple[str, str], ...]:
         """Return (name of the reward function, first line) for each function that has printed something.
 
-        The name is "" for output of threads that a reward function has started.
+        The name is "" for lines that were printed by threads which a reward function has started.
         """
         with self._lock:
             begun = list(self._begun.items())
         return tuple((name, one_line(text.partition("\n")[0], _LONGEST)) for name, text in begun if text)
 
     def forget(self) -> None:
-        """Forget all lines, for example those that the import of the reward functions has printed."""
+        """Delete all recorded lines, for example the lines that were printed while reward functions were imported."""
         with self._lock:
             self._begun.clear()
 
 
 class _Stream(io.TextIOWrapper):
-    """Standard stream of a process whose output is dropped; it keeps the first lines."""
+    """Standard output or error stream that records the first line of each reward function in a `FirstLines` object."""
 
     def __init__(self, descriptor: int, lines: FirstLines) -> None:
         raw = io.FileIO(descriptor, "w", closefd=False)
@@ -75,7 +73,12 @@ class _Stream(io.TextIOWrapper):
 
 
 def stand_in() -> FirstLines:
-    """Replace the standard streams, `breakpoint` and `input` of this process, and return what will be printed first."""
+    """Replace the standard streams, `breakpoint` and `input` of this process, and return the record of first lines.
+
+    After a call of `stand_in`, the first line that each reward function prints is recorded, so that the driver can show
+    it. The functions `breakpoint` and `input` then raise an error at once, instead of waiting for a terminal that does
+    not exist.
+    """
     lines = FirstLines()
     sys.stdout, sys.stderr = _Stream(1, lines), _Stream(2, lines)
     sys.breakpointhook = _breakpoint
@@ -84,14 +87,17 @@ def stand_in() -> FirstLines:
 
 
 def _breakpoint(*args: Any, **kwargs: Any) -> Any:
-    """Replace `sys.breakpointhook`. Debuggers that need no terminal, chosen with PYTHONBREAKPOINT, still work."""
+    """Replacement for `sys.breakpointhook`, which allows only debuggers that need no terminal.
+
+    The environment variable PYTHONBREAKPOINT selects the debugger.
+    """
     if os.environ.get("PYTHONBREAKPOINT", "").partition(".")[0] in _NEED_TERMINAL:
         raise _refusal("breakpoint()", sys._getframe(1))
     return sys.__breakpointhook__(*args, **kwargs)
 
 
 def _input(*_: object) -> NoReturn:
-    """Replace `input`, which `pdb.set_trace()` calls too."""
+    """Replacement for `input`, which raises an error, also when `pdb.set_trace()` calls `input`."""
     frame: FrameType | None = sys._getframe(1)
     asker = frame
     while frame is not None and frame.f_globals.get("__name__") in ("pdb", "cmd", "bdb"):

@@ -54,13 +54,13 @@ class Held:
     """Event: a call takes long, so its worker may begin another call in a spare process.
 
     A held call continues, and another event will report its end. If the held call is stepwise, its process continues
-    only with the first request that has no complete result, and the event at the end of the call reports this request
-    alone. All later requests of a held stepwise call must be scored in another call.
+    only with the first request that has no complete result. The event at the end of a held stepwise call reports only
+    the result of the continued request. All later requests of a held stepwise call must be scored in another call.
 
     Attributes:
         slot: Number of the process.
-        results: Results so far of a stepwise call, or None if the call is not stepwise. The last result of a stepwise
-            call so far may lack some scores.
+        results: The results of a stepwise call so far, where the last result may lack some scores, or None if the call
+            is not stepwise.
     """
 
     slot: int
@@ -118,7 +118,10 @@ class Transport(Protocol):
         """
 
     async def recorded(self) -> list[Recorded]:
-        """Return and forget the events of all processes other than the current one. See `rltrain.base.trace`."""
+        """Return and delete the timeline events that the workers' processes have recorded (see `rltrain.base.trace`).
+
+        The events of the current process are not included.
+        """
 
     def close(self) -> None:
         """Stop the workers and drop their running calls."""
@@ -154,7 +157,7 @@ class InProcessTransport:
         return [Answer(0, results)]
 
     async def recorded(self) -> list[Recorded]:
-        """Return [], because the worker has no process of its own. See `Transport.recorded`."""
+        """Return an empty list, because the worker runs in the current process (see `Transport.recorded`)."""
         return []
 
     def close(self) -> None:

@@ -25,7 +25,7 @@ from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.terminal import CALLING, NoTerminal
 
-CALLS_TRACK = "reward functions"  # row of the timeline with the calls of reward functions
+CALLS_TRACK = "reward functions"  # row of the timeline that shows the calls of reward functions
 _CANCEL_S = 2.0  # seconds that a cancelled call may take to end (a guard may kill its child process earlier)
 Outcome = Verdict | BaseException
 
@@ -51,7 +51,7 @@ class _Function:
             return _unless_stopped(error)
 
     def _span(self, request: RewardRequest) -> contextlib.AbstractContextManager[None]:
-        """Return a context manager that records a call for one sample as an event."""
+        """Return a context manager that records the scoring of one sample as an event of the timeline."""
         return trace.span(self.name, CALLS_TRACK, uid=request.key[0], sample=request.key[1])
 
     def call_all(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
@@ -142,7 +142,9 @@ class RewardWorker:
         limit_s: float = math.inf,
         report: Callable[[SampleScores], None] | None = None,
     ) -> list[SampleScores]:
-        """Score samples in order. If a function raises an exception, the sample fails instead of getting a score of 0.
+        """Score samples in order.
+
+        If a function raises an exception for a sample, the sample fails instead of getting a score of 0.
 
         Args:
             requests: Samples to score.
@@ -225,7 +227,8 @@ def _await_each(
         return await asyncio.gather(*(in_turn(one, request, turns) for _, _, one, request in wanted))
 
     for (row, number, _, _), outcome in zip(wanted, finish(together()), strict=True):
-        # An async function runs in another thread, where Ctrl-C does not arrive, but where a debugger can be quitted.
+        # Async functions run in another thread, in which no KeyboardInterrupt is raised, but the user can quit a
+        # debugger.
         outcomes[row][number] = _unless_stopped(outcome) if isinstance(outcome, bdb.BdbQuit) else outcome
 
 
@@ -263,10 +266,11 @@ def _outcome(result: Any) -> Outcome:
 
 
 def _unless_stopped(error: BaseException) -> BaseException:
-    """Return an exception that a reward function raised, but re-raise the user's own request to stop the run.
+    """Return an exception that a reward function raised, but re-raise it if it is the user's request to stop the run.
 
-    The user stops the run with Ctrl-C (KeyboardInterrupt) or quits the debugger (BdbQuit). Either counts as the user's
-    own if it arrives in the main thread and SIGINT does not have its default action, as in the driver.
+    The user stops the run with Ctrl-C (KeyboardInterrupt) or quits the debugger (BdbQuit). A KeyboardInterrupt or a
+    BdbQuit counts as the user's request if it is raised in the main thread, and if SIGINT does not have its default
+    action, as in the driver.
     """
     here = threading.current_thread() is threading.main_thread()
     stops = isinstance(error, KeyboardInterrupt | bdb.BdbQuit)

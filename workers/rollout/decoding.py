@@ -183,7 +183,7 @@ class Batch:
         ]
 
     def _completed(self, strings: StopStrings) -> Tensor:
-        """Return which unfinished answers (B,) have completed a stop string in the last column."""
+        """Return a bool mask (B,) of the unfinished answers whose token in the last column completes a stop string."""
         found, begins = torch.zeros_like(self.live), self.rows[:, 1].tolist()
         live = self.live.tolist()
         for row, token in enumerate(self.ids[:, -1].tolist()):

@@ -110,7 +110,7 @@ class HFEngine:
         return done
 
     def _admitted(self) -> list[Request]:
-        """Remove all requests that can start now from the queue, and return them.
+        """Return all requests that can start now, and remove them from the queue.
 
         If there is room for all waiting requests, all of them start. If there is room for only some of the waiting
         requests, none starts until the share `JOIN` of all places in the batch is free. If `deterministic` is true, the
@@ -210,7 +210,7 @@ class HFEngine:
 
 
 def distribution_filters(config: RolloutConfig) -> list[LogitsProcessor]:
-    """Return what restricts the distribution to its most likely tokens: top-k, then top-p, in the order of vLLM."""
+    """Return the logits processors that restrict sampling to the most likely tokens: top-k, then top-p, as in vLLM."""
     top_k = [TopKLogitsWarper(config.top_k)] if config.top_k else []
     return top_k + ([TopPLogitsWarper(config.top_p)] if config.top_p < 1 else [])
 
@@ -225,8 +225,9 @@ def sample(
         temperatures: (B,) sampling temperatures. A temperature of 0 selects the most likely token, with its log-prob at
             temperature 1.
         uniforms: (B,) float64 uniform random numbers in [0, 1).
-        filters: What sets the logits of tokens that must not be sampled to minus infinity, after the temperature.
-            Greedy rows are not filtered.
+        filters: Logits processors that set the logits of tokens which must not be sampled to minus infinity. The
+            processors are applied to logits that are already divided by the temperature. Rows with temperature 0 are
+            not processed.
 
     Returns:
         The sampled tokens (B,) int64, and their log-probs (B,) float32 under the distribution that was sampled from.
@@ -235,10 +236,12 @@ def sample(
     scaled = logits / torch.where(greedy, 1.0, temperatures)[:, None]
     kept = scaled
     for keep in filters:
-        kept = keep(cast(torch.LongTensor, None), cast(torch.FloatTensor, kept))  # the filters read no token ids
+        # The filters ignore their first argument, the token ids.
+        kept = keep(cast(torch.LongTensor, None), cast(torch.FloatTensor, kept))
     probabilities = torch.where(greedy[:, None], scaled, kept).softmax(-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    # Random numbers are scaled by the computed total probability, so that no index is too large because of rounding.
+    # The random numbers are scaled by the computed total probability. Rounding may make the total smaller than 1, and
+    # an unscaled random number could then give an index that is too large.
     drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.size(-1) - 1))
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()

@@ -28,11 +28,12 @@ class Completion:
 
     Attributes:
         key: Key of the answer's request.
-        token_ids: Token ids as the engine sampled them, including the end token, or the tokens of the stop string.
+        token_ids: Token ids that the engine sampled, including the end token or the tokens of the stop string at the
+            end.
         log_probs: Log-probability of each token in nats, under the distribution that was sampled from.
         finish_reason: "stop", "length" or "abort", as reported by the engine.
         versions: For each token, the version of the weights that sampled it.
-        text: The answer decoded without special tokens, up to the first stop string.
+        text: Text of the answer up to the first stop string, without special tokens.
     """
 
     key: tuple[int, int]

@@ -110,7 +110,9 @@ class RolloutPool:
         """
         self._queue, self._answers, self._lost = [], [], set()
         for replica in self.replicas:
-            replica.drop()  # all replicas drop requests before the first `await`, in which replicas may answer or die
+            # Every replica drops its requests before the first `await`, because replicas may answer or die while the
+            # pool waits.
+            replica.drop()
         await asyncio.gather(*(replica.abort() for replica in self.replicas))
 
     async def sleep(self) -> None:
@@ -130,7 +132,7 @@ class RolloutPool:
             if not awake:
                 break
             slept = await asyncio.gather(*(replica.sleep() for replica in awake))
-            if False in slept:  # no engine can sleep on a CPU, so the pool does not try again
+            if False in slept:  # engines on a CPU cannot sleep, so the pool never tries again
                 self.sleeps, self._source = False, source
                 self.changes.notify()
                 return
@@ -163,9 +165,10 @@ class RolloutPool:
         self._resume()
 
     async def give_weights(self, replica: Replica) -> None:
-        """Send the last `load`'s weights to a replica that waits for weights, unless a new `load` sends weights first.
+        """Send the weights of the last `load` to a replica that waits for weights.
 
-        After `hold_weights`, this method waits for the next `load`.
+        If a new `load` sends weights to the replica first, this method sends nothing. After `hold_weights`, this method
+        waits for the next `load`.
         """
         while replica.state is ReplicaState.WAITING:
             due = self.changes.until(lambda: self._source or replica.state is not ReplicaState.WAITING)

@@ -18,8 +18,8 @@ from workers.cluster.processes import Pending, Role, progress_required, results,
 from workers.rollout.messages import Completion, Request
 from workers.rollout.worker import RolloutWorker
 
-# Seconds after which a call of `poll` returns even without finished answers.
-# The shorter time is for a replica in the driver's process, because its `poll` blocks the driver.
+# Seconds after which a call of `poll` returns even without finished answers. A replica in the driver's process uses the
+# shorter time, because `poll` then blocks the driver.
 LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
@@ -127,9 +127,10 @@ class Replica:
         """
         if self.ready:
             try:
-                await results(self._sent)  # wait for `submit` calls, whose requests must not arrive after the abort
+                await results(self._sent)  # wait for `submit` calls, because no request may arrive after the abort
                 await self.role.call(RolloutWorker.abort)
-                await results(self._open)  # wait for the running `poll`, so that it takes no answers to later requests
+                # The running `poll` must end first, so that it returns no answers to later requests.
+                await results(self._open)
             except WorkerLost:
                 return  # the task that runs `live` replaces the lost process
             except SyncError:  # a weight sync has failed, and the error was already raised to the caller of the sync
@@ -139,7 +140,7 @@ class Replica:
     async def sleep(self) -> bool | None:
         """Release the engine's device memory.
 
-        Return False if the engine keeps its memory, or None if the engine died.
+        Return True if the engine has released its memory, False if it keeps its memory, or None if the engine died.
         """
         role = self.role
         try:

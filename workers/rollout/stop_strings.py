@@ -1,39 +1,39 @@
-"""Search for stop strings in the text of answers, which is the same for all engines.
+"""Searches answers for stop strings, in the same way for all engines.
 
-vLLM has an option `stop` of its own, which is not used. With one search for all engines, an answer of the same tokens
-has the same end and the same text under every engine, and vLLM needs no tokenizer, which could decode in another way.
+vLLM's own option `stop` is not used. Because all engines use the same search, the end and the text of an answer depend
+only on the answer's tokens and not on the engine. vLLM also needs no tokenizer, which might decode tokens differently.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-MARGIN = 8  # tokens before the longest stop string that are decoded too, because decoders may change the first ones
-INCOMPLETE = "\ufffd"  # what decoders write for a part of a character
+MARGIN = 8  # extra tokens to decode before a possible stop string, because decoders may change a text's start
+INCOMPLETE = "\ufffd"  # the replacement character, which decoders write for an incomplete UTF-8 sequence
 
 
 def text_before(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first stop string in it, or the whole text if it has none."""
+    """Return the part of the text before the first stop string, or the whole text if it contains no stop string."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
 class StopStrings:
-    """The stop strings of a run, and the tokenizer with which they are searched for.
+    """Searches answers for the stop strings of a run, with the tokenizer of the model.
 
-    An answer ends with the first token after which its text contains a stop string. The text of an answer is that of
-    its sampled tokens without special tokens. The search gets all tokens of an answer each time, so it finds a stop
-    string of which one part was sampled before a weight sync, and the other part after it.
+    An answer ends with the first token after which its text contains a stop string. The text of an answer is decoded
+    from its sampled tokens without special tokens. Each search receives all tokens of the answer. The search can
+    therefore find a stop string that was sampled partly before and partly after a weight sync.
 
     Args:
-        stops: The stop strings, of which none is empty.
+        stops: The stop strings, each of which must not be empty.
         tokenizer: Tokenizer of the model.
     """
 
     def __init__(self, stops: Sequence[str], tokenizer: Any) -> None:
         self.stops, self.tokenizer = list(stops), tokenizer
         self.last_characters = {stop[-1] for stop in stops} | {INCOMPLETE}
-        # Every token that adds text adds at least one byte of it.
+        # Each token that adds text adds at least one byte, so a stop string of n bytes has at most n such tokens.
         self.window = max(len(stop.encode()) for stop in stops) + MARGIN
-        self.texts: dict[int, str] = {}  # text of single tokens
+        self.texts: dict[int, str] = {}  # text of each single token by token id
 
     def end(self, ids: Sequence[int]) -> bool:
         """Return whether the last token of an answer completes a stop string.
@@ -46,10 +46,11 @@ class StopStrings:
         return self._found(self._tail(ids)) and self._found(ids)
 
     def may_end(self, token: int) -> bool:
-        """Return False if a token can complete no stop string, whatever precedes it.
+        """Return False if a token cannot complete a stop string after any preceding tokens, otherwise True.
 
-        A token that ends a stop string has the string's last character, or a part of it. Decoders drop spaces at the
-        start of a text, so a space need not be seen in the text of a single token.
+        A token that completes a stop string contains the string's last character, or a part of this character. If the
+        last character of a stop string is a space, the result is always True, because decoders drop spaces at the start
+        of a text.
         """
         return " " in self.last_characters or not self.last_characters.isdisjoint(self._text(token))
 
@@ -59,7 +60,11 @@ class StopStrings:
         return self.texts[token]
 
     def _tail(self, ids: Sequence[int]) -> Sequence[int]:
-        """Return the last tokens, of which as many add text as the longest stop string has bytes, and a margin."""
+        """Return the last tokens of an answer, enough to contain any stop string that the last token completes.
+
+        Among the returned tokens, the number of tokens that add text is the number of bytes in the longest stop string
+        plus `MARGIN`. If the answer has fewer tokens that add text, all tokens are returned.
+        """
         missing = self.window
         for start in range(len(ids) - 1, -1, -1):
             missing -= self._text(ids[start]) != ""
@@ -76,9 +81,9 @@ class StopStrings:
 
 
 def stop_strings(stops: Sequence[str], path: str) -> StopStrings | None:
-    """Return the search for stop strings with the tokenizer of a model directory, or None without stop strings."""
+    """Return a `StopStrings` object with the tokenizer of the model directory `path`, or None if `stops` is empty."""
     if not stops:
         return None
-    from transformers import AutoTokenizer  # a heavy import, which runs without stop strings need not wait for
+    from transformers import AutoTokenizer  # a slow import, needed only with stop strings
 
     return StopStrings(stops, AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))

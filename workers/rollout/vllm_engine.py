@@ -68,7 +68,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         "trust_remote_code": False,
         "dtype": dtype,
         "load_format": "hf",  # load the files that transformers reads, not files in Mistral's format
-        "seed": 0,  # has no effect, because each request has its own seed
+        "seed": 0,  # the engine's seed has no effect, because each request has its own seed
         "max_model_len": config.max_prompt_length + config.max_response_length,
         "max_num_seqs": config.max_concurrent_sequences,
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
@@ -93,9 +93,12 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
 
 
 def sampling_params(request: Request, stop_ids: Sequence[int], config: RolloutConfig) -> SamplingParams:
-    """Return vLLM's sampling parameters for one request. vLLM ignores top-p and top-k if the temperature is 0.
+    """Return vLLM's sampling parameters for one request.
 
-    With stop strings, vLLM returns each token as soon as it is sampled, so that the tokens can be searched.
+    vLLM ignores top-p and top-k if the temperature is 0.
+
+    If the run has stop strings, vLLM returns each token as soon as the token is sampled, so that the text can be
+    searched for stop strings.
     """
     return SamplingParams(
         temperature=request.temperature,
@@ -136,14 +139,15 @@ def _versions(answer: CompletionOutput, count: int) -> list[int]:
 
 
 class Growing:
-    """An answer whose tokens arrive one after another, and which ends at a stop string.
+    """An unfinished answer to which tokens are added one by one, until its text contains a stop string.
 
     Args:
         key: Key of the answer's request.
-        strings: The stop strings.
+        strings: Object that searches for the stop strings of the run.
 
     Attributes:
-        ended: Whether the text contains a stop string. Tokens that vLLM samples after that are left out.
+        ended: Whether the text of the answer contains a stop string. If `ended` is True, tokens that vLLM samples later
+            are not added.
     """
 
     def __init__(self, key: tuple[int, int], strings: StopStrings) -> None:
@@ -153,7 +157,11 @@ class Growing:
         self.versions: list[int] = []
 
     def add(self, answer: CompletionOutput, version: int) -> bool:
-        """Add new tokens, which weights of `version` have sampled. Return whether they have completed a stop string."""
+        """Add new tokens, which were sampled by weight version `version`.
+
+        Returns:
+            Whether the new tokens complete a stop string.
+        """
         if self.ended:
             return False
         for token, log_prob in zip(answer.token_ids, _log_probs(answer), strict=True):
@@ -166,7 +174,7 @@ class Growing:
         return self.ended
 
     def completion(self, answer: CompletionOutput) -> Completion:
-        """Return the finished answer. `answer` is vLLM's last output for it."""
+        """Return the finished answer, where `answer` is vLLM's last output for the request."""
         reason = "stop" if self.ended else answer.finish_reason or "abort"
         return Completion(self.key, self.ids, self.log_probs, reason, self.versions)
 
@@ -196,7 +204,7 @@ class InProcessVLLM:
         self.config, self.stop_ids, self.version = config, list(stop_ids), 0
         self.strings = stop_strings(config.stop, path)
         self.keys: dict[str, tuple[int, int]] = {}
-        self.growing: dict[str, Growing] = {}  # unfinished answers by vLLM's request id, only with stop strings
+        self.growing: dict[str, Growing] = {}  # unfinished answers by vLLM's request id; empty without stop strings
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
@@ -224,7 +232,10 @@ class InProcessVLLM:
         return [completion_of(output, self.keys.pop(output.request_id)) for output in outputs if output.finished]
 
     def _searched(self, outputs: Sequence[RequestOutput]) -> list[Completion]:
-        """Add the new tokens to their answers. Return the answers that have ended, and end those with a stop string."""
+        """Add new tokens to the unfinished answers, and return the answers that are now finished.
+
+        Requests whose answers now contain a stop string are aborted in vLLM.
+        """
         done, ended = [], []
         for output in outputs:
             name, answer = output.request_id, output.outputs[0]
@@ -335,8 +346,8 @@ class Family:
 class AsyncVLLM:
     """vLLM's AsyncLLM, for GPUs and large models. The engine core and the workers of AsyncLLM are separate processes.
 
-    The arguments are those of `InProcessVLLM`. Answers arrive on an event loop in a thread, and `step` returns the
-    finished answers.
+    The arguments are those of `InProcessVLLM`. An event loop in another thread receives the answers, and `step` returns
+    the finished answers.
     """
 
     def __init__(
@@ -397,14 +408,14 @@ class AsyncVLLM:
         try:
             async for output in self.engine.generate(prompt, params, name):
                 if growing is not None and growing.add(output.outputs[0], 0) and not output.finished:
-                    await self.engine.abort(name)  # vLLM's last output follows, with the versions of the weights
+                    await self.engine.abort(name)  # vLLM then yields a last output with the weight versions
                 if output.finished:
                     self.answers.put((name, self._completion(output, request.key, growing)))
         except Exception as error:
             self.answers.put((name, error))
 
     def _completion(self, output: RequestOutput, key: tuple[int, int], growing: Growing | None) -> Completion:
-        """Return the finished answer to a request, whose last output is `output`."""
+        """Return the finished answer to a request, given vLLM's last output for the request."""
         if growing is None:
             return completion_of(output, key)
         growing.versions = _versions(output.outputs[0], len(growing.ids))

@@ -23,7 +23,7 @@ ENGINES = {
 # After the first finished answer, `poll` waits for further answers of a busy engine.
 # The wait is LINGER_SHARE times the time since the last request, but at least LINGER_S and at most LONGEST_LINGER_S.
 LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02
-ENGINE_TRACK = "engine"  # row of the timeline with the work of the engine's thread
+ENGINE_TRACK = "engine"  # row of the timeline that shows the work of the engine's thread
 T = TypeVar("T")
 
 
@@ -68,8 +68,8 @@ class RolloutWorker:
         threaded: Whether the engine has its own thread.
 
     Attributes:
-        records_events: Whether this class records its calls as events. The events show when the engine does the work,
-            and not when a call waits for the engine's thread.
+        records_events: Whether this class itself records its calls as events of the timeline. The recorded events show
+            when the engine works, and do not include the time in which a call waits for the engine's thread.
     """
 
     records_events = True
@@ -184,7 +184,7 @@ class RolloutWorker:
     def _run(self, name: str, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, or in the calling thread if the engine has no thread.
 
-        The run of the function is an event with the given name. Return the result.
+        The call of the function is recorded as a timeline event with the given name. Return the function's result.
         """
 
         def recorded() -> T:
@@ -230,7 +230,7 @@ class RolloutWorker:
             future.set_exception(error)
 
     def _step(self) -> None:
-        """Advance generation by one step. Steps that follow each other are one event."""
+        """Advance generation by one step. Consecutive steps are recorded as a single timeline event."""
         with trace.span("generate", ENGINE_TRACK, merged=True, steps=1):
             completions = self.engine.step()
         self._deliver(completions)
@@ -247,7 +247,7 @@ class RolloutWorker:
             self.news.notify_all()
 
     def _record(self, completions: list[Completion]) -> None:
-        """Record an event for each answer, from the arrival of its request to its end."""
+        """Record one timeline event for each finished answer, from the arrival of its request to its last token."""
         for one in completions:
             if (start_ns := self.submitted.pop(one.key, None)) is not None:
                 details = {"uid": one.key[0], "sample": one.key[1], "tokens": len(one.token_ids)}

@@ -36,7 +36,7 @@ class Adapters:
         """Yield the merged matrices by name, in float32 and one at a time.
 
         Args:
-            everything: whether to also yield the tensors without adapter from the model's files.
+            everything: whether to also yield the tensors that have no adapter, as stored in the model's files.
 
         Raises:
             SyncError: the base matrix of an adapter is missing, or only one of an adapter's matrices A and B has

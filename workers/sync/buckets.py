@@ -43,7 +43,7 @@ class Piece:
     Attributes:
         name: name of the tensor to which the rows belong.
         start, size: offset of the rows in the bucket, and length of the rows, both in bytes. If `size` is 0, the piece
-            contains only the probe of rows that are not transferred, and `start` is the index of the first such row.
+            contains no rows but only the probe of some rows, and `start` is the index of the first probed row.
         checksum: result of `checks.checksum` for the bytes, or None if the sync has no checks.
         probe: result of `checks.probe` for the rows, in float32, or None if the sync has no checks.
     """

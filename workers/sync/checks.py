@@ -1,9 +1,9 @@
 """Verifies that an engine computes with the weights that were sent to it.
 
-With each piece of a tensor, the sender sends a checksum of the bytes. With each matrix W, it also sends the product
-W v, where v is a fixed random vector (the probe vector). An engine verifies the received bytes with the checksums, and
-then runs its own linear layers on the probe vector. On a CPU, the engine repacks its weights, so that only running the
-layers shows which weights they use, while comparing bytes does not.
+With each piece of a tensor, the sender sends a checksum of the bytes. With each matrix W, the sender also sends the
+product W v, where v is a fixed random vector (the probe vector). An engine verifies the received bytes with the
+checksums, and then runs its own linear layers on the probe vector. On a CPU, the engine repacks its weights, so that
+only running the layers shows which weights they use, while comparing bytes does not.
 """
 
 import functools
@@ -40,7 +40,7 @@ def probe(tensor: Tensor) -> Tensor:
     return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
 
 
-@functools.lru_cache(maxsize=32)  # many chunks of rows use the same vector, because models have few matrix widths
+@functools.lru_cache(maxsize=32)  # the cache is small, because models have few different matrix widths
 @torch.inference_mode(False)
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return a fixed random vector (size,) in float32 with values that `dtype` can represent exactly.

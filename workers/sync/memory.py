@@ -139,5 +139,5 @@ def as_file(bucket: Bucket) -> Iterator[Bucket]:
 
 
 def remove_stale() -> None:
-    """Remove this user's shared files that no process has mapped, because the processes that used them have died."""
+    """Remove the shared files of this user that are left over from processes that have died."""
     leftovers.remove_unlocked(FOLDER.glob(f"{PREFIX}*"))

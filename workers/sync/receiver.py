@@ -35,7 +35,7 @@ class Sleeps(Protocol):
         """Release the device memory of weights and caches until the next load of weights.
 
         Returns:
-            Whether the engine has released memory. If the result is False, the engine keeps its memory.
+            Whether the engine has released its memory.
         """
 
 

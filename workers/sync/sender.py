@@ -102,7 +102,8 @@ class Sender:
             target = bucket.data[at : at + size] if bucket.data is not None else self._slot(bucket, start, size)
             bucket.pieces.append(self._write(place, own, start, target))
             at += aligned(size)
-        if number == SLOTS and self.file:  # every process has already opened the shared file to access the first bucket
+        # Every process has already opened the shared file to access the first bucket.
+        if number == SLOTS and self.file:
             self.file.unlink()
         return bucket
 

@@ -51,9 +51,10 @@ class ActorWorker:
         self._load_start()
         algorithm = config.algorithm
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
-        # For the exact KL, the actor needs the output head of the reference model, which sends only hidden states.
-        # The actor's initial head can be copied, because the actor starts with the weights of the reference model.
-        # The copied head is rounded to the reference's compute dtype, so that the KL of a policy to itself is 0.
+        # For the exact KL, the actor needs the output head of the reference model, which sends only hidden states. The
+        # actor's initial head can be copied, because the actor starts with the weights of the reference model. The
+        # copied head is rounded to the compute dtype of the reference model, so that the KL divergence of a policy from
+        # itself is 0.
         self.ref_head: Tensor | None = None
         if algorithm.needs_full_kl:
             head = self.model.get_output_embeddings()
@@ -194,7 +195,7 @@ class ActorWorker:
     def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:
         """Write this rank's part of a bucket of weights, and return the bucket.
 
-        `_loaded` holds the results of the engine calls that read an earlier bucket from the memory that this bucket
+        `_loaded` holds the results of the engine calls that read an earlier bucket from the memory that the new bucket
         reuses. Ray runs `export` only once the results in `_loaded` are available, so no bucket is overwritten while it
         is being loaded.
         """

@@ -151,8 +151,8 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
 
     Token metrics are means over trained tokens. Losses, `grad_norm` and `lr` are means over optimizer steps, and
     `grad_norm_max` is the maximum over optimizer steps. `skipped_updates` is the number of skipped optimizer steps.
-    Skipped steps are excluded from all means except the mean of `lr`. If all steps were skipped, the token metrics,
-    losses and gradient norms are NaN.
+    Skipped optimizer steps are excluded from all means except the mean of `lr`. If all steps were skipped, the token
+    metrics, losses and gradient norms are NaN.
     """
     first = results[0]
     kept = [step for step in first.steps if not step["skipped"]]

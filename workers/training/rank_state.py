@@ -113,7 +113,7 @@ class RankState:
         has ended.
         """
         if self.thread is not None:
-            self.thread.join()  # wait until the previous save has ended
+            self.thread.join()  # wait for the end of the previous save
         began, folder = time.perf_counter(), Folder(url)
         writer = FsspecWriter(folder.at(f"{STATE}/{self.role}").url, sync_files=folder.local)
         # The small files of the export are made in the calling thread, because transformers is not thread-safe.

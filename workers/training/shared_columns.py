@@ -20,7 +20,7 @@ def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     """Return the names of the columns that the actor's update reads. A batch may lack some of the returned columns.
 
-    The loss and its token selector are functions whose parameters have the names of the columns that they read.
+    The loss function and its token selector have one parameter for each column that they read, with the column's name.
     """
     columns = [*FORWARD, "response_mask", "advantages", "old_log_probs", "rollout_log_probs"]
     for function in loss_functions(algorithm.loss_mode):
@@ -43,7 +43,7 @@ class SharedColumns:
         self._parts: list[tuple[DataProto, Any]] = []
 
     def share(self, batch: DataProto, columns: Sequence[str], process: WorkerProcess) -> DataProto:
-        """Return the named columns that the batch has, in a form that can be passed to several processes.
+        """Return the wanted columns of the batch, in a form that can be passed to several processes.
 
         Args:
             batch: the batch from which columns are taken.

@@ -18,10 +18,10 @@ def reinforce_plus_plus_baseline(
     trained tokens. A group is the set of valid rows with the same `uid`. mean(d) and the unbiased std(d) are computed
     over all trained tokens of the valid rows of the batch.
 
-    A group that has only one row, or whose rewards are all equal, has d_i = 0 exactly in all its rows. The advantages
-    of a group whose d_i are 0 can still differ from 0, because mean(d) may not be 0 if response lengths differ. If all
-    d_i are equal, all A_i,t are exactly 0. A row that is not `valid` is excluded from the statistics and gets an
-    advantage of 0.
+    In a group that has only one row, or whose rewards are all equal, every deviation d_i is exactly 0. The advantages
+    of a group whose deviations d_i are 0 can still differ from 0, because mean(d) over all tokens may not be 0 if
+    response lengths differ. If all d_i are equal, all A_i,t are exactly 0. A row that is not `valid` is excluded from
+    the statistics and gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
     slots. The returns equal the advantages.

@@ -1,6 +1,6 @@
-"""Clip-Cov policy loss, which removes the gradient of a few tokens of high covariance.
+"""Clip-Cov policy loss, which removes the gradient of a few tokens with a high covariance of log-prob and advantage.
 
-A high covariance of log-prob and advantage at a token would collapse the entropy of the policy.
+Updates on tokens with a high covariance of log-prob and advantage would make the entropy of the policy collapse.
 """
 
 import math
@@ -65,9 +65,9 @@ def select_clip_cov(
     caller assigns to tokens, not to positions in the batch, so the order of rows does not matter. A token whose draw
     equals the largest selected draw is also selected. If no token has a covariance in [lb, ub], no token is selected.
 
-    The selector differs in two ways from the program by the authors of Clip-Cov. First, the selector uses log pi of the
-    old policy, because the selection precedes the update. Second, the selector can select tokens that PPO's ratio
-    clipping will clip, because the ratio is not known before the update.
+    The selector differs in two ways from the implementation by the authors of Clip-Cov. First, the selector uses log pi
+    of the old policy, because the selection precedes the update. Second, the selector can select tokens that PPO's
+    ratio clipping will clip, because the ratio is not known before the update.
 
     All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
 

@@ -35,9 +35,9 @@ def geo_mean(
     does not remove the gradient of other tokens. Every row must be complete: under sequence parallelism, gather the
     log-probs of a row before the call.
 
-    The loss is defined for the aggregation seq-mean-token-mean. If the A_t of a row are equal, the mean over its tokens
-    is the sequence loss L of the GMPO paper, gradient included. Any other aggregation weights a row by its length,
-    which the GMPO paper does not do.
+    The loss is defined for the aggregation seq-mean-token-mean. If all advantages A_t of a row are equal, the mean of
+    l_t over the tokens of the row has the same value and gradient as the sequence loss L of the GMPO paper.
+    Aggregations other than seq-mean-token-mean weight a row by its length, which the GMPO paper does not do.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
     `ratio_mean` (of s) and `ppo_kl`.

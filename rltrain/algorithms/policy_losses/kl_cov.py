@@ -1,6 +1,6 @@
-"""KL-Cov policy loss, which penalises tokens of high covariance for moving away from the old policy.
+"""KL-Cov policy loss, which penalises policy changes on tokens with a high covariance of log-prob and advantage.
 
-A high covariance of log-prob and advantage at a token would collapse the entropy of the policy.
+Updates on tokens with a high covariance of log-prob and advantage would make the entropy of the policy collapse.
 """
 
 import math
@@ -30,10 +30,10 @@ def kl_cov(
 
         l = -r A + kl_cov_coef |log r| where selected, else -r A
 
-    r = pi(y_t) / pi_old(y_t), and A is the advantage. The KL-Cov paper writes the penalty as KL(pi_old || pi). As its
-    penalty, the program by the authors of KL-Cov uses |log r| of the sampled token, and so does `kl_cov`. The gradient
-    of |log r| is the sign of log r times grad log pi. The penalty is 0 and has no gradient where |log r| <= 1e-5,
-    because near r = 1 rounding alone would decide the sign.
+    r = pi(y_t) / pi_old(y_t), and A is the advantage. The KL-Cov paper writes the penalty as KL(pi_old || pi). The
+    implementation by the authors of KL-Cov uses |log r| of the sampled token as the penalty, and `kl_cov` does so too.
+    The gradient of |log r| is the sign of log r times grad log pi. The penalty is 0 and has no gradient where |log r|
+    <= 1e-5, because near r = 1 rounding alone would decide the sign.
 
     All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are
     sums: `clip_fraction` (always 0), `selected_fraction` (selected, hence penalised, tokens), `ratio_mean` and
@@ -81,8 +81,8 @@ def select_kl_cov(
     numbers that the caller assigns to tokens, not to positions in the batch, so the order of rows does not matter.
 
     A token whose covariance is not above 0 does not lower the entropy and is never selected. If all advantages are
-    equal, no token is selected. The ranking in the KL-Cov paper would select tokens of covariance <= 0 if too few
-    tokens had a covariance above 0.
+    equal, no token is selected. In contrast to `select_kl_cov`, the ranking in the KL-Cov paper selects tokens of
+    covariance <= 0 if too few tokens have a covariance above 0.
 
     All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
     """

@@ -1,1 +1,1 @@
-"""The doctor: rules that recognise from the files of a run what went wrong in it, one function for each cause."""
+"""The doctor: rules that find out from the files of a run what went wrong, with one function per kind of failure."""

@@ -1,6 +1,6 @@
-"""The diagnosis of a run: all rules, worst first, and which findings explain others.
+"""Diagnosis of a run: applies all rules, and treats findings that another finding explains as effects.
 
-This command prints the table of rules in `docs/when-a-run-goes-wrong.md`:
+The following command prints the table of rules for `docs/when-a-run-goes-wrong.md`:
 
     python -m rltrain.monitoring.doctor.diagnosis
 """
@@ -15,21 +15,22 @@ from rltrain.monitoring.doctor import engine_rules, policy_rules, reward_rules
 from rltrain.monitoring.doctor.history import Finding, History
 from rltrain.monitoring.report.run_files import RunFiles
 
-# Weights that an update changes are used from the next step on, so effects of an update appear at least one step later.
+# Updated weights are first used in the next step, so the effects of an update appear at least one step later.
 NEXT_STEP = 1
-# Hardly any answer differs before the entropy is below its threshold, so effects may seem to come before their cause.
+# As the entropy falls, answers become alike before the entropy reaches the threshold of the rule `entropy collapsed`.
+# The effects of a collapse can therefore begin before the finding of the collapse.
 ANY_STEP = -inf
 
 
 @dataclass(frozen=True)
 class Rule:
-    """A cause that the doctor recognises.
+    """A kind of failure that the doctor recognises.
 
     Attributes:
-        name: name of the cause.
-        check: function that returns a finding if the cause is there.
-        explains: names of causes that this one brings with it, so that they are no findings of their own.
-        after: smallest number of steps from the beginning of this cause to the beginning of such an effect.
+        name: name of the rule and of its finding.
+        check: function that returns a finding if the condition of the rule holds, and None otherwise.
+        explains: names of other rules, whose findings count as effects of this rule's finding.
+        after: minimum number of steps from the start of this rule's finding to the start of an effect.
     """
 
     name: str
@@ -63,10 +64,10 @@ RULES = (
 
 
 def diagnose(run: RunFiles) -> list[Finding]:
-    """Return what went wrong in a run, the worst first.
+    """Return the findings about a run, the most serious finding first.
 
-    A finding that another one explains is not a finding of its own: the other one names it among its effects. An effect
-    that is there from the first step of the run has no cause that begins later.
+    A finding that another finding explains is not returned separately, but named in the `effects` of the other finding.
+    A finding that begins at the first step of the run is never an effect of a finding that begins later.
     """
     history = History(run)
     found = {rule.name: finding for rule in RULES if (finding := rule.check(history)) is not None}
@@ -81,7 +82,7 @@ def diagnose(run: RunFiles) -> list[Finding]:
 
 
 def _effects(rule: Rule, found: dict[str, Finding], history: History) -> list[str]:
-    """Return the names of the findings that the finding of a rule explains."""
+    """Return the names of all findings in `found` that are effects of the finding of `rule`."""
     step = found[rule.name].step
     names = [
         name for name in rule.explains if name in found and name != rule.name and found[name].step - step >= rule.after
@@ -90,7 +91,10 @@ def _effects(rule: Rule, found: dict[str, Finding], history: History) -> list[st
 
 
 def table() -> str:
-    """Return the table of rules as Markdown, with the condition from the docstring of each rule's function."""
+    """Return a Markdown table of the names and conditions of all rules.
+
+    The condition of a rule is the text after the first paragraph of the docstring of the rule's function.
+    """
     lines = ["| finding | when |", "|---|---|"]
     for rule in RULES:
         _, _, condition = (inspect.getdoc(rule.check) or "").partition("\n\n")

@@ -1,4 +1,4 @@
-"""Rules about the engine and its answers: weights that are not the trainer's, and answers that are cut."""
+"""Rules that detect engines with wrong weights or wrong log-probs, answers that are too old, and truncated answers."""
 
 from rltrain.monitoring.alarms import WINDOW_STEPS
 from rltrain.monitoring.doctor.history import (
@@ -12,14 +12,17 @@ from rltrain.monitoring.doctor.history import (
     shown,
 )
 
-DEFAULT_GAP = 0.02  # nats a token: default of rollout.max_log_prob_gap, for a run without a config
-GROWN_GAP = 10.0  # ratio to the gap of the first step, which no difference in arithmetic reaches
-CUT_SHARE = 0.5  # share of cut answers from which the length limit decides what is learnt
-SMALL_SAMPLE = 0.5  # share of tokens that remain after weighting below which most of a batch is lost
+DEFAULT_GAP = 0.02  # default of `rollout.max_log_prob_gap` in nats a token, used if the run has no config
+GROWN_GAP = 10.0  # factor of growth of the log-prob gap that differences in arithmetic alone never cause
+CUT_SHARE = 0.5  # share of truncated answers at which the length limit dominates what the policy learns
+SMALL_SAMPLE = 0.5  # if the effective sample size is below this share, most of a batch is wasted
 
 
 def _gaps(history: History) -> Points:
-    """Return the distance between engine and actor in each step, from the metric that the run has."""
+    """Return the gap between the log-probs of engine and actor in each step.
+
+    A run reports the gap either as `rollout/log_prob_gap` or as `actor/engine_gap`.
+    """
     return history.points("rollout/log_prob_gap") or history.points("actor/engine_gap")
 
 
@@ -28,17 +31,17 @@ def _asynchronous(history: History) -> bool:
 
 
 def _above(history: History) -> Points:
-    """Return the last steps whose gap is above the limit; [] if they are fewer than 3."""
+    """Return the consecutive steps at the end of the run whose gap is above the limit; [] for fewer than 3 steps."""
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     return final_streak(_gaps(history), lambda value: value > limit, ENOUGH_STEPS)
 
 
 def stale_weights(history: History) -> Finding | None:
-    """Find an engine that does not use the trainer's weights.
+    """Detect an engine that does not use the weights that the trainer sent.
 
-    For at least the last 3 steps, the gap between the log-probs of engine and actor is above
-    `rollout.max_log_prob_gap`, its mean over the last 5 steps is at least ten times that of the first step, and the
-    answers count as answers of the current weights (`rollout/staleness_max` is 0).
+    In at least the last 3 steps, the gap between the log-probs of engine and actor is above `rollout.max_log_prob_gap`.
+    The mean gap of the last 5 steps is at least ten times the gap of the first step. The engine reports that current
+    weights sampled all answers (`rollout/staleness_max` is always 0).
     """
     gaps, above = _gaps(history), _above(history)
     if not above or _asynchronous(history) or last_mean(gaps) < GROWN_GAP * gaps[0][1]:
@@ -62,9 +65,10 @@ def stale_weights(history: History) -> Finding | None:
 
 
 def engine_differs(history: History) -> Finding | None:
-    """Find an engine that computes other log-probs than the actor.
+    """Detect an engine whose log-probs differ from the actor's, although the engine has the actor's weights.
 
-    The conditions of `stale weights` hold, except that the gap is less than ten times that of the first step.
+    The conditions of `stale weights` hold, but the mean gap of the last 5 steps is less than ten times the gap of the
+    first step.
     """
     gaps, above = _gaps(history), _above(history)
     if not above or _asynchronous(history) or last_mean(gaps) >= GROWN_GAP * gaps[0][1]:
@@ -79,11 +83,12 @@ def engine_differs(history: History) -> Finding | None:
 
 
 def stale_answers(history: History) -> Finding | None:
-    """Find answers of older weights that nothing corrects for.
+    """Detect off-policy answers for which no correction is configured.
 
-    Answers are older than the weights (`rollout/staleness_max` is above 0), `algorithm.correction.level` and
-    `algorithm.rejection.kl_estimator` are null, `algorithm.old_log_probs` is `actor`, and the gap between the log-probs
-    of engine and actor is above `rollout.max_log_prob_gap` in the mean of all steps.
+    Older weights sampled some answers (`rollout/staleness_max` is above 0), and the mean gap of all steps between the
+    log-probs of engine and actor is above `rollout.max_log_prob_gap`. No correction is configured, that is,
+    `algorithm.correction.level` and `algorithm.rejection.kl_estimator` are null, and `algorithm.old_log_probs` is
+    `actor`.
     """
     gaps = _gaps(history)
     corrected = (
@@ -108,10 +113,10 @@ def stale_answers(history: History) -> Finding | None:
 
 
 def answers_too_old(history: History) -> Finding | None:
-    """Find answers that are too old to learn from.
+    """Detect answers that are too old to learn from.
 
-    Answers are older than the weights, and the effective sample size of their importance weights is below 0.5 in the
-    mean of the last 5 steps.
+    Older weights sampled some answers, and the effective sample size of the importance weights, as a mean over the last
+    5 steps, is below half of the number of tokens.
     """
     sizes = history.points("rollout/effective_sample_size") or history.points("actor/engine_effective_sample_size")
     if len(sizes) < ENOUGH_STEPS or not _asynchronous(history) or last_mean(sizes) >= SMALL_SAMPLE:
@@ -129,9 +134,9 @@ def answers_too_old(history: History) -> Finding | None:
 
 
 def answers_cut(history: History) -> Finding | None:
-    """Find answers that are cut at the length limit.
+    """Detect answers that are truncated at the length limit.
 
-    For at least the last 3 steps, at least half of the answers reach `rollout.max_response_length`.
+    In each of at least the last 3 steps, at least half of the answers are truncated at `rollout.max_response_length`.
     """
     streak = final_streak(history.points("rollout/truncated_fraction"), lambda value: value >= CUT_SHARE, ENOUGH_STEPS)
     if not streak:

@@ -1,4 +1,4 @@
-"""What the rules of the doctor read and return: the history of a run, and findings."""
+"""Input and output of the doctor's rules: the history of a run, and findings about the run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,23 +13,25 @@ from rltrain.data.stored_samples import SampleFile
 from rltrain.monitoring.alarms import PERSISTENT_STEPS, START_STEPS, WINDOW_STEPS
 from rltrain.monitoring.report.run_files import RunFiles
 
-ENOUGH_STEPS = 3  # number of steps with a condition below which the condition may be chance
-SOLVED_ACCURACY = 0.95  # share of correct answers from which a task counts as solved
+ENOUGH_STEPS = 3  # minimum number of steps in which a condition must hold, because fewer steps may be due to chance
+SOLVED_ACCURACY = 0.95  # minimum share of correct answers for a task to count as solved
 
-Points = list[tuple[int, float]]  # (step, value) of a metric, in the order of the steps; only finite values
+Points = list[
+    tuple[int, float]
+]  # pairs (step, value) of a metric in the order of the steps, without values that are not finite
 
 
 @dataclass
 class Finding:
-    """One thing that went wrong in a run.
+    """A problem that a rule has found in a run.
 
     Attributes:
-        step: the training step at which it began.
-        evidence: what the files say, with numbers and steps; one clause for each fact.
-        causes: likely causes, the most likely first.
-        changes: what to change, with the names of the keys.
-        name: name of the rule that found it; `diagnose` fills it in.
-        effects: names and steps of other findings that this one explains; `diagnose` fills it in.
+        step: training step at which the problem began.
+        evidence: facts from the run's files, with numbers and steps; one text for each fact.
+        causes: likely causes, the most likely cause first.
+        changes: recommended changes, with the names of config keys.
+        name: name of the rule that found the problem; set by `diagnose`.
+        effects: names and first steps of the findings that this finding explains; set by `diagnose`.
     """
 
     step: int
@@ -41,10 +43,10 @@ class Finding:
 
 
 class History:
-    """The history of a run as the rules read it.
+    """The metrics, config and samples of a run, in the form that the doctor's rules read.
 
     Args:
-        run: contents of the files of the run.
+        run: contents of the run's files.
     """
 
     def __init__(self, run: RunFiles) -> None:
@@ -53,15 +55,18 @@ class History:
         self.first_step = self.steps[0] if self.steps else 0
 
     def points(self, name: str) -> Points:
-        """Return the finite values of a metric of training steps, with their steps."""
+        """Return the pairs (step, value) of a metric of training steps, without values that are not finite."""
         return _points(self.run.steps, name)
 
     def evaluated(self, name: str) -> Points:
-        """Return the finite values of a metric of evaluations, with the numbers of training steps before them."""
+        """Return the pairs (step, value) of an evaluation metric, without values that are not finite.
+
+        The step of an evaluation is the number of training steps before the evaluation.
+        """
         return _points(self.run.evaluations, name)
 
     def names(self) -> list[str]:
-        """Return the names of all metrics, of training steps and of evaluations."""
+        """Return the names of all metrics of training steps and evaluations."""
         return list(dict.fromkeys(name for row in (*self.run.steps, *self.run.evaluations) for name in row))
 
     def setting(self, key: str, default: Any = None) -> Any:
@@ -69,34 +74,35 @@ class History:
         return _nested(self.run.config, key, default)
 
     def number(self, key: str, default: float) -> float:
-        """Return the value of a config key if it is a number, else `default`."""
+        """Return the value of a config key as a float, or `default` if the value is missing or not a number."""
         value = self.setting(key)
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
     def preset(self, key: str) -> Any:
-        """Return the value that the presets of the run's command give to a key, or None if it is unknown."""
+        """Return the value that the presets of the run set for a config key, or None if the value is unknown."""
         return _nested(self.run.command.values, key, None) if self.run.command else None
 
     @cached_property
     def reward_parts(self) -> list[Mapping[str, Any]]:
-        """The reward functions and models of the config; only entries that have a name."""
+        """The config entries of reward functions and reward models, without entries that lack a name."""
         parts = [*(self.setting("reward.functions") or []), *(self.setting("reward.models") or [])]
         return [part for part in parts if isinstance(part, Mapping) and isinstance(part.get("name"), str)]
 
     def rows(self, file: SampleFile, columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the rows of a table of samples, with only the given columns; [] if the table cannot be read."""
+        """Return the given columns of all rows in a Parquet file of samples; [] if the file cannot be read."""
         try:
             found: list[dict[str, Any]] = pq.read_table(file.path, columns=list(columns)).to_pylist()
-        except Exception as error:  # the reader may raise any exception on a damaged file
+        except Exception as error:  # pyarrow may raise any exception for a damaged file
             self.run.notes.append(f"rollouts/{file.path.name}: cannot be read ({described(error, 120)})")
             return []
         return found
 
     @cached_property
     def solved(self) -> bool:
-        """Whether the reward rose until hardly any answer was left to improve.
+        """Whether the mean reward has risen and the policy gives a good answer almost every time.
 
-        Without `reward/accuracy`, the standard deviation of the scores must have fallen below a tenth of its start.
+        With the metric `reward/accuracy`, at least 95% of the answers of the last steps must be correct. Without
+        `reward/accuracy`, the standard deviation of the scores must have fallen below a tenth of its first value.
         """
         rewards, accuracy, spread = (self.points(f"reward/{name}") for name in ("mean", "accuracy", "std"))
         if not rewards or last_mean(rewards) <= rewards[0][1]:
@@ -124,28 +130,31 @@ def _points(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
 
 
 def mean(points: Points) -> float:
-    """Return the mean of values."""
+    """Return the mean of a metric's values."""
     return sum(value for _, value in points) / len(points)
 
 
 def start_mean(points: Points) -> float:
-    """Return the mean of the first three values, which stand for the policy before training."""
+    """Return the mean of the first three values of a metric, as the value of the metric before training."""
     return mean(points[:START_STEPS])
 
 
 def last_mean(points: Points) -> float:
-    """Return the mean of the last five values, or of all values if there are fewer."""
+    """Return the mean of the last five values of a metric, or of all values if there are fewer than five."""
     return mean(points[-WINDOW_STEPS:])
 
 
 def windows(points: Points) -> Points:
-    """Return (last step, mean) of each five consecutive values."""
+    """Return the moving average of a metric: a pair (last step, mean) for each window of five consecutive values."""
     ends = range(WINDOW_STEPS, len(points) + 1)
     return [(points[end - 1][0], mean(points[end - WINDOW_STEPS : end])) for end in ends]
 
 
 def final_streak(points: Points, holds: Callable[[float], bool], steps: int = PERSISTENT_STEPS) -> Points:
-    """Return the last values for which a condition holds without a gap; [] if they are fewer than `steps`."""
+    """Return the longest streak of values at the end of `points` that all fulfil a condition.
+
+    The result is [] if the streak has fewer than `steps` values.
+    """
     count = 0
     while count < len(points) and holds(points[-1 - count][1]):
         count += 1
@@ -153,13 +162,13 @@ def final_streak(points: Points, holds: Callable[[float], bool], steps: int = PE
 
 
 def shown(value: float) -> str:
-    """Return a number with three significant digits, as people write it."""
+    """Format a number with three significant digits, and without an exponent if the number is large."""
     text = f"{value:.3g}"
     return f"{value:.0f}" if "e+" in text else text
 
 
 def fell(name: str, points: Points, unit: str = "") -> str:
-    """Return a clause that says how a metric changed from its first to its last value, such as "x fell from 1 to 0"."""
+    """Describe the change of a metric from its first to its last value, as in "x fell from 1 to 0 by step 9"."""
     (_, before), (step, after) = points[0], points[-1]
     verb = "stayed at" if before == after else "fell from" if after < before else "rose from"
     change = shown(after) if before == after else f"{shown(before)} to {shown(after)}"

@@ -1,4 +1,4 @@
-"""Shows the findings of a run: in frames on a terminal, as plain lines in a file or pipe."""
+"""Prints the findings about a run: in frames on a terminal, or as plain lines in a file or pipe."""
 
 from collections.abc import Sequence
 
@@ -15,7 +15,7 @@ LONGEST = 1000  # maximum length of a printed line, in characters
 
 
 def show(run: RunFiles, findings: Sequence[Finding], console: Console) -> None:
-    """Print the findings of a run, or that there are none."""
+    """Print the findings about a run, or a line that says that nothing was found."""
     for note in run.notes:
         _print(console, f"{run.folder}: note: {note}")
     if not findings:
@@ -33,7 +33,7 @@ def show(run: RunFiles, findings: Sequence[Finding], console: Console) -> None:
 
 
 def nothing_found(run: RunFiles) -> str:
-    """Return the text for a run without findings."""
+    """Return the line to print for a run without findings."""
     if not run.steps:
         return (
             "no cause found: no training step has ended, so there is nothing to judge; if the run stopped, the last "
@@ -47,7 +47,7 @@ def _steps(run: RunFiles) -> str:
 
 
 def _parts(finding: Finding) -> list[tuple[str, str]]:
-    """Return the label and the text of each line about a finding."""
+    """Return the pairs (label, text) to print for a finding, one pair per line."""
     return [
         *(("evidence", text) for text in finding.evidence),
         *(("brings with it", text) for text in finding.effects),

@@ -1,4 +1,4 @@
-"""Rules about the policy and its updates: too large, skipped, collapsed, or far from the reference; and the critic."""
+"""Rules that detect bad updates, a collapsed, random or drifted policy, and a critic that does not learn."""
 
 from itertools import pairwise
 
@@ -14,27 +14,29 @@ from rltrain.monitoring.doctor.history import (
     start_mean,
 )
 
-HEALTHY_KL = 0.1  # nats a token: KL of the updates of one step up to which they are of the usual size
-LARGE_KL = 0.3  # nats a token: KL of the updates of one step that is too large if it happens several times
-HUGE_KL = 0.5  # nats a token: KL of the updates of one step that is too large if the reward falls after it
-HEALTHY_CLIPPED = 0.3  # share of tokens
-EXPLODED = 10.0  # ratio of a gradient norm to that of the first step
-LOST_SPREADS = 0.5  # fall of the reward, in standard deviations of single rewards, that is no noise
-JUMP = 3.0  # ratio of the entropies of two steps that training does not cause at a usual learning rate
-FAR_KL = 1.0  # nats a token: KL to the reference of a policy whose text has little to do with the reference's
-GROWN_ENTROPY = 2.0  # ratio to the entropy at the start
-GROWN_BY = 0.5  # nats a token
-CRITIC_STEPS = 20  # steps that a critic gets to learn from nothing
-JUDGED_STEPS = 10  # last steps over which a critic is judged, because its explained variance is noisy
+HEALTHY_KL = 0.1  # maximum usual KL of one step's updates, in nats a token
+LARGE_KL = 0.3  # KL of one step's updates, in nats a token, that is too large if it occurs in several steps
+HUGE_KL = 0.5  # KL of one step's updates, in nats a token, that is too large if the reward falls afterwards
+HEALTHY_CLIPPED = 0.3  # maximum usual share of clipped tokens in one step
+EXPLODED = 10.0  # factor of growth since the first step at which the gradient norm counts as exploded
+LOST_SPREADS = 0.5  # minimum fall of the mean reward that is not noise, in standard deviations of single rewards
+JUMP = 3.0  # factor of change of the entropy in one step that never occurs at a usual learning rate
+FAR_KL = 1.0  # KL to the reference, in nats a token, at which the policy's text hardly resembles the reference's text
+GROWN_ENTROPY = 2.0  # minimum ratio of the last entropy to the entropy at the start, for the rule `entropy grows`
+GROWN_BY = 0.5  # minimum rise of the entropy in nats a token, for the rule `entropy grows`
+CRITIC_STEPS = 20  # minimum number of training steps before a critic is judged
+JUDGED_STEPS = 10  # number of most recent steps over which a critic's noisy explained variance is averaged
 
 
 def learning_rate_too_high(history: History) -> Finding | None:
-    """Find updates that are too large.
+    """Detect updates that are too large.
 
-    The updates of a step moved the policy by a KL of at least 0.5 nats a token and the mean reward of the (at most 5)
-    last steps is lower than before by half the standard deviation of single rewards; or by at least 0.3 nats a token
-    in at least 3 steps; or, without a KL because a step has one update, the entropy changed at least by a factor of 3
-    from one step to the next and the reward fell as far.
+    The rule reports any of three cases. In the first case, the updates of one step moved the policy by a KL of at least
+    0.5 nats a token, and the mean reward then fell. In the second case, the updates of each of at least 3 steps moved
+    the policy by a KL of at least 0.3 nats a token. In the third case, no KL above 0 was measured, as happens with one
+    update per step, the entropy changed by a factor of at least 3 from one step to the next, and the mean reward then
+    fell. A fall of the mean reward counts if it is at least half the standard deviation of single rewards. It is
+    measured from the 5 steps up to the large update to the last 5 steps of the run.
     """
     kl = history.points("actor/ppo_kl")
     huge = [point for point in kl if point[1] >= HUGE_KL]
@@ -62,7 +64,11 @@ def learning_rate_too_high(history: History) -> Finding | None:
 
 
 def shown_rate(history: History) -> str:
-    """Return the learning rate of the preset if it is a good deal lower, else a tenth of the run's."""
+    """Return the learning rate to recommend, as text.
+
+    If the preset's learning rate is at most half the run's learning rate, the preset's learning rate is recommended.
+    If the preset's learning rate is higher or unknown, a tenth of the run's learning rate is recommended.
+    """
     rate, preset = history.number("actor.lr", 0.0), history.preset("actor.lr")
     lower = isinstance(preset, int | float) and 0 < preset <= rate / 2
     return f"{preset if lower else rate / 10:g}"
@@ -76,7 +82,11 @@ def _rate(history: History) -> str:
 
 
 def _jump(history: History) -> int | None:
-    """Return the step before the first jump of the entropy after which the reward is lower; None if there is none."""
+    """Return the step just before the first entropy jump that is followed by a fall of the reward.
+
+    An entropy jump is a change of the entropy by a factor of at least 3 from one step to the next. The result is None
+    if no entropy jump is followed by a fall of the reward.
+    """
     entropy = [point for point in history.points("rollout/entropy") if point[1] > 0]
     for (step, before), (_, after) in pairwise(entropy):
         if max(before / after, after / before) >= JUMP and _reward_after(history, step):
@@ -85,7 +95,7 @@ def _jump(history: History) -> int | None:
 
 
 def _signs(history: History, step: int) -> list[str]:
-    """Return clauses about KL, clipping, gradients and entropy from a step on, with what is usual."""
+    """Describe unusual values of KL, clipping, gradient norm and entropy from the given step on."""
     kl, clipped, norms, entropy = (
         [point for point in history.points(name) if point[0] >= step]
         for name in ("actor/ppo_kl", "actor/clip_fraction", "actor/grad_norm_max", "rollout/entropy")
@@ -108,7 +118,7 @@ def _signs(history: History, step: int) -> list[str]:
 
 
 def _reward_after(history: History, step: int) -> str:
-    """Return a clause if the mean reward fell clearly after the given step; otherwise ""."""
+    """Describe the fall of the mean reward after the given step; return "" if the mean reward did not clearly fall."""
     points, spread = history.points("reward/mean"), dict(history.points("reward/std"))
     before = [point for point in points if point[0] <= step][-WINDOW_STEPS:]
     after = [point for point in points if point[0] > step][-WINDOW_STEPS:]
@@ -121,7 +131,7 @@ def _reward_after(history: History, step: int) -> str:
 
 
 def skipped_updates(history: History) -> Finding | None:
-    """Find updates that were skipped.
+    """Detect skipped updates.
 
     At least one update of the actor or the critic was skipped because its loss or gradient was not finite.
     """
@@ -147,9 +157,9 @@ def skipped_updates(history: History) -> Finding | None:
 
 
 def entropy_collapsed(history: History) -> Finding | None:
-    """Find a policy that has no alternatives left.
+    """Detect a policy whose answers to a prompt are almost identical.
 
-    In the mean of the last 5 steps, the entropy is below 5% of its mean in the first 3 steps, and the task is not
+    The mean entropy of the last 5 steps is below 5% of the mean entropy of the first 3 steps, and the task is not
     solved.
     """
     points = history.points("rollout/entropy")
@@ -183,10 +193,10 @@ def entropy_collapsed(history: History) -> Finding | None:
 
 
 def entropy_grows(history: History) -> Finding | None:
-    """Find a policy that becomes random.
+    """Detect a policy that becomes random.
 
-    In the mean of the last 5 steps, the entropy is at least twice its mean in the first 3 steps and at least 0.5 nats a
-    token above it, and the mean reward is not above that of the first 3 steps.
+    From the first 3 steps to the last 5 steps, the mean entropy has at least doubled and has risen by at least 0.5 nats
+    a token, while the mean reward has not risen.
     """
     points, rewards = history.points("rollout/entropy"), history.points("reward/mean")
     if len(points) <= PERSISTENT_STEPS or not rewards:
@@ -207,9 +217,9 @@ def entropy_grows(history: History) -> Finding | None:
 
 
 def far_from_reference(history: History) -> Finding | None:
-    """Find a policy that left its reference.
+    """Detect a policy that has moved far away from the reference policy.
 
-    In the mean of the last 5 steps, the KL to the reference (`actor/ref_kl` or `reward/kl`) is at least 1 nat a token.
+    The mean KL to the reference (`actor/ref_kl` or `reward/kl`) over the last 5 steps is at least 1 nat a token.
     """
     names = ("actor/ref_kl", "reward/kl")
     points: Points = next((found for name in names if (found := history.points(name))), [])
@@ -224,10 +234,10 @@ def far_from_reference(history: History) -> Finding | None:
 
 
 def critic_explains_nothing(history: History) -> Finding | None:
-    """Find a critic that does not learn.
+    """Detect a critic that does not learn.
 
-    After at least 20 steps, the mean explained variance of the critic over the last 10 steps is 0 or less, while the
-    rewards have spread.
+    After at least 20 steps, the mean explained variance of the critic over the last 10 steps is 0 or less, although the
+    rewards are not all equal.
     """
     points, spread = history.points("critic/explained_variance"), history.points("reward/std")
     judged = points[-JUDGED_STEPS:]

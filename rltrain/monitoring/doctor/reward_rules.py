@@ -1,4 +1,4 @@
-"""Rules about rewards: functions that fail, rewards that teach nothing, and rewards that teach the wrong thing."""
+"""Rules that find failing reward functions, rewards without a learning signal, and rewards that mislead the policy."""
 
 import re
 from collections import Counter
@@ -9,22 +9,25 @@ from rltrain.base.errors import one_line
 from rltrain.monitoring.alarms import LOST_SHARE, PERSISTENT_STEPS, WINDOW_STEPS
 from rltrain.monitoring.doctor.history import Finding, History, Points, final_streak, last_mean, mean, shown, windows
 
-FAILED_SHARE = 0.01  # share of the answers of a run whose reward may fail, as the reward of a broken answer does
-UNSCORED_SHARE = 0.5  # share of answers from which most of a step is not trained on
-ENOUGH_FOR_TRENDS = 10  # steps: two windows of five steps that do not overlap
-GAINED_SPREADS = 0.5  # rise of the reward, in standard deviations of single rewards, that is no noise
-FLAT_SHARE = 0.02  # change of an accuracy that counts as none
-LOST_ACCURACY = 0.05  # fall of an accuracy between two evaluations that matters
-LOST_SPREADS = 0.25  # the same for a reward without accuracy, in standard deviations of single rewards
-UNCERTAIN = 2.0  # standard errors of the difference of two evaluations, within which it is chance
+# The rule `reward_fails` ignores a smaller share of failed rewards, because malformed answers may cause failures.
+FAILED_SHARE = 0.01
+UNSCORED_SHARE = 0.5  # smallest share of answers without a score that the doctor reports
+ENOUGH_FOR_TRENDS = 10  # smallest number of steps that contains two disjoint windows of five steps
+# smallest rise of the mean reward, in standard deviations of single rewards, that is more than noise
+GAINED_SPREADS = 0.5
+FLAT_SHARE = 0.02  # an accuracy that rises by less than FLAT_SHARE counts as flat
+LOST_ACCURACY = 0.05  # smallest fall of an accuracy between two evaluations that the doctor reports
+# smallest fall of an evaluated reward that the doctor reports, in standard deviations of single rewards
+LOST_SPREADS = 0.25
+UNCERTAIN = 2.0  # number of standard errors up to which a difference between two evaluations may be chance
 _COUNTED = re.compile(r"eval/(?:[^/]+/)?(?:sampled|greedy)_(?:accuracy|reward)")
 
 
 def reward_fails(history: History) -> Finding | None:
     """Find reward functions that fail.
 
-    At least 1% of the answers of the run have no reward because a reward function failed, or the run was stopped at a
-    step because too many rewards failed.
+    A reward function failed for at least 1% of the run's answers, or the run stopped at a step because too many rewards
+    failed.
     """
     points = history.points("reward/failed_fraction")
     stopped = [file for file in history.run.samples if file.failed]
@@ -51,7 +54,7 @@ def reward_fails(history: History) -> Finding | None:
 
 
 def _messages(history: History, step: int) -> list[str]:
-    """Return a clause with the most frequent error of the rewards of a step; [] if the samples do not have one."""
+    """Return one clause with the most frequent reward error of a step; [] if no sample of the step has an error."""
     files = [file for file in history.run.samples if file.step == step]
     rows = [row for file in files for row in history.rows(file, ["reward_error"])]
     errors = Counter(str(row["reward_error"]) for row in rows if row.get("reward_error"))
@@ -62,10 +65,10 @@ def _messages(history: History, step: int) -> list[str]:
 
 
 def reward_never_applies(history: History) -> Finding | None:
-    """Find rewards that do not apply.
+    """Find reward functions that return None instead of a score for many answers.
 
-    In the mean of the last 5 steps, at least half of the answers have no score although no reward function failed on
-    them, or a reward function returned None for each answer of the last step.
+    Over the last 5 steps, at least half of the answers have no score although no reward function failed for them. The
+    finding is also reported if a reward function returned None for each answer of the last step.
     """
     failed = dict(history.points("reward/failed_fraction"))
     points = [(step, value - failed.get(step, 0.0)) for step, value in history.points("reward/unscored_fraction")]
@@ -89,7 +92,10 @@ def reward_never_applies(history: History) -> Finding | None:
 
 
 def _silent(history: History) -> list[str]:
-    """Return the names of the reward functions without any score in the last step, although none failed there."""
+    """Return the names of the reward functions that returned None for each answer of the last step.
+
+    Answers for which a reward function failed are ignored.
+    """
     files = [file for file in history.run.samples if not file.failed]
     if not files or not history.steps:
         return []
@@ -99,10 +105,10 @@ def _silent(history: History) -> list[str]:
 
 
 def dead_reward(history: History) -> Finding | None:
-    """Find a reward without spread.
+    """Find a reward that does not distinguish the answers to a prompt.
 
-    For at least the last 5 steps, all answers to each prompt had the same outcome (or, with one answer a prompt or
-    advantages from a critic, all answers of the step had the same score), and the task is not solved.
+    In each of at least the last 5 steps, all answers to each prompt had the same outcome, and the task is not solved.
+    With one answer per prompt or with advantages from a critic, all answers of a step had the same score instead.
     """
     grouped = history.number("rollout.samples_per_prompt", 2) > 1
     grouped = grouped and history.setting("algorithm.advantage_estimator") != "gae"
@@ -136,11 +142,12 @@ def dead_reward(history: History) -> Finding | None:
 
 
 def reward_hacking(history: History) -> Finding | None:
-    """Find a reward that rises without more correct answers.
+    """Find a training reward that rises while the share of correct answers stays flat.
 
-    From the first 5 to the last 5 steps (at least 10 in all), the mean reward rose by at least half the standard
-    deviation of single rewards, and the share of correct answers, or the score of the functions with `outcome: true`
-    beside others, rose by less than 0.02.
+    The rule compares the first 5 steps with the last 5 steps of a run of at least 10 steps. The mean reward rose by at
+    least half the standard deviation of single rewards, but the share of correct answers rose by less than 0.02. In a
+    run that does not measure correct answers, the score of the functions with `outcome: true` takes the place of that
+    share, if the run has other reward functions too.
     """
     rewards, spread = windows(history.points("reward/mean")), history.points("reward/std")
     right, what = _correctness(history)
@@ -169,7 +176,12 @@ def reward_hacking(history: History) -> Finding | None:
 
 
 def _correctness(history: History) -> tuple[Points, str]:
-    """Return the windows of the share of correct answers, or of the score of the outcome, and what they are."""
+    """Return the five-step means of a measure of correctness, and the name of the measure.
+
+    In a run with the metric `reward/accuracy`, the measure is `reward/accuracy`. In a run without `reward/accuracy`,
+    the measure is the sum of the scores of the functions with `outcome: true`, if the run has other reward functions
+    too.
+    """
     accuracy = history.points("reward/accuracy")
     if accuracy:
         return windows(accuracy), "the share of correct answers"
@@ -184,9 +196,9 @@ def _correctness(history: History) -> tuple[Points, str]:
 def worse_evaluation(history: History) -> Finding | None:
     """Find evaluations that get worse while the training reward rises.
 
-    From its best to its last value, an evaluated accuracy fell by at least 0.05 and two standard errors, or an
-    evaluated reward without accuracy by at least a quarter of the standard deviation of single rewards and two
-    standard errors, and the mean training reward rose meanwhile.
+    The accuracy of an evaluation fell from its best value to its last value by at least 0.05 and at least two standard
+    errors, while the mean training reward rose. In an evaluation without accuracy, the mean reward fell by at least a
+    quarter of the standard deviation of single rewards and at least two standard errors.
     """
     names = [name for name in history.names() if _COUNTED.fullmatch(name)]
     names = [name for name in names if name.replace("_reward", "_accuracy") == name or not _has_accuracy(history, name)]
@@ -214,7 +226,10 @@ def _has_accuracy(history: History, name: str) -> bool:
 
 
 def _lost(history: History, name: str) -> tuple[int, list[str]] | None:
-    """Return since when an evaluated metric is worse, and clauses that say so; None if it is not worse."""
+    """Return the step after which an evaluated metric got worse, and clauses with the evidence.
+
+    Return None if the metric did not get worse.
+    """
     points, spread = history.evaluated(name), history.points("reward/std")
     best = max(points, key=lambda point: point[1], default=None)
     if best is None or not spread or points[-1][0] <= best[0]:
@@ -234,10 +249,10 @@ def _lost(history: History, name: str) -> tuple[int, list[str]] | None:
 
 
 def reward_fell(history: History) -> Finding | None:
-    """Find a reward that was lost again.
+    """Find a mean reward that rose and then fell again.
 
-    The mean reward of the last 5 steps is below the best mean of 5 steps by at least half of what was learnt, and by at
-    least the standard deviation of single rewards.
+    The mean reward of 5 steps rose to a best value and fell again by the last 5 steps. The fall is at least half of the
+    rise, and at least the standard deviation of single rewards.
     """
     found, spread = windows(history.points("reward/mean")), dict(windows(history.points("reward/std")))
     best = max(found, key=lambda point: point[1], default=None)
@@ -268,7 +283,7 @@ def reward_fell(history: History) -> Finding | None:
 def too_few_groups(history: History) -> Finding | None:
     """Find dynamic sampling that does not fill its batches.
 
-    In the mean of the last 5 steps, at least half of the groups of a step are missing, and the task is not solved.
+    On average over the last 5 steps, at least half of the groups of a step are missing, and the task is not solved.
     """
     missing, wanted = history.points("rollout/groups_missing"), history.number("trainer.prompts_per_step", 0)
     low = [(step, value / wanted) for step, value in missing] if wanted else []

@@ -1,4 +1,4 @@
-"""The charts of a report page: which metrics share a chart, and the order of the charts."""
+"""Decides which charts a report page shows, in which order, and which metrics share a chart."""
 
 import re
 from collections.abc import Iterable, Sequence
@@ -7,8 +7,9 @@ from typing import Any
 
 from rltrain.monitoring.catalogue import METRICS
 
-# Title and metrics of each main chart. In the name of a metric, `*` stands for one word, and each matching metric gets
-# a separate chart. Each metric that no entry matches gets a separate chart below the main charts.
+# The title and the metrics of each main chart.
+# A `*` in a metric name matches any text without a slash, and each matching metric gets a separate chart.
+# Each metric that no entry of CHARTS matches gets a separate chart below the main charts.
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
     ("", ("reward/*/mean",)),
@@ -48,8 +49,8 @@ def charts(names: Iterable[str]) -> list[dict[str, Any]]:
 def _matches(patterns: Sequence[str], names: Iterable[str]) -> list[list[str]]:
     """Return the metrics of each chart that one entry of `CHARTS` defines.
 
-    A pattern with `*` gives one chart for each metric that it matches; all patterns without `*` together give one
-    chart.
+    An entry with a `*` gives one chart for each matching metric. An entry without a `*` gives a single chart with all
+    its metrics.
     """
     if "*" in patterns[0]:
         return [[name] for name in names if re.fullmatch(patterns[0].replace("*", r"[^/]+"), name)]

@@ -18,7 +18,7 @@ _OF_A_PLACE = {"trainer.output_dir", "trainer.checkpoint_dir"}  # keys whose val
 
 @dataclass(frozen=True)
 class Command:
-    """How a run was started: the command line and the presets that the command line chose.
+    """The command line that started a run, and the presets that the command line chose.
 
     Attributes:
         arguments: arguments of the command.
@@ -59,7 +59,8 @@ def read_command(text: str) -> Command:
 def differences(config: Mapping[str, Any], presets: Mapping[str, Any]) -> list[tuple[str, str | None, str | None]]:
     """Return (key, preset value, run value) for each config key whose value in the run differs from the presets.
 
-    The preset and run values are JSON texts. If a key is absent from a config, its value is None.
+    The preset value and the run value are JSON text. The preset value is None if the presets lack the key, and the run
+    value is None if the run's config lacks the key.
     """
     own, theirs = flat(config), flat(presets)
     keys = sorted((own.keys() | theirs.keys()) - _OF_A_PLACE)

@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that contains the data, the style and the program, and loads no other file."""
+"""Writes the page of a report: a single HTML file with all data, CSS and JavaScript, which loads no other file."""
 
 import html
 import os
@@ -29,10 +29,12 @@ def write_report(
     Args:
         folders: output folders of the runs.
         output: path of the page.
-        defaults: command and preset config that are used for a run that did not record its command. max_bytes: size
-        limit of the page. If the samples exceed the size limit, the page omits some samples and says so.
+        defaults: command and preset config for a run that did not record its command.
+        max_bytes: size limit of the page. If the samples exceed the size limit, the page omits some samples and says
+            so.
 
-    One line of text for each file, table or line that could not be read.
+    Returns:
+        One line of text for each file, table or line that could not be read.
 
     Raises:
         ConfigError: a folder is not the output folder of a run.
@@ -83,7 +85,7 @@ def page(runs: Sequence[RunFiles], defaults: Command | None, max_bytes: int) -> 
 
 
 def _described(run: RunFiles, defaults: Command | None) -> dict[str, Any]:
-    """Return the data of one run for the page, without the samples."""
+    """Return the data about one run that the page shows, without the samples."""
     command = run.command or defaults
     return {
         "name": run.name,

@@ -1,4 +1,4 @@
-"""Updates the report of an active run: a thread rewrites it from time to time, using at most 1% of the run's time."""
+"""Rewrites the report of an active run from time to time, in a thread that uses at most 1% of the run's time."""
 
 import logging
 import threading
@@ -11,7 +11,7 @@ from rltrain.monitoring.report.page import REPORT, write_report
 
 logger = logging.getLogger(__name__)
 
-FIRST_AFTER_S = 10.0  # seconds before the first report; a shorter run writes its report only at its end
+FIRST_AFTER_S = 10.0  # seconds before the first report; a shorter run writes a report only at the end
 SHARE = 0.01  # maximum share of the run's time for which the thread may use the CPU
 
 
@@ -30,7 +30,7 @@ class ReportFile:
         self.failed = False
 
     def refresh(self) -> None:
-        """Start a thread that writes the report, unless a thread is already doing so or has done so recently."""
+        """Start a thread that writes the report, unless another thread is writing the report or wrote it recently."""
         if self.clock() < self.next_at or (self.thread is not None and self.thread.is_alive()):
             return
         self.thread = threading.Thread(target=self._refresh, name="report", daemon=True)

@@ -29,10 +29,10 @@ class RunFiles:
         name: short name that is unique among the runs of the page.
         steps: metrics of each training step.
         evaluations: metrics of each evaluation.
-        alarms: the alarms, each with `step` and `alarm`.
+        alarms: the alarms, as dicts with the keys `step` and `alarm`.
         config_text: the config as YAML text, without secrets.
         config: the config as nested values; {} if it cannot be read.
-        command: how the run was started; None if the run did not record it.
+        command: the command that started the run; None if the run did not record its command.
         samples: tables of samples in the order of their steps.
         token_texts: text of each token by its id; [] if unknown.
         special_ids: ids of the special tokens.
@@ -58,8 +58,9 @@ def read_run(folder: Path, name: str = "", *, texts: bool = True) -> RunFiles:
 
     Args:
         folder: output folder of the run.
-        name: name of the run; "": the name of the folder.
-        texts: whether to read what only a page needs: the text of each token, and a note if there is nothing to draw.
+        name: name of the run; if "", the run gets the name of the folder.
+        texts: whether the data is for a page, which needs the text of each token, and a note if the run has no training
+            step.
 
     Raises:
         ConfigError: the folder does not exist, or it is not the output folder of a run.

@@ -4,9 +4,9 @@ Each table of samples becomes one *chunk*: a header as JSON, and the values of a
 column. A chunk is compressed and written as base64 text, and the page decompresses a chunk only to show or search its
 samples.
 
-Real numbers x, such as log-probs and advantages, are stored as 16-bit codes, code = round(k asinh(x / s)): two
-consecutive codes differ by about s / k near 0, and by about 1 / k of the number if the number is far above s. A smaller
-constant k in the codes makes the page smaller and the stored numbers less exact.
+Each real number x, such as a log-prob or an advantage, is stored as the 16-bit integer round(k asinh(x / s)). Two
+numbers with consecutive codes differ by about s / k near 0, and by about |x| / k if |x| is much larger than s. A
+smaller constant k makes the page smaller and the stored numbers less exact.
 """
 
 import gzip
@@ -28,8 +28,9 @@ from rltrain.data.stored_samples import SampleFile
 from rltrain.monitoring.report.run_files import RunFiles
 
 SMALLEST = 1e-3  # the constant s of the codes of real numbers: their resolution near 0 is s / k
-# Compressed bytes per number for each constant k, from the finest to the coarsest rounding. The numbers of bytes were
-# measured on log-probs of real runs. The relative rounding error is at most about 1 / (2 k).
+# Size of a compressed real number in bytes, for each value of the constant k, from the finest to the coarsest rounding.
+# The sizes were measured on log-probs of real runs.
+# The relative rounding error of a stored number is at most about 1 / (2 k).
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
@@ -60,7 +61,10 @@ class Vocabulary:
     _numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def numbers(self, ids: np.ndarray) -> np.ndarray:
-        """Return the page's number for each token id (N,), after adding unknown ids to the vocabulary of the page."""
+        """Return the number on the page of each token id (N,).
+
+        New ids are added to the vocabulary of the page before the lookup.
+        """
         found, counts = np.unique(ids, return_counts=True)
         if len(found) and found[-1] >= len(self._numbers):
             grown = np.full(int(found[-1]) + 1, -1, np.int64)
@@ -80,9 +84,11 @@ class Samples:
 
     Attributes:
         chunks: each chunk as base64 text.
-        index: columns of data about all samples, which the page reads without decompressing a chunk. vocabulary: ids
-        and texts of the tokens on the page, and which of them are special tokens. shown: number of samples on the page.
-        total: number of samples of the run. rounding: largest relative error of a stored number.
+        index: columns that describe all samples, which the page reads without decompressing a chunk.
+        vocabulary: ids and texts of the tokens on the page, and the numbers of the special tokens.
+        shown: number of samples on the page.
+        total: number of samples of the run.
+        rounding: largest relative error of a stored number.
     """
 
     chunks: list[str] = field(default_factory=list)
@@ -94,7 +100,7 @@ class Samples:
 
     @property
     def counts(self) -> dict[str, float]:
-        """Statistics of the encoding that the page shows: numbers of samples, and rounding error."""
+        """The number of samples on the page, the number of samples of the run, and the rounding error."""
         return {"shown": self.shown, "total": self.total, "rounding": self.rounding}
 
 
@@ -110,8 +116,8 @@ class Size:
 def encode_samples(run: RunFiles, budget: int) -> Samples:
     """Read and encode the samples of a run.
 
-    If the samples exceed the size limit, whole prompt groups are left out, spread evenly over the steps. If the run has
-    too many steps, whole steps are left out too.
+    If the samples exceed the size limit, whole prompt groups are left out, in the same proportion in each step. If
+    fewer than one of 8 groups would remain, whole steps are left out too.
 
     Args:
         run: files of the run. For a table that cannot be read, a note is added to the run.
@@ -208,7 +214,7 @@ def _encoded(run: RunFiles, sizes: dict[SampleFile, Size], share: float, k: int)
 
 
 def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleFile, float]]:
-    """Yield each sample file that the page shows, with the share of its prompt groups to show.
+    """Yield (sample file, share of its prompt groups to show) for each sample file that the page shows.
 
     The first and the last sample file are always included.
     """
@@ -312,21 +318,21 @@ class Chunk:
     def _numbers(self) -> dict[str, np.ndarray]:
         """Return the columns of real numbers by name.
 
-        The log-probs of the actor and the reference are returned as differences, because smaller numbers take less
-        space.
+        Instead of the log-probs of the actor and of the reference, the dict contains differences between log-probs,
+        because smaller numbers take less space.
         """
         rollout, old, ref = (self._column(f"{name}_log_probs") for name in ("rollout", "old", "ref"))
         found = {"advantage": self._column("advantages"), "log_prob": rollout, "entropy": self._column("entropies")}
         if rollout is not None and old is not None:
             found["log_ratio"] = old - rollout
-        # without a forward pass of the actor, the engine's log-probs replace the policy's log-probs
+        # without log-probs of the actor, the engine's log-probs are used as the log-probs of the policy
         policy = rollout if old is None else old
         if policy is not None and ref is not None:
             found["kl"] = policy - ref
         return {name: values for name, values in found.items() if values is not None}
 
     def _prompts(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return the list of distinct prompts, and for each row the index of its prompt in that list."""
+        """Return a list of the distinct prompts, and the index of each row's prompt in the list."""
         texts = self.table["prompt"].to_pylist()
         keys = list(zip(self.table["uid"].to_pylist(), texts, strict=True))
         ids = self.table["prompt_ids"].to_pylist() if "prompt_ids" in self.table.column_names else [[]] * len(keys)
@@ -349,7 +355,7 @@ class Chunk:
         return found
 
     def _joined(self, ids: Sequence[int]) -> str | None:
-        """Join the texts of the given tokens except special tokens, in the same way as the page.
+        """Join the texts of the given tokens without special tokens, as the JavaScript of the page does.
 
         Return None if the text of a token is unknown, or if the joined text contains an incomplete character.
         """
@@ -384,7 +390,7 @@ class Chunk:
 
 
 def _rows_with_secrets(table: pa.Table) -> np.ndarray:
-    """Return for each row whether its prompt or response contains a secret: (B,) bool."""
+    """Return a bool array (B,) that is True for each row whose prompt or response contains a secret."""
     pairs = zip(table["prompt"].to_pylist(), table["response"].to_pylist(), strict=True)
     texts = [f"{prompt}\n{response}" for prompt, response in pairs]
     together = "\n".join(texts)

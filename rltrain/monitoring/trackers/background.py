@@ -21,7 +21,7 @@ _Call = Callable[[], None]
 
 @runtime_checkable
 class GivesUp(Protocol):
-    """Optional interface of a sink whose library would keep the process from exiting."""
+    """Optional interface of a sink whose library may keep the process from exiting."""
 
     def give_up(self) -> None:
         """Stop the work that the sink's library is still doing.
@@ -44,7 +44,7 @@ class BackgroundSink:
 
     def __init__(self, name: str, sink: Sink) -> None:
         self.name, self.sink = name, sink
-        # each entry: (the call, whether the sink must have started a run before the call)
+        # each entry is (call, whether the call is skipped unless the last `restore` succeeded)
         self._calls: SimpleQueue[tuple[_Call, bool] | None] = SimpleQueue()
         self._alarms: SimpleQueue[str] = SimpleQueue()
         self._has_run = False  # whether the last `restore` succeeded; used only by the separate thread
@@ -85,7 +85,7 @@ class BackgroundSink:
         self._has_run = True
 
     def finish(self) -> None:
-        """Make the wrapped sink close after all waiting calls.
+        """Make the wrapped sink close once all waiting calls are done.
 
         `finish` returns immediately, without waiting for the wrapped sink.
         """

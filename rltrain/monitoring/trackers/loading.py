@@ -46,8 +46,8 @@ def make_sinks(output_dir: Path, names: Sequence[str]) -> list[Sink]:
     """Make all sinks of a run, in the order in which they receive the metrics.
 
     The sink `JsonLines` is always included, because checkpoints copy its files, and a resumed run reads its metrics
-    from those copies. `JsonLines` and `TensorBoard` write to the output folder, so they are called directly; every
-    other sink is called in a thread.
+    from those copies. `JsonLines` and `TensorBoard` are called directly, because they write to the output folder. Every
+    other sink is called in a separate thread.
 
     Args:
         output_dir: output folder of the run; must exist.

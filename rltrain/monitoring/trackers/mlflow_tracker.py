@@ -74,8 +74,9 @@ class MlflowTracker:
         self.client.log_dict(self.run_id, table_of(rows), f"samples/step_{step:06d}.json")
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Start an MLflow run with the metrics up to the step after which the run resumes, or continue the MLflow run
-        that belongs to the output folder.
+        """Start an MLflow run, or continue the MLflow run that belongs to the output folder.
+
+        A new MLflow run receives the metrics of all kept training steps and evaluations.
         """
         from mlflow import MlflowClient
 
@@ -129,7 +130,7 @@ def _experiment(client: "MlflowClient") -> str:
 
 
 def _name(name: str) -> str:
-    """Replace each character that MLflow does not allow in a metric name by an underscore.
+    """Replace each character that MLflow does not allow in a metric name with an underscore.
 
     The name of a reward component may contain any character.
     """

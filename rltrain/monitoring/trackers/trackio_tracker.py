@@ -54,8 +54,9 @@ class TrackioTracker:
         self.run.log({"samples": trackio.Table(**table_of(rows))}, step=step)
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Start a trackio run with the rows up to the step after which the run resumes, or continue the trackio run
-        that belongs to the output folder.
+        """Start a trackio run, or continue the trackio run that belongs to the output folder.
+
+        A new trackio run receives the metrics of all kept training steps and evaluations.
         """
         import trackio
 

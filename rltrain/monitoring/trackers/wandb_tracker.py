@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import wandb
 
 PROJECT = "rltrain"
-# less than the time limit of `BackgroundSink`; wandb also applies the timeout when the process exits
+# The timeout is less than the time limit of `BackgroundSink`. wandb also applies the timeout when the process exits.
 FINISH_TIMEOUT_S = 20.0
 SERVICE = "wandb-core"  # name of wandb's process that sends the data passed to `Run.log`
 _WITHOUT_SERVER = ("offline", "disabled", "dryrun")
@@ -80,8 +80,9 @@ class WandbTracker:
         self.run.log({"samples": wandb.Table(**table_of(rows))}, step=step)
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Start a W&B run with the rows up to the step after which the run resumes, or continue the W&B run that
-        belongs to the output folder.
+        """Start a W&B run, or continue the W&B run that belongs to the output folder.
+
+        A new W&B run receives the metrics of all kept training steps and evaluations.
 
         A continued W&B run loses its rows after the training step `step`.
         """

@@ -1,4 +1,4 @@
-"""Build a batch with every column that an algorithm may ask for, so that tests cover every registered function."""
+"""Fixtures that build a batch with every column that a registered function may read."""
 
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +10,7 @@ from torch import Tensor
 from rltrain.algorithms import columns_of
 
 Batch = dict[str, Tensor]
-UID = [5, 9, 5, 9, 5, 9, 5, 7]  # group ids: interleaved groups of 4, 3 and 1 rows
+UID = [5, 9, 5, 9, 5, 9, 5, 7]  # the group id of each row: interleaved groups of 4, 3 and 1 rows
 VALID = [True, True, True, True, True, True, False, True]
 
 

@@ -1,4 +1,7 @@
-"""Invariant C for every registered estimator, according to the statistics that its registration declares."""
+"""Tests of invariants C, on how rows may affect each other's advantages, for every registered estimator.
+
+Each estimator's registration declares the rows that share statistics: a group, the batch, or none.
+"""
 
 import pytest
 import torch
@@ -22,7 +25,10 @@ def advantages_of(name, batch, call):
 
 
 def with_scores(batch, scores, uid, valid=None):
-    """Return the batch with all tokens trained, and each row's reward on its last token and in every component."""
+    """Return the batch with all tokens trained and with `scores` as the rewards.
+
+    The score of a row is the reward of its last token, and the value of all its reward components.
+    """
     rewards = torch.zeros_like(batch["token_level_rewards"], dtype=scores.dtype)
     rewards[:, -1] = scores
     return {
@@ -94,7 +100,7 @@ def test_C1_without_statistics_no_row_moves_another(name, make_batch, call, take
 def test_C1_batch_statistics_are_shared_by_all_groups(name, make_batch, call):
     batch = make_batch()
     other = with_scores(batch, torch.tensor([1.0, 0, 2, 1, 4, 1, 3, 2]), batch["uid"])
-    # row 1 changed: the scores of group 9 are constant now
+    # the batch `moved` differs from `other` only in the score of row 1, which makes all scores of group 9 equal
     moved = with_scores(batch, torch.tensor([1.0, 1, 2, 1, 4, 1, 3, 2]), batch["uid"])
     before, after = advantages_of(name, other, call), advantages_of(name, moved, call)
     assert not torch.allclose(before[batch["uid"] == 5], after[batch["uid"] == 5])
@@ -154,7 +160,7 @@ def test_a_row_without_a_trained_token_is_in_no_statistic(name, make_batch, call
 
 @pytest.mark.parametrize("name", ALL)
 def test_B7_tool_tokens_are_transparent_to_every_estimator(name, make_batch, call):
-    """Moving each row's trained tokens next to each other changes none of their advantages."""
+    """Removing untrained tokens from a row does not change the advantages of its trained tokens."""
     batch = make_batch()
     mask, packed = batch["response_mask"], make_batch()
     packed["response_mask"] = torch.arange(mask.shape[1]) < mask.sum(-1, keepdim=True)
@@ -173,7 +179,7 @@ def test_no_gradient_leaves_an_estimator(name, make_batch, call):
 
 
 class CountOperations(TorchDispatchMode):
-    """Counts the tensor operations that run inside the context."""
+    """Counts the tensor operations that run while this context manager is active."""
 
     def __init__(self):
         super().__init__()
@@ -194,7 +200,7 @@ def operations(name, rows, length, make_batch, call, take_rows):
 
 @pytest.mark.parametrize("name", ALL)
 def test_no_estimator_loops_over_tokens_or_groups(name, make_batch, call, take_rows):
-    """Sums over time double their span, so twice the length costs a few more operations, not one per token."""
+    """Parallel scans double their span at each step, so twice the length adds only a few tensor operations."""
     shapes = make_batch, call, take_rows
     few = operations(name, 8, 16, *shapes)
     assert operations(name, 256, 16, *shapes) == few

@@ -26,7 +26,7 @@ def gae_oracle(rewards, mask, values, gamma, lam):
 
 
 def gae_loop(rewards, mask, values, gamma, lam):
-    """Compute GAE with a loop over columns; the parallel form has to be faster than this loop."""
+    """Compute GAE with a loop over columns, as the baseline for the speed of the parallel form."""
     advantage, next_value = torch.zeros(rewards.shape[0]), torch.zeros(rewards.shape[0])
     advantages = torch.zeros_like(rewards)
     for t in reversed(range(rewards.shape[1])):
@@ -76,7 +76,7 @@ def test_gae_on_a_case_worked_by_hand():
 def test_gae_equals_the_recursion_over_trained_tokens(gamma, lam, length, make_batch):
     batch = make_batch(seed=length, length=length)
     if length == 100:
-        batch["response_mask"][1, 10:90] = False  # a long tool output lies inside the response
+        batch["response_mask"][1, 10:90] = False  # row 1 contains a long tool output
     columns = batch["token_level_rewards"], batch["response_mask"], batch["values"]
     for actual, wanted in zip(gae(*columns, gamma=gamma, lam=lam), gae_oracle(*columns, gamma, lam), strict=True):
         assert (actual - wanted).abs().max() <= 1e-12 * wanted.abs().max().clamp(min=1)
@@ -103,7 +103,7 @@ def test_gae_is_five_times_as_fast_as_a_loop_over_steps_and_equal():
 
 
 def timed(function):
-    """Return the result and the processor time in seconds of all threads, which a busy machine hardly lengthens."""
+    """Return a function's result, and the CPU seconds of all threads, which a busy machine hardly increases."""
     started = time.process_time()
     result = function()
     return result, time.process_time() - started
@@ -117,7 +117,8 @@ def test_gae_refuses_a_discount_outside_0_to_1(gamma, lam, complaint):
 
 def test_grpo_on_a_case_worked_by_hand():
     columns = groups([1, 4, 3, 0], [7, 2, 7, 2])
-    # group 7: (1, 3), mean 2, std sqrt 2; group 2: (4, 0), mean 2, std 2 sqrt 2: every score is 1/sqrt 2 stds away
+    # Group 7 has scores (1, 3), mean 2 and std sqrt 2. Group 2 has scores (4, 0), mean 2 and std 2 sqrt 2.
+    # Every score is 1/sqrt 2 stds away from the mean of its group.
     away = 2**-0.5
     wanted = torch.tensor([-away, away, away, -away], dtype=torch.float64)[:, None].expand(4, 3)
     advantages, returns = grpo(*columns)

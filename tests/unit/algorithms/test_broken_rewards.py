@@ -1,4 +1,4 @@
-"""A reward that is not a number must not be mistaken for a reward without a training signal."""
+"""Tests that a NaN or infinite reward is not mistaken for a reward without a training signal."""
 
 import pytest
 import torch
@@ -9,11 +9,15 @@ ROW, PEERS = 2, [0, 2, 4]  # PEERS are the valid rows in the group of ROW
 
 
 def broken(make_batch, scores, name):
-    """Put scores on the first token, which is trained in all rows but one; the score of ROW is not a number."""
+    """Return a batch whose scores are on the first token, with a NaN or infinite score in row ROW.
+
+    The first token is trained in all rows but row 3.
+    """
     batch, scores = make_batch(), torch.tensor(scores, dtype=torch.float64)
     rewards = torch.zeros_like(batch["token_level_rewards"])
     if "reward_components" in columns_of(ADVANTAGE_ESTIMATORS.get(name)):
-        scores[ROW] = torch.inf  # a NaN component would mean that the reward function does not apply
+        # the score is infinite, because a NaN component would mean that the reward function does not apply
+        scores[ROW] = torch.inf
     else:
         scores[ROW] = torch.nan
     rewards[:, 0] = scores

@@ -1,4 +1,4 @@
-"""Gradients summed chunk by chunk equal the gradients of the whole product."""
+"""Tests that gradients summed over chunks of the logits equal the gradients of the whole matrix product."""
 
 import itertools
 

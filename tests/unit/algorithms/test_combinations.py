@@ -1,4 +1,4 @@
-"""Combinations of algorithms: estimators with normalisations, and the gradients of estimators with losses."""
+"""Tests of advantage estimators combined with normalisations, and of estimators combined with policy losses."""
 
 import itertools
 
@@ -23,7 +23,10 @@ INVALID = 6
 
 
 def scored(batch, scores):
-    """Put the scores on one trained token of each row and in the components, with a small penalty on every token."""
+    """Return the batch with each score as the reward of token LAST of its row, and with two reward components per row.
+
+    The components of a row are its score and sin(score). Every trained token also keeps 0.01 times its old reward.
+    """
     mask = batch["response_mask"].clone()
     mask[mask.any(-1), LAST] = True
     rewards = 0.01 * batch["token_level_rewards"]
@@ -34,7 +37,10 @@ def scored(batch, scores):
 
 
 def estimate(name, batch, call, reward_levels, advantage_levels):
-    """Return normalised advantages; a row that the estimator sets to 0 as invalid stays out of their statistics."""
+    """Return the estimator's raw advantages, and the advantages after normalisation.
+
+    A row that the estimator sets to 0 as invalid does not enter the statistics of the normalisation.
+    """
     mean, std = reward_levels
     scores = normalize_rewards(batch["scores"], batch["uid"], batch["valid"], mean_level=mean, std_level=std)
     batch, function = scored(batch, scores), ADVANTAGE_ESTIMATORS.get(name)
@@ -68,13 +74,13 @@ def test_C1_C4_C7_every_estimator_under_every_normalisation(name, make_batch, ca
 
 
 def loss_inputs(estimator, batch, call):
-    """Return the batch as a loss sees it, with advantages estimated once over all rows."""
+    """Return the batch with an additional column of advantages, estimated over all rows at once."""
     advantages, _ = call(ADVANTAGE_ESTIMATORS.get(estimator), batch)
     return {**batch, "advantages": advantages}
 
 
 def gradient_of(loss, mode, batch, parts, call, take_rows):
-    """Return the gradient with respect to the log-probs of all rows, summed over micro-batches."""
+    """Return the gradient of the loss with respect to the log-probs of all rows, summed over micro-batches."""
     log_probs, mask = batch["log_probs"].clone().requires_grad_(), batch["response_mask"]
     counts = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum(), "max_response_length": 16}
     for rows in torch.arange(ROWS).chunk(parts):

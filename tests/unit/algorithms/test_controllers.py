@@ -37,7 +37,7 @@ def test_the_adaptive_kl_controller_moves_in_proportion_clipped_to_a_fifth(kl, f
 def test_the_adaptive_kl_controller_brings_a_responding_kl_to_its_target():
     controller = AdaptiveKLController(0.01, target=2.0, horizon=100)
     for _ in range(500):
-        # models a policy whose KL is inversely proportional to the coefficient
+        # the simulated policy has a KL that is inversely proportional to the coefficient
         controller.update(1 / controller.value, 50)
     assert 1 / controller.value == pytest.approx(2.0, rel=1e-3)
 
@@ -95,13 +95,13 @@ def test_the_fixed_entropy_controller_stays():
     assert FixedEntropyController(0).value == 0.0
 
 
-# target entropy 0.5, start 0.25, step 0.125: measured entropy, coefficient afterwards, applied coefficient
+# each step is (measured entropy, new coefficient, applied coefficient), for target 0.5, start 0.25 and step size 0.125
 ENTROPY_STEPS = [
     (0.4, 0.375, 0.375),  # entropy below the target: the coefficient rises, and the bonus is on
     (0.4, 0.5, 0.5),
     (0.5, 0.5, 0.5),  # entropy at the target: the coefficient stays, and the bonus is on
     (0.6, 0.375, 0.0),  # entropy above the target: the coefficient falls, and the bonus is off
-    (0.5, 0.375, 0.375),  # the bonus resumes with the coefficient that it had
+    (0.5, 0.375, 0.375),  # entropy at the target again: the bonus is on, with an unchanged coefficient
     (torch.tensor(9.0), 0.25, 0.0),  # the coefficient moves by one step, however far the entropy is from the target
     (9.0, 0.125, 0.0),
     (9.0, 0.0, 0.0),
@@ -122,7 +122,7 @@ def test_the_entropy_bonus_grows_while_entropy_is_low_and_is_off_while_it_is_hig
 def test_the_adaptive_entropy_controller_keeps_a_responding_entropy_from_collapsing():
     controller, entropy, lowest = AdaptiveEntropyController(0.0, target=1.0, step=0.005, maximum=0.1), 3.0, math.inf
     for step in range(2000):
-        entropy *= 0.98  # training alone lowers the entropy
+        entropy *= 0.98  # without a bonus, training lowers the entropy
         entropy += controller.value
         controller.update(entropy)
         if step > 500:

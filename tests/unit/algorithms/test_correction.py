@@ -79,7 +79,10 @@ def test_D8_weights_are_detached_bounded_and_finite(level, mode, one_sided):
 
 
 def test_D8_behaviour_is_the_policy_that_sampled():
-    """By enumeration, truncated weights turn samples of the rollout policy into estimates under the trained one."""
+    """Truncated weights turn the mean reward under the rollout policy into the mean under the trained policy.
+
+    The test enumerates all tokens, so both means are exact.
+    """
     rollout, trainer = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.3, 0.2]).double()
     weights, _, _ = rollout_correction(
         trainer.log()[None], rollout.log()[None], torch.ones(1, 3), level="token", mode="truncate", lower=0, upper=None
@@ -110,25 +113,29 @@ def test_with_advantages_only_bad_tokens_are_dropped():
     advantages = torch.tensor([[1.0, 1.0, -1.0, 0], [-1.0] * 4, [1.0, -1.0, 0, 0]])
     weights, mask, _ = correct(advantages=advantages, mode="mask")
     assert torch.equal(mask, torch.tensor([[1, 1, 0, 0], [1] * 4, [1, 0, 0, 0]]) == 1)
-    assert weights[0, 1].item() == 2  # a kept weight is capped at 2
+    assert weights[0, 1].item() == 2  # the weight of a kept token is capped at 2
     _, mask, _ = correct(advantages=advantages.abs(), mode="mask")
     assert torch.equal(mask, MASK == 1)
     for mode in MODES:
         assert torch.equal(correct(advantages=0 * advantages, mode=mode)[1], MASK == 1)
 
 
-# Each case is a mask over two answers of four tokens: it drops half of each answer, one answer, or two of eight tokens.
+# Each mask marks the kept tokens of two answers of four tokens.
+# HALVES drops half of each answer, ONE_ROW drops one answer, and TWO_TOKENS drops two of the eight tokens.
 HALVES = [[1, 1, 0, 0], [1, 1, 0, 0]]
 ONE_ROW = [[1, 1, 1, 1], [0, 0, 0, 0]]
 TWO_TOKENS = [[1, 1, 1, 0], [1, 1, 1, 0]]
-# one token's share: of 8 tokens, undivided, of 2 answers, of 2 answers x 4 tokens, of 2 answers x at most 16
+# The divisor of a token's loss is 8 tokens, 1, 2 answers, 2 answers x 4 tokens, or 2 answers x the maximum length 16.
 DENOMINATORS = {
     "token-mean": 8, "token-sum": 1, "seq-mean-token-sum": 2, "seq-mean-token-mean": 8, "seq-mean-token-sum-norm": 32,
 }  # fmt: skip
 
 
 def kept_gradient(drop, agg_mode):
-    """Return the gradient to log pi at A = 1 and ratio 1, where `drop` masks the policy terms of tokens."""
+    """Return the gradient of the loss with respect to log pi, at advantage 1 and ratio 1.
+
+    The function `drop` returns the tokens' weights and the mask of the tokens whose policy loss is kept.
+    """
     log_probs = torch.full((2, 4), -1.0, dtype=torch.float64, requires_grad=True)
     everything = torch.ones(2, 4)
     losses, _ = POLICY_LOSSES.get("vanilla")(log_probs, log_probs.detach(), everything, everything)
@@ -139,7 +146,7 @@ def kept_gradient(drop, agg_mode):
 
 
 def far_where(kept):
-    """Return log-ratios (rollout engine over actor) that are 0 for kept tokens and 2 for all others."""
+    """Return log-ratios log(pi_rollout / pi_actor) that are 0 for kept tokens and 2 for dropped tokens."""
     return 2.0 * (1 - torch.tensor(kept, dtype=torch.float64))
 
 
@@ -168,7 +175,10 @@ def test_A4_a_rejected_token_leaves_every_count_as_it_was(level, kept, agg_mode)
 
 
 def test_a_weight_of_a_whole_row_is_the_product_over_tokens_that_are_dropped_too():
-    """In sequence-masked TIS, rejection drops tokens, but the row's weight still covers all its trained tokens."""
+    """In truncated importance sampling by sequence, a row's weight is the product over all its trained tokens.
+
+    Tokens that rejection drops still contribute to the weight of their row.
+    """
     weights, _, _ = correct(level="sequence", mode="truncate", upper=None)
     kept, _ = rollout_rejection(
         RATIOS.log() - 2, torch.full_like(RATIOS, -2), MASK, kl_estimator="abs", level="token", upper=0.5
@@ -202,7 +212,9 @@ def test_a_ratio_on_the_bound_is_inside(level):
 
 
 def test_D8_the_decoupled_objective_has_the_gradient_of_samples_from_the_policy_itself():
-    """arXiv 2110.00641, 2505.24298: the behaviour policy mu samples, pi_old is the proximal policy, and pi is trained.
+    """The gradient of the decoupled objective (arXiv 2110.00641, 2505.24298) is the on-policy gradient of pi.
+
+    The behaviour policy mu samples, pi_old is the proximal policy, and pi is trained.
 
     By enumeration,
 
@@ -212,7 +224,7 @@ def test_D8_the_decoupled_objective_has_the_gradient_of_samples_from_the_policy_
     mu, old, noise, advantages = (torch.randn(6, generator=generator, dtype=torch.float64) for _ in range(4))
     mu, old, theta = mu.log_softmax(-1), old.log_softmax(-1), (old + 0.05 * noise).requires_grad_()
     pi = theta.log_softmax(-1)
-    ones = torch.ones(6, 1)  # one row of a single token for each word of the vocabulary
+    ones = torch.ones(6, 1)  # each word of the vocabulary is a row of a single token
     weights, mask, _ = rollout_correction(
         old[:, None], mu[:, None], ones, level="token", mode="truncate", lower=None, upper=None
     )
@@ -291,13 +303,15 @@ def test_D8_where_engine_and_actor_agree_even_bounds_of_zero_reject_nothing(kl_e
     assert all(value.item() == 0 for value in metrics.values())
 
 
-# row 1 exceeds the bound; its mean advantage over unmasked tokens decides whether it is dropped
+# At the levels "sequence" and "max", row 1 exceeds the bound, and is dropped if its mean advantage is negative.
+# The mean advantage of a row is taken over its unmasked tokens.
 @pytest.mark.parametrize(
     ("advantages", "by_row", "by_token"),
     [
-        ([-1.0, 2.0, -2.0], NONE, [0, 1, 1]),  # mean advantage -1/3; the distant token has a negative advantage
+        # the mean advantage is -1/3, and the distant token's advantage is negative
+        ([-1.0, 2.0, -2.0], NONE, [0, 1, 1]),
         ([-1.0, 2.0, 0.0], ALL, [0, 1, 1]),  # mean 1/3
-        ([2.0, -1.0, -2.0], NONE, ALL),  # mean advantage -1/3; the distant token has a positive advantage
+        ([2.0, -1.0, -2.0], NONE, ALL),  # the mean advantage is -1/3, and the distant token's advantage is positive
         ([0.0, 0.0, 0.0], ALL, ALL),
     ],
 )
@@ -307,7 +321,7 @@ def test_with_advantages_only_what_is_bad_is_rejected(advantages, by_row, by_tok
         upper = 0.4 if level == "sequence" else 1.0
         mask, metrics = reject(advantages=columns, kl_estimator="k1", level=level, lower=-0.6, upper=upper)
         assert mask.int().tolist() == [ALL, expected, [1, 1, 0], NONE]
-        # rows 1 and 2 are outside the bound, whether or not they are kept
+        # outside_fraction counts rows 1 and 2, which are outside the bound, even if they are kept
         assert metrics["outside_fraction"].item() == (3 if level == "token" else 5)
         assert metrics["dropped_fraction"].item() == 3 - sum(expected)
 
@@ -438,10 +452,11 @@ def test_B2_D9_the_diagnostics_are_finite_detached_and_blind_to_masked_slots(dty
 
 def test_the_effective_sample_size_by_hand():
     assert effective_sample_size(4.0, 10.0, 2) == pytest.approx(0.8)  # the two weights are 1 and 3
-    assert effective_sample_size(1.0, 1.0, 4) == 0.25  # one sample has all the weight, and three have none
+    # one sample has all the weight, and the other three have weight 0
+    assert effective_sample_size(1.0, 1.0, 4) == 0.25
     assert effective_sample_size(7.0, 7.0, 7) == 1  # all seven weights are 1
-    assert effective_sample_size(0.0, 0.0, 0) == 1  # there is no sample at all
-    # an impossible value is clipped to 1 too, although rounding could not cause it
+    assert effective_sample_size(0.0, 0.0, 0) == 1  # without any samples, the result is 1
+    # a single weight cannot have the sum 3 and the sum of squares 3, but the result is still clipped to 1
     assert effective_sample_size(3.0, 3.0, 1) == 1
     four, ten = torch.tensor(4.0, dtype=torch.float64), torch.tensor(10.0, dtype=torch.float64)
     assert effective_sample_size(four, ten, torch.tensor(2)).item() == pytest.approx(0.8)

@@ -78,11 +78,11 @@ def test_draws_are_uniform_and_neighbours_by_any_key_are_independent():
     field = draws(*[tokens] * rows).view(rows, tokens)
     assert field.min() >= 0
     assert field.max() < 1
-    # chi-square with 99 degrees of freedom: mean 99, standard deviation 14
+    # the chi-square distribution with 99 degrees of freedom has mean 99 and standard deviation 14
     assert 50 < chi_square(field.flatten()) < 160
     later = draws(*[tokens] * rows, step=1).view(rows, tokens)
     other = draws(*[tokens] * rows, seed=1).view(rows, tokens)
     for one, two in ((field[1:], field[:-1]), (field[:, 1:], field[:, :-1]), (field, later), (field, other)):
         correlation = torch.corrcoef(torch.stack([one.flatten(), two.flatten()]))[0, 1]
-        assert correlation.abs() < 0.015  # the correlation's standard deviation is 1 / sqrt(100 000) = 0.003
+        assert correlation.abs() < 0.015  # the correlation has the standard deviation 1 / sqrt(100 000) = 0.003
         assert 50 < chi_square((one + two).remainder(1).flatten()) < 160

@@ -30,7 +30,7 @@ def value_and_gradients(function, arguments, **knobs):
 
 
 def test_two_words_by_hand():
-    # One position with logits log 3 and 0, so pi = (3/4, 1/4); reference logits 0 and 0, so pi_ref = (1/2, 1/2).
+    # The logits log 3 and 0 give pi = (3/4, 1/4), and the reference logits 0 and 0 give pi_ref = (1/2, 1/2).
     hidden = torch.ones(1, 1, dtype=torch.float64, requires_grad=True)
     head = torch.tensor([[math.log(3)], [0.0]], dtype=torch.float64)
     kl = full_kl(hidden, head, torch.zeros(1, 2).double(), torch.ones(2, 2).double())
@@ -41,7 +41,7 @@ def test_two_words_by_hand():
 
 
 def test_the_temperature_divides_the_logits():
-    # Temperature 2 would halve the logits log 3 and 0, so they are twice as large here.
+    # the temperature 2 turns the logits 2 log 3 and 0 into log 3 and 0
     head = torch.tensor([[2 * math.log(3)], [0.0]], dtype=torch.float64)
     one = torch.ones(1, 1).double()
     kl = full_kl(one, head, torch.zeros(1, 2).double(), torch.ones(2, 2).double(), temperature=2.0)
@@ -75,7 +75,7 @@ def test_the_size_of_a_chunk_changes_nothing(chunk_size):
 
 
 class LargestTensor(TorchDispatchMode):
-    """Remembers the number of elements in the largest tensor that any operation returned."""
+    """Records the number of elements in the largest tensor that any operation returned."""
 
     def __init__(self):
         super().__init__()
@@ -96,14 +96,15 @@ def largest(n, v, **knobs):
 
 def test_all_logits_are_never_alive_forward_or_backward():
     n, v = 256, 512
-    # 4,096 elements are far below n * v / 4, but more than the inputs have
+    # a chunk of 4,096 elements is larger than each input, but much smaller than a quarter of the n * v logits
     assert largest(n, v, chunk_size=4096) == 4096
-    assert largest(n, v, chunk_size=n * v) == n * v  # proves that the measurement sees a tensor of n * v elements
+    # with a single chunk, the measurement sees a tensor of n * v elements
+    assert largest(n, v, chunk_size=n * v) == n * v
 
 
 def test_what_is_alive_at_once_does_not_grow_with_the_positions(monkeypatch):
     monkeypatch.setitem(CHUNK_SIZES, "cpu", 8192)
-    # in the last case the hidden states are the largest tensor
+    # in the last case, the hidden states (4096 x 4) are the largest tensor
     assert [largest(n, 64) for n in (256, 1024, 4096)] == [8192, 8192, 4 * 4096]
 
 
@@ -118,7 +119,7 @@ def test_D7_where_policy_and_reference_agree_it_is_exactly_zero_with_zero_gradie
 
 @pytest.mark.parametrize("chunk_size", [1, 3, 7, 100])
 def test_words_with_a_logit_of_minus_infinity_in_both_models_are_as_if_they_were_not_there(chunk_size):
-    """The last hidden state is 2 everywhere, so that twice the largest number of the type overflows to infinity."""
+    """Unused words get logits of minus infinity, because 2 times the lowest float64 number overflows."""
     hidden, head, ref_hidden, ref_head = inputs()
     unused, used = [0, 1, 2, 5, 10], [3, 4, 6, 7, 8, 9]
     with torch.no_grad():
@@ -142,7 +143,7 @@ def test_it_is_never_negative_where_rounding_is_larger_than_the_divergence():
     hidden, head, *_ = inputs(n=512, v=64, h=16, dtype=torch.float32)
     nearly = hidden.detach() * (1 + 1e-6)
     raw = oracle(hidden, head, nearly, head)
-    assert (raw < 0).any()  # proves that rounding makes the unclipped KL negative here
+    assert (raw < 0).any()  # without clipping, rounding makes some values of the KL negative
     kl = full_kl(hidden, head, nearly, head)
     assert (kl >= 0).all()
     assert kl.max() < 1e-6
@@ -194,7 +195,7 @@ def test_past_the_products_narrow_types_are_computed_in_float32_also_under_autoc
     assert kl.dtype == torch.float32
     assert torch.allclose(kl.double(), expected_kl, rtol=1e-5, atol=1e-6)
     for actual, wanted in zip(gradients, expected, strict=True):
-        assert actual.dtype == dtype  # gradients are rounded once, at the end
+        assert actual.dtype == dtype  # gradients are rounded to `dtype` only once, at the end
         assert (actual.double() - wanted).abs().max() < (0.01 if dtype == torch.bfloat16 else 1e-5) * wanted.abs().max()
 
 

@@ -17,7 +17,7 @@ def tensor(*values):
 
 
 def rows(scores, uid, valid=None, lengths=None):
-    """Return the columns of an outcome estimator, with each row's score on its last trained token."""
+    """Return the columns that an outcome estimator reads, with each row's score on its last trained token."""
     lengths = lengths or [3] * len(scores)
     mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
     rewards = torch.full(mask.shape, torch.nan, dtype=torch.float64).masked_fill(mask, 0)
@@ -30,7 +30,7 @@ def per_row(function, *columns, **knobs):
 
 
 def parts(batch):
-    """Return the scores, lengths and group peers of the rows that count, from plain loops."""
+    """Return four lists over rows: score, length, whether the row counts, and the counted rows of its group."""
     mask, uid = batch["response_mask"], batch["uid"].tolist()
     counted = [bool(batch["valid"][i] and mask[i].any()) for i in range(8)]
     scores = [float(batch["token_level_rewards"][i][mask[i]].sum()) for i in range(8)]
@@ -49,7 +49,8 @@ def outcome_columns(batch):
 
 def test_opo_on_a_case_worked_by_hand():
     columns = rows([1.0, 5.0, 9.0, 2.0], [0, 0, 3, 0], [True, True, True, False], lengths=[3, 1, 2, 2])
-    # group 0 has the baseline (3 * 1 + 1 * 5) / 4 = 2; row 2 is alone in its group, and row 3 does not count
+    # Group 0 has the length-weighted baseline (3 * 1 + 1 * 5) / 4 = 2.
+    # Row 2 is alone in its group, and row 3 is invalid.
     assert torch.equal(per_row(opo, *columns), tensor(-1, 3, 0, 0))
 
 
@@ -90,7 +91,8 @@ def test_the_gradient_of_gpg_does_not_shrink_with_groups_that_teach_nothing():
     alone = per_row(gpg, *rows([1, 3], [0, 0]))
     beside = per_row(gpg, *rows([1, 3, 4, 4], [0, 0, 1, 1]))
     assert beside.sum() == alone.sum() == 0
-    assert torch.equal(beside[:2] / 4, alone / 2)  # the loss is a mean over rows, and the number of rows has doubled
+    # the advantages are divided by the number of rows, because the loss is a mean over rows
+    assert torch.equal(beside[:2] / 4, alone / 2)
 
 
 @pytest.mark.parametrize("norm_factor", [0.0, -1.0, NAN, torch.inf])
@@ -103,7 +105,8 @@ def test_grpo_passk_on_a_case_worked_by_hand():
     columns = rows([1, 2, 5, 4, 4, 9, 50, -3, -1], [0, 0, 0, 1, 1, 2, 0, 3, 3], [True] * 6 + [False] + [True] * 2)
     raw = per_row(grpo_passk, *columns, norm_by_std=False)
     assert torch.equal(raw, tensor(0, 0, 3, 0, 0, 0, 0, 0, 2))
-    # variances: 1, 2, 5 around 8/3 have (25 + 4 + 49) / 9 / 2; -3, -1 around -2 have 2 / 1
+    # The scores 1, 2, 5 have mean 8/3 and variance (25 + 4 + 49) / 9 / 2.
+    # The scores -3, -1 have mean -2 and variance 2.
     stds = [(13 / 3) ** 0.5, 2**0.5]
     wanted = tensor(0, 0, 3 / (stds[0] + 1e-6), 0, 0, 0, 0, 0, 2 / (stds[1] + 1e-6))
     assert torch.allclose(per_row(grpo_passk, *columns), wanted, rtol=1e-12)
@@ -134,7 +137,7 @@ def gdpo_columns(components, uid, valid=None):
 
 
 def test_gdpo_on_a_case_worked_by_hand():
-    # in a pair, each component is 1/sqrt 2 stds away from its mean, whatever its scale
+    # in a group of two rows, each component is 1/sqrt 2 stds away from the group's mean, whatever its scale
     columns = gdpo_columns([[0, 10], [1, 30], [5, 7], [5, 6], [99, 99]], [0, 0, 1, 1, 0], [True] * 4 + [False])
     away = [0.5 / (0.5**0.5 + 1e-6), 10 / (200**0.5 + 1e-6), 0.5 / (0.5**0.5 + 1e-6)]
     sums = tensor(-away[0] - away[1], away[0] + away[1], away[2], -away[2])

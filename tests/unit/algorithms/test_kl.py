@@ -30,7 +30,7 @@ def reverse(pi, ref):
 DIVERGENCES = {
     "reverse": reverse,
     "forward": lambda pi, ref: reverse(ref, pi),
-    # the L1 distance, which is twice the total variation
+    # L1 distance of the two distributions, which is twice the total variation
     "variation": lambda pi, ref: (pi.exp() - ref.exp()).abs().sum(),
     "mean k2": lambda pi, ref: (pi.exp() * (pi - ref).square() / 2).sum(),
     "mean abs": lambda pi, ref: (pi.exp() * (pi - ref).abs()).sum(),
@@ -46,7 +46,10 @@ FROM_OLD = {
 
 
 def expected_gradient(name, theta, ref, old=None):
-    """Return the estimator's gradient averaged over all tokens drawn from `old` if given, else from pi itself."""
+    """Return the estimator's expected gradient over tokens sampled from `old` if given, else from pi.
+
+    The expectation is exact, because it sums over all tokens of the vocabulary.
+    """
     pi = theta.log_softmax(-1)
     estimate = kl_estimate(pi, ref, name, old_log_probs=old)
     sampler = pi if old is None else old
@@ -58,7 +61,7 @@ def test_each_estimator_on_a_case_worked_by_hand(name):
     pi = torch.tensor([[0.25, 0.5]], dtype=torch.float64).log()
     ref = torch.tensor([[0.5, 0.25]], dtype=torch.float64).log()
     assert kl_estimate(pi, ref, name).tolist()[0] == pytest.approx(VALUES[name.rstrip("+")], rel=1e-12)
-    old = torch.tensor([[0.125, 0.5]], dtype=torch.float64).log()  # pi / pi_old is 2 and 1
+    old = torch.tensor([[0.125, 0.5]], dtype=torch.float64).log()  # the ratios pi / pi_old are 2 and 1
     weighted = kl_estimate(pi, ref, name, old_log_probs=old).tolist()[0]
     first, second = VALUES[name.rstrip("+")]
     assert weighted == pytest.approx([2 * first, second], rel=1e-12)
@@ -95,7 +98,10 @@ def test_D6_times_the_ratio_it_is_that_of_samples_from_an_older_policy(name, see
     ("name", "weighted"), [*((name, False) for name in FROM_PI), *((name, True) for name in FROM_OLD)]
 )
 def test_D4_a_step_lowers_the_divergence_that_the_docstring_names(name, weighted):
-    """Each estimator names the divergence that its gradient lowers, except k1 without importance weights."""
+    """A gradient step lowers the divergence that an estimator's docstring names.
+
+    The estimator k1 without importance weights is not tested, because its expected gradient is 0.
+    """
     theta, ref = logits(0).requires_grad_(), logits(1).log_softmax(-1)
     old = logits(2).log_softmax(-1) if weighted else None
     divergence = DIVERGENCES[(FROM_OLD if weighted else FROM_PI)[name]]
@@ -129,7 +135,7 @@ def test_gradients_of_the_plain_estimators_pass_gradcheck(name, make_batch):
     batch = make_batch()
     log_probs = batch["log_probs"].requires_grad_()
     ref, old = batch["ref_log_probs"], batch["old_log_probs"]
-    # distances are clamped, since k3 has no gradient at its bound
+    # distances are clamped, because k3 is not differentiable at its bound
     ref = log_probs.detach() + (ref - log_probs.detach()).clamp(-2.5, 2.5)
     assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref, name), log_probs)
     assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref, name, old_log_probs=old), log_probs)
@@ -166,7 +172,8 @@ def test_where_an_input_is_broken_the_estimate_is_nan_and_no_gradient_goes_back(
     estimate = kl_estimate(new, ref - 0.5, "k1", old_log_probs=old)
     (gradient,) = torch.autograd.grad(estimate.nansum(), new)
     assert estimate.isnan().tolist() == [[False, True]]
-    assert gradient.tolist() == [[1.5, 0.0]]  # with the importance ratio r, (r d)' = r (1 + d)
+    # the estimate is r d with the importance ratio r, and its derivative is r (1 + d)
+    assert gradient.tolist() == [[1.5, 0.0]]
 
 
 def test_the_reference_and_the_old_policy_get_no_gradient():
@@ -209,12 +216,16 @@ def test_D5_the_coefficient_in_the_loss_acts_in_proportion(name, weighted, make_
 
 
 def one_step_of_grpo(name, kl_coef):
-    """Return loss, gradient and inputs of one on-policy step on two whole groups, with rows of 3, 1, 2 and 4 tokens."""
+    """Return the loss, gradient and inputs of one on-policy GRPO step on two groups of two rows.
+
+    The rows have 3, 1, 2 and 4 tokens.
+    """
     mask = torch.arange(4) < torch.tensor([[3], [1], [2], [4]])
     generator = torch.Generator().manual_seed(0)
     old, ref = (-torch.rand(4, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     scores = torch.zeros(4, 4, dtype=torch.float64)
-    scores[:, 0] = torch.tensor([1.0, 0.0, 0.3, 2.0])  # the groups are rows {0, 2} and {1, 3}
+    # the first group has the rows 0 and 2, and the second group has the rows 1 and 3
+    scores[:, 0] = torch.tensor([1.0, 0.0, 0.3, 2.0])
     uid, valid = torch.tensor([7, 3, 7, 3]), torch.ones(4, dtype=torch.bool)
     advantages, _ = ADVANTAGE_ESTIMATORS.get("grpo")(scores, mask, uid, valid)
     log_probs = old.clone().requires_grad_()
@@ -229,12 +240,12 @@ def one_step_of_grpo(name, kl_coef):
 def test_D7_on_policy_grpo_with_whole_groups_has_the_loss_beta_times_kl(name):
     loss, _, advantages, old, ref, mask = one_step_of_grpo(name, 0.04)
     per_row = [kl_estimate(old[i], ref[i], name)[mask[i]].mean().item() for i in range(4)]
-    assert advantages.abs().max() > 0.5  # advantages are not 0, but their losses cancel
+    assert advantages.abs().max() > 0.5  # the advantages are far from 0, but the policy losses of a group cancel
     assert loss == pytest.approx(0.04 * sum(per_row) / 4, rel=1e-10)
 
 
 def test_D7_the_gradient_of_a_token_of_grpo_with_k3_is_the_papers():
-    """arXiv 2402.03300: the gradient averages -(A + beta (pi_ref / pi - 1)) grad log pi over tokens, then rows."""
+    """The gradient averages -(A + beta (pi_ref / pi - 1)) grad log pi over tokens, then rows (arXiv 2402.03300)."""
     _, gradient, advantages, old, ref, mask = one_step_of_grpo("k3", 0.04)
     for i, t in mask.nonzero().tolist():
         push = advantages[i, t].item() + 0.04 * (math.exp(ref[i, t] - old[i, t]) - 1)
@@ -242,7 +253,8 @@ def test_D7_the_gradient_of_a_token_of_grpo_with_k3_is_the_papers():
     assert (gradient[~mask] == 0).all()
 
 
-# d = log pi - log ref, k3, its gradient 1 - e^-d: exact while k3 is below 10, then 10 and 0
+# Each case is (d = log pi - log ref, k3, gradient of k3).
+# Where k3 is below 10, the gradient is 1 - e^-d. Elsewhere, k3 is 10 and the gradient is 0.
 BOUNDED_K3 = [
     (-1000.0, 10.0, 0.0),
     (-12.0, 10.0, 0.0),
@@ -276,9 +288,9 @@ def test_k3_plus_reports_at_most_10_and_keeps_the_gradient_of_k2(distance, value
 def test_k3_times_the_ratio_has_no_gradient_through_the_ratio_either_where_k3_is_at_its_bound(
     distance, value, gradient
 ):
-    """The importance ratio is r = 2, and the gradient is r d with d = log pi - log ref.
+    """The gradient is r d with the importance ratio r = 2 and d = log pi - log ref, and 0 where k3 is at its bound.
 
-    At k3's bound of 10, a gradient of the ratio r times 10 would drive log pi away from the reference.
+    At k3's bound of 10, the gradient 10 r of the ratio alone would drive log pi away from the reference.
     """
     log_probs = torch.tensor([distance], dtype=torch.float64, requires_grad=True)
     old = log_probs.detach() - LOG2

@@ -1,4 +1,4 @@
-"""Invariant H1: every knob of every registered function has an effect."""
+"""Tests invariant H1: every hyperparameter ("knob") of every registered function has an effect."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ CASES = [
 
 
 def another(default):
-    """Return a value of the default's type that differs from the default."""
+    """Return a value with the type of `default` that differs from `default`."""
     if isinstance(default, tuple):
         return (1.0, 3.0)  # one weight for each of the two reward components
     return (not default) if isinstance(default, bool) else 0.8 * default
@@ -32,7 +32,7 @@ def another(default):
 @pytest.mark.parametrize(("registry", "name", "knob"), CASES, ids=[f"{n}-{k}" for _, n, k in CASES])
 def test_H1_every_knob_of_every_registered_function_changes_its_output(registry, name, knob, make_batch, call):
     function, batch = registry.get(name), make_batch(length=64, spread=1.0)
-    # every second row is near the old policy
+    # the log-probs of every second row are close to those of the old policy
     batch["log_probs"][::2] = batch["old_log_probs"][::2] + 1e-2 * batch["values"][::2]
     before, _ = call(function, batch)
     after, _ = call(function, batch, **{knob: another(knobs_of(function)[knob])})

@@ -1,4 +1,4 @@
-"""Invariants B: masked slots have no effect, and every function computes in the intended dtypes."""
+"""Tests invariants B: masked slots have no effect, and every function computes in the intended dtypes."""
 
 import pytest
 import torch
@@ -30,7 +30,10 @@ def correct(batch, level, mode):
 
 
 def differentiable(name, batch, function):
-    """Return the outputs of a function that returns (token_losses, metrics), and the gradient to column `name`."""
+    """Return all outputs of `function`, and the gradient with respect to the column `name`.
+
+    The function must return (token_losses, metrics).
+    """
     column = batch[name].clone().requires_grad_()
     losses, metrics = function({**batch, name: column})
     loss = aggregate_loss(losses, batch["response_mask"], "seq-mean-token-mean")
@@ -125,7 +128,7 @@ def test_bfloat16_computes_in_float32_and_float64_stays(make_batch, functions):
             if output.dtype != torch.bool and not name.startswith("correction"):
                 assert output.dtype == torch.float32, name
             assert torch.equal(output, wanted), name
-            # a metric in float32 may only be a count
+            # a metric may be float32 only if it is a count
             assert double.dtype != torch.float32 or double == double.round(), name
 
 
@@ -150,7 +153,7 @@ def test_every_output_of_every_loss_is_detached_but_the_losses(make_batch, call)
 
 def test_B8_without_a_penalty_the_token_rewards_sum_to_the_score_on_the_last_trained_token():
     mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1], [0, 0, 0, 0]])
-    scores = torch.tensor([[0.0, 0, 2, 7], [0, 0, 0, -1], [0, 0, 0, 7]])  # the scores equal to 7 lie in masked slots
+    scores = torch.tensor([[0.0, 0, 2, 7], [0, 0, 0, -1], [0, 0, 0, 7]])  # the two scores of 7 lie in masked slots
     log_probs = torch.randn(3, 4)
     rewards = apply_kl_in_reward(scores, log_probs, log_probs - 1, mask, kl_coef=0.0, kl_estimator="k1")
     assert torch.equal(rewards, torch.tensor([[0.0, 0, 2, 0], [0, 0, 0, -1], [0, 0, 0, 0]]))

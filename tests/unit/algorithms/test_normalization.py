@@ -16,7 +16,7 @@ def tensor(*values):
 
 
 def oracle(scores, mean_level, std_level, leave_one_out, unbiased, eps):
-    """Normalise rewards row by row, as the docstring of the tested function defines it."""
+    """Normalise rewards with a loop over rows, following the docstring of `normalize_rewards`."""
     result = []
     for i in range(len(scores)):
 
@@ -90,7 +90,8 @@ def test_C5_a_row_excluded_beforehand_never_moves_the_others(suppressed):
     assert torch.equal(result, tensor(-1, 0, 1))
 
 
-# Four answers to one prompt: two finished with 1 and 0 (mean .5, std 1/sqrt 2), two cut and not counted with 1 and 0
+# Two of four answers to one prompt are finished, with the scores 1 and 0 (mean .5, std 1/sqrt 2).
+# The other two answers are truncated, also with the scores 1 and 0, but are not counted in the statistics.
 FINISHED = torch.tensor([True, True, False, False])
 
 
@@ -104,7 +105,7 @@ def test_C9_a_row_that_is_not_counted_keeps_its_own_score_on_the_scale_of_the_ot
     means = normalize_rewards(scores, uid, valid, counted=FINISHED, mean_level=level, std_level=None)
     assert means.tolist() == [0.5, -0.5, 0.5, -0.5]
     out = normalize_rewards(scores, uid, valid, counted=FINISHED, mean_level=level, std_level=None, leave_one_out=True)
-    # leave-one-out: a row that is not counted is compared with all counted rows
+    # with leave-one-out, a row that is not counted is compared with all counted rows
     assert out.tolist() == [1.0, -1.0, 0.5, -0.5]
 
 
@@ -119,10 +120,10 @@ def test_C4_a_row_that_is_not_valid_gets_0_whether_it_is_counted_or_not():
 @pytest.mark.parametrize(
     ("scores", "counted", "expected"),
     [
-        # counted scores are equal, so only the mean is subtracted
+        # the counted scores are equal, so only their mean is subtracted
         ([0.3, 0.3, 1.3, -0.7], [True, True, False, False], [0.0, 0.0, 1.0, -1.0]),
-        ([1.0, 0.0, 3.0], [True, False, False], [0.0, -1.0, 2.0]),  # a single counted score has a mean, but no std
-        ([1.0, 0.0], [False, False], [1.0, 0.0]),  # without counted scores the mean is 0
+        ([1.0, 0.0, 3.0], [True, False, False], [0.0, -1.0, 2.0]),  # a single counted score has a mean but no std
+        ([1.0, 0.0], [False, False], [1.0, 0.0]),  # without counted scores, the mean is 0
     ],
 )
 def test_C3_a_population_that_says_nothing_moves_a_row_that_is_not_counted_by_its_mean_alone(
@@ -202,7 +203,7 @@ def test_components_normalised_in_their_group_weigh_alike_whatever_their_scale()
     uid, valid = torch.tensor([0, 0, 1, 1, 0]), torch.tensor([True, True, True, True, False])
     result = combine_rewards(components, uid, valid, weights=[1.0, 2.0], aggregation="normalize_then_sum")
     away = 2**-0.5
-    # the uncounted row is scaled by its group's statistics, but does not change them
+    # the row that is not counted is scaled by its group's statistics, but does not change the statistics
     moved = (99 - 0.5) / away + 2 * (-99 - 500) / (1000 * away)
     assert torch.allclose(result, tensor(-3 * away, 3 * away, -away, away, moved), rtol=1e-5)
 
@@ -253,7 +254,7 @@ COUNTED = torch.tensor([True, True, True, True, True, True, False, True])
 
 
 def token_oracle(advantages, mask, uid, counted, mean_level, std_level, leave_one_out, unbiased, eps):
-    """Normalise advantages token by token, as the docstring of the tested function defines it."""
+    """Normalise advantages with a loop over tokens, following the docstring of `normalize_advantages`."""
     result = torch.zeros_like(advantages)
     slots = [(i, t) for i in range(len(mask)) for t in range(mask.shape[1]) if mask[i, t]]
 

@@ -14,11 +14,12 @@ def tensor(*values):
 
 
 def test_on_a_case_worked_by_hand():
-    # energies 1/2, 1/2 and 3/4, 1/4; cumulative weights 1/2, 1 and 3/4, 1; rewards to come 2, 2 and 4, 0
+    # Row 0 has the energies (1/2, 1/2), the cumulative energies (1/2, 1) and the returns (2, 2).
+    # Row 1 has the energies (3/4, 1/4), the cumulative energies (3/4, 1) and the returns (4, 0).
     rewards = tensor([0, 2], [4, 0])
     log_probs = tensor([LOG(1 / 2), LOG(1 / 2)], [LOG(1 / 4), LOG(3 / 4)])
     advantages, returns = otb(rewards, torch.ones(2, 2), torch.tensor([6, 6]), torch.ones(2), log_probs)
-    # baselines of the two positions: (1/2 * 2 + 3/4 * 4) / (5/4) = 3.2 and (1 * 2 + 1 * 0) / 2 = 1
+    # The baselines of the two positions are (1/2 * 2 + 3/4 * 4) / (5/4) = 3.2 and (1 * 2 + 1 * 0) / 2 = 1.
     assert torch.allclose(advantages, tensor([-1.2, 1], [0.8, -1]), rtol=1e-12)
     assert torch.equal(returns, tensor([2, 2], [4, 0]))
 
@@ -42,7 +43,7 @@ def test_a_policy_without_chance_has_the_mean_as_baseline():
 
 @pytest.mark.parametrize("certain", [0.0, 1e-3])
 def test_a_row_without_energy_leaves_the_baseline_to_the_others(certain):
-    """A log-prob that rounding left above 0 also has energy 0, not a negative energy."""
+    """A log-prob that rounding errors raised above 0 has energy 0, not a negative energy."""
     log_probs = tensor([certain, certain], [LOG(1 / 2), LOG(1 / 2)])
     advantages, _ = otb(tensor([0, 1], [0, 5]), torch.ones(2, 2), torch.zeros(2).long(), torch.ones(2), log_probs)
     assert torch.equal(advantages, tensor([-4, -4], [0, 0]))
@@ -73,11 +74,14 @@ def test_equals_a_slow_oracle(make_batch):
 
 
 def test_the_energy_has_the_mean_of_the_papers():
-    """By enumeration, the mean of pi(y) over tokens y drawn from the policy is the sum of squared probabilities."""
+    """If tokens y are drawn from the policy, the mean of pi(y) is the sum of all squared probabilities.
+
+    The test enumerates all tokens, so the mean is exact.
+    """
     probabilities = torch.rand(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64).softmax(-1)
     here = 1 - probabilities
     paper = 1 - 2 * probabilities + probabilities.square().sum()
-    # gradients of log pi(y) with respect to the logits, one row per token y
+    # row y holds the gradient of log pi(y) with respect to the logits
     gradients = torch.eye(7, dtype=torch.float64) - probabilities
     assert torch.allclose(gradients.square().sum(-1), paper)
     assert (probabilities * here).sum().item() == pytest.approx((probabilities * paper).sum().item(), rel=1e-12)
@@ -93,7 +97,7 @@ def test_float32_is_computed_in_float64(make_batch):
 
 
 def test_rewards_in_float32_are_summed_in_float64():
-    """The sum 2^24 + 1 cannot be represented in float32."""
+    """The intermediate sum 2^24 + 1 cannot be represented in float32."""
     rewards = torch.tensor([[2.0**24, 1.0, -(2.0**24)], [0.0, 0.0, 0.0]])
     advantages, _ = otb(rewards, torch.ones(2, 3), torch.zeros(2).long(), torch.ones(2), torch.full((2, 3), -1.0))
     assert advantages.dtype == torch.float32

@@ -9,7 +9,7 @@ from rltrain.algorithms.aggregation import LOSS_AGG_MODES
 vanilla = POLICY_LOSSES.get("vanilla")
 gspo = POLICY_LOSSES.get("gspo")
 
-# Use of the column `selected` -> the values with which the loss is the whole gradient, and the reason
+# For each use of the column `selected`: the value at which every token keeps its gradient, and the reason.
 SELECTED = {
     None: (True, "no column"),
     "dropped": (False, "selects nothing, for it drops what it selects"),
@@ -28,7 +28,7 @@ LOSSES = [
 
 
 def columns(ratios, advantages, mask=None):
-    """Return log_probs (a leaf), old_log_probs, advantages and mask for the given ratios (B, T)."""
+    """Return log_probs (a leaf tensor), old_log_probs, advantages and mask for ratios of shape (B, T)."""
     ratios, advantages = (torch.tensor(values, dtype=torch.float64) for values in (ratios, advantages))
     old = torch.full_like(ratios, -2.0)
     mask = torch.ones_like(ratios) if mask is None else torch.tensor(mask)
@@ -48,7 +48,7 @@ def test_a_loss_says_whether_its_gradient_depends_on_the_old_policy(name, make_b
     assert same is not POLICY_LOSSES.metadata(name).get("uses_ratio", True)
 
 
-# vanilla cases: ratio, advantage, loss, gradient with respect to log pi, counts in clip_fraction and clip_fraction_c
+# each vanilla case is (ratio, advantage, loss, gradient with respect to log pi, clip_fraction, clip_fraction_c)
 VANILLA = [
     (1.0, 2.0, -2.0, -2.0, 0, 0),
     (1.1, 2.0, -2.2, -2.2, 0, 0),
@@ -69,7 +69,8 @@ def test_D2_the_clipped_loss_and_its_gradient_by_hand(ratio, advantage, loss, gr
     losses, metrics = vanilla(*args, clip_ratio_low=0.1, clip_ratio_high=0.28, clip_ratio_c=4.0)
     (actual,) = torch.autograd.grad(losses.sum(), args[0])
     assert losses.item() == pytest.approx(loss, rel=1e-12, abs=1e-15)
-    assert actual.item() == pytest.approx(gradient, rel=1e-12, abs=0)  # a gradient of 0 is exactly 0
+    # `abs=0` requires that a gradient of 0 is exactly 0
+    assert actual.item() == pytest.approx(gradient, rel=1e-12, abs=0)
     assert metrics["clip_fraction"].item() == clipped
     assert metrics["clip_fraction_c"].item() == clipped_c
     assert metrics["ratio_mean"].item() == pytest.approx(ratio)
@@ -85,7 +86,7 @@ def test_metrics_are_sums_over_trained_tokens():
 
 
 def paper_ppo(log_probs, old, advantages, low, high, c):
-    """Compute PPO's loss equation by equation, one token at a time."""
+    """Compute PPO's loss from the equations of the paper, one token at a time."""
     losses = torch.empty_like(log_probs)
     for index in torch.cartesian_prod(*map(torch.arange, log_probs.shape)):
         i = tuple(index)
@@ -118,7 +119,7 @@ def test_a_dual_clip_that_acts_at_ratio_one_is_refused(c):
 
 
 def test_gspo_on_a_case_worked_by_hand():
-    # row 0: ratios 2 and 8 have the geometric mean 4; row 1: the mean is 2, since its second token is masked
+    # In row 0, the ratios 2 and 8 have the geometric mean 4. In row 1, the second token is masked, so the mean is 2.
     args = columns([[2.0, 8.0], [2.0, 50.0]], [[-1.0, -1.0], [1.0, 1.0]], [[1, 1], [1, 0]])
     losses, metrics = gspo(*args, clip_ratio_low=0.5, clip_ratio_high=0.5)
     (gradient,) = torch.autograd.grad(losses.sum(), args[0])
@@ -248,6 +249,6 @@ def test_D9_one_token_far_away_leaves_the_gradient_of_its_gspo_row_to_the_others
     log_probs = torch.tensor([[1e3, -1.0, -20.0]], dtype=torch.float64, requires_grad=True)
     losses, _ = gspo(log_probs, torch.zeros(1, 3).double(), -torch.ones(1, 3).double(), torch.ones(1, 3))
     (gradient,) = torch.autograd.grad(losses.sum(), log_probs)
-    assert gradient[0, 0].item() == 0  # the token's log-ratio is clamped to 20
-    # the geometric mean exp((20 - 1 - 20) / 3) is clipped from below
+    assert gradient[0, 0].item() == 0  # the token has gradient 0, because its log-ratio is clamped to 20
+    # the row's geometric mean exp((20 - 1 - 20) / 3) is clipped from below
     assert losses[0].tolist() == pytest.approx([1 - 3e-4] * 3)

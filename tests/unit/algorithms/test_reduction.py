@@ -1,6 +1,6 @@
-"""Invariants A: some changes must not affect a mini-batch's gradient.
+"""Tests invariants A: changes such as another split of a mini-batch or masked rows must not affect its gradient.
 
-The tests cover every loss, aggregation mode and loss term.
+The tests cover every combination of loss term and aggregation mode.
 """
 
 import pytest
@@ -21,7 +21,7 @@ VOCABULARY = 5
 
 @pytest.fixture
 def batch(make_batch):
-    """Return the columns, with logits whose log-probs at the chosen tokens are the input of a loss."""
+    """Return a batch with a column of logits, from which the tests compute the log-probs of the chosen tokens."""
     batch = make_batch(seed=1)
     generator = torch.Generator().manual_seed(2)
     batch["logits"] = torch.randn(*batch["response_mask"].shape, VOCABULARY, generator=generator, dtype=torch.float64)
@@ -35,9 +35,9 @@ def chosen(logits, responses):
 
 
 def token_terms(term, batch, call):
-    """Return token losses and metrics of one loss term, computed from `batch["logits"]`.
+    """Return the token losses and the metrics of one loss term, computed from `batch["logits"]`.
 
-    The value loss takes the sum of the logits as the value.
+    For the value loss, the predicted value of a token is the sum of its logits.
     """
     kind, _, name = term.partition(":")
     batch = {**batch, "log_probs": chosen(batch["logits"], batch["responses"])}
@@ -55,7 +55,10 @@ def token_terms(term, batch, call):
 
 
 def gradient_and_metrics(term, mode, batch, parts, call, take_rows):
-    """Return the gradient to all logits and the metrics, summed over the micro-batches `parts` (index tensors)."""
+    """Return the gradient with respect to all logits, and the metrics, summed over micro-batches.
+
+    Each tensor of `parts` holds the row indices of one micro-batch.
+    """
     logits = batch["logits"].clone().requires_grad_()
     mask = batch["response_mask"]
     counts = {"num_tokens": mask.sum(), "num_sequences": mask.any(-1).sum(), "max_response_length": 16}
@@ -70,7 +73,7 @@ def gradient_and_metrics(term, mode, batch, parts, call, take_rows):
 
 
 def assert_equal(actual, expected):
-    assert expected.abs().max() > 1e-3  # guards against comparing gradients that are all near 0
+    assert expected.abs().max() > 1e-3  # the check guards against comparing only gradients near 0
     assert (actual - expected).abs().max() <= 1e-10 * expected.abs().max()
 
 
@@ -78,7 +81,7 @@ def partitions(rows):
     yield from (torch.arange(rows).split(size) for size in range(1, rows))
     yield torch.arange(rows).split([1, 4, 3])
     yield torch.randperm(rows, generator=torch.Generator().manual_seed(0)).split([2, 5, 1])
-    yield (torch.arange(rows), torch.arange(0))  # the second rank got no rows
+    yield (torch.arange(rows), torch.arange(0))  # the second rank has no rows
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -98,7 +101,7 @@ def test_A1_any_partition_gives_the_gradient_and_the_metrics_of_the_whole(term, 
 def test_A4_rows_taken_out_of_the_mask_leave_numerator_and_denominator(term, mode, batch, call, take_rows):
     keep = torch.tensor([0, 2, 4, 5, 7])
     masked = {**batch, "response_mask": batch["response_mask"].clone()}
-    masked["response_mask"][[1, 6]] = False  # row 3 has no trained token from the start
+    masked["response_mask"][[1, 6]] = False  # row 3 never has a trained token
     alone = take_rows(batch, keep)
     with_masked, _ = gradient_and_metrics(term, mode, masked, [torch.arange(8)], call, take_rows)
     without, _ = gradient_and_metrics(term, mode, alone, [torch.arange(5)], call, take_rows)

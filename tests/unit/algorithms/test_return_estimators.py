@@ -1,4 +1,4 @@
-"""Estimators based on the return of each token: REINFORCE, REINFORCE++ and ReMax."""
+"""Tests of REINFORCE, REINFORCE++ and ReMax, which are advantage estimators based on token returns."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ def tensor(*values):
 
 
 def returns_oracle(rewards, mask, valid, gamma):
-    """Compute returns one trained token at a time, from the last to the first."""
+    """Compute discounted returns with a loop over trained tokens, from the last token to the first."""
     returns = torch.zeros_like(rewards)
     for row in range(len(rewards)):
         later = 0.0
@@ -32,7 +32,7 @@ def returns_oracle(rewards, mask, valid, gamma):
 
 
 def whitened_oracle(values, counted):
-    """Return (x - mean) / (std + 1e-6) over the tokens that count, with the sums written out."""
+    """Return (x - mean) / (std + 1e-6) of the counted tokens, with mean and std computed by plain loops."""
     kept = [float(x) for x, keep in zip(values.flatten(), counted.flatten(), strict=True) if keep]
     mean = sum(kept) / len(kept)
     std = (sum((x - mean) ** 2 for x in kept) / (len(kept) - 1)) ** 0.5
@@ -66,7 +66,7 @@ def test_a_discount_outside_0_to_1_is_refused(function, gamma):
 
 
 def test_reinforce_plus_plus_on_a_case_worked_by_hand():
-    # returns 1, 1, 6, 4: mean 3, squared deviations 4 + 4 + 9 + 1 = 18, divided by n - 1 = 3
+    # the returns 1, 1, 6, 4 have mean 3 and variance (4 + 4 + 9 + 1) / (n - 1) = 18 / 3 = 6
     std = 6**0.5 + 1e-6
     advantages, returns = reinforce_plus_plus(REWARDS, MASK, VALID)
     assert torch.allclose(advantages, tensor([-2 / std, 0, -2 / std], [3 / std, 1 / std, 0]), rtol=1e-12)
@@ -84,7 +84,8 @@ def test_reinforce_plus_plus_with_baseline_on_a_case_worked_by_hand():
     rewards = tensor([1.0, 0, 0], [0, 0, 3], [5.0, 0, 0])
     mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]])
     advantages, returns = reinforce_plus_plus_baseline(rewards, mask, torch.tensor([4, 4, 7]), torch.ones(3))
-    # group 4: -1 on one token, +1 on three; group 7 (one row): 0 on two. Mean 2/6, squared deviations 4 - 4/6, over 5
+    # Group 4 has the value -1 on one token and +1 on three tokens, and the only row of group 7 has 0 on two tokens.
+    # The six tokens have mean 2/6 and variance (4 - 4/6) / 5.
     mean, std = 1 / 3, (2 / 3) ** 0.5 + 1e-6
     wanted = tensor([-1 - mean, 0, 0], [1 - mean] * 3, [-mean, -mean, 0]) / std
     assert torch.allclose(advantages, wanted, rtol=1e-12)

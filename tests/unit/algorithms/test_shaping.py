@@ -93,18 +93,19 @@ def test_C9_a_suppressed_row_scores_what_earning_nothing_would_and_no_more_than_
     scores, truncated = tensor(3, 3, -2, NAN), torch.tensor([False, True, True, True], dtype=dtype)
     assert suppress_truncated(scores, truncated, torch.zeros(4))[:3].tolist() == [3, 0, -2]
     assert suppress_truncated(scores, truncated, tensor(0, -0.5, -0.5, 0))[:3].tolist() == [3, -0.5, -2]
-    assert suppress_truncated(scores, truncated, torch.zeros(4))[3].isnan()  # a row without a score stays without one
+    # a row whose score is NaN keeps the score NaN
+    assert suppress_truncated(scores, truncated, torch.zeros(4))[3].isnan()
 
 
 def suppressed(score, *, others=()):
-    """Return scores [1, score, others...] of one group after row 1 was truncated and suppressed, and the valid rows."""
+    """Return the scores [1, score, *others] of one group whose row 1 is suppressed, and the mask of valid rows."""
     scores = tensor(1.0, score, *others)
     truncated = torch.arange(len(scores)) == 1
     return suppress_truncated(scores, truncated, torch.zeros_like(scores)), ~truncated
 
 
 def as_batch(batch, scores, valid):
-    """Return the columns of one group with the given scores as token rewards and components."""
+    """Return the columns of one group, with `scores` as token rewards and as reward components."""
     rows = len(scores)
     rewards = torch.zeros(rows, 9, dtype=torch.float64)
     rewards[:, 4] = scores
@@ -118,7 +119,7 @@ def as_batch(batch, scores, valid):
     }
 
 
-# the two rows of the invariant alone, and the same two rows with two more rows in the statistics
+# scores of further rows in the group: none, or two rows that enter the group's statistics
 OTHERS = [(), (3.0, 0.0)]
 
 
@@ -143,7 +144,7 @@ def test_C5_what_a_suppressed_row_scored_moves_no_other_under_any_normalisation(
         uid = torch.zeros_like(scores).long()
         tokens = torch.ones(len(scores), 3, dtype=torch.bool)
         by_row = normalize_rewards(scores, uid, torch.ones_like(valid), counted=valid, **levels)
-        # GAE leaves an excluded row its own advantage
+        # GAE keeps the advantages of an excluded row
         unsuppressed = tensor(1.0, score, *others)[:, None].expand(-1, 3)
         by_token = normalize_advantages(unsuppressed, tokens, uid, valid, **levels)
         results.append(torch.cat([by_row[:, None], by_token], -1)[valid])

@@ -5,13 +5,15 @@ import torch
 
 from rltrain.algorithms import value_loss
 
-# cases of the value loss: value, old value, return, loss, gradient, counted as clipped (clip range 0.5)
+# each case with clip range 0.5 is (value, old value, return, loss, gradient, number of clipped tokens)
 CASES = [
     (1.0, 1.0, 3.0, 2.0, -2.0, 0),
     (1.2, 1.0, 3.0, 1.62, -1.8, 0),
-    (2.0, 1.0, 3.0, 1.125, 0.0, 1),  # the value moved too far towards the return: (1.5 - 3)^2 is larger than (2 - 3)^2
+    # the value moved too far towards the return, so the clipped error (1.5 - 3)^2 is larger than (2 - 3)^2
+    (2.0, 1.0, 3.0, 1.125, 0.0, 1),
     (0.0, 1.0, 3.0, 4.5, -3.0, 0),  # the value moved away from the return, so its unclipped error is larger
-    (5.0, 1.0, 3.0, 2.0, 2.0, 0),  # the value overshot the return: (5 - 3)^2 exceeds (1.5 - 3)^2
+    # the value overshot the return, so its error (5 - 3)^2 is larger than the clipped error (1.5 - 3)^2
+    (5.0, 1.0, 3.0, 2.0, 2.0, 0),
 ]
 
 

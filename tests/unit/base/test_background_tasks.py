@@ -1,4 +1,4 @@
-"""Tests of background tasks, of waits that end when a task fails, and of waits for a change of state."""
+"""Tests of background tasks, of waits that a failing task ends, and of waits for a change of state."""
 
 import asyncio
 import contextvars
@@ -22,12 +22,12 @@ async def value(found):
 
 
 async def turns(count=10):
-    """Let all other tasks run until each waits for an event that only the test could cause."""
+    """Let all other tasks run until they only wait for events that the test itself causes."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
-# Waits in the main coroutine
+# Tests of waits in the main coroutine
 
 
 async def test_a_wait_returns_the_result_though_tasks_run_beside_it(tasks):
@@ -53,7 +53,7 @@ async def test_the_failure_of_a_task_ends_the_wait_and_cancels_what_was_waited_f
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)  # the awaited coroutine may clean up before the error is raised
+            await asyncio.sleep(0)  # the awaited coroutine can clean up before the caller gets the error
             ends.append("cancelled")
 
     async def main():
@@ -138,7 +138,7 @@ async def test_a_wait_leaves_no_task_behind(tasks):
     assert asyncio.all_tasks() == before
 
 
-# Lifetime of the tasks
+# Tests of the lifetime of background tasks
 
 
 async def test_a_task_has_its_name_and_one_that_ends_or_is_cancelled_is_no_failure(tasks):
@@ -217,7 +217,7 @@ async def test_all_who_wait_check_again_and_each_goes_on_only_when_its_own_condi
     assert log == []
     state["a"] = 1
     await turns()
-    assert log == []  # no change has been announced yet
+    assert log == []  # the state has changed, but `changes.notify()` was not called yet
     changes.notify()
     await turns()
     assert log == [("a", 1), ("a", 1)]
@@ -235,7 +235,7 @@ async def test_a_condition_that_holds_is_not_waited_for():
     changes = Changes()
     waiting = changes.until(lambda: "there")
     with pytest.raises(StopIteration) as returned:
-        waiting.send(None)  # the coroutine finishes in its first step, without waiting
+        waiting.send(None)  # the condition is already true, so the coroutine finishes in its first step
     assert returned.value.value == "there"
 
 
@@ -253,7 +253,7 @@ async def test_one_who_is_cancelled_takes_nothing_from_the_others():
 
 
 async def test_a_change_between_the_check_and_the_wait_is_not_missed():
-    """A signal handler can run between any two instructions, and thus also between the check and the wait."""
+    """A signal handler can run between any two instructions, and so also between the check of a state and the wait."""
     changes, state = Changes(), []
 
     def checked_just_before_the_change():
@@ -275,7 +275,8 @@ async def test_changes_that_follow_each_other_before_anybody_runs_are_all_seen()
             seen.append(queue.pop(0))
 
     consumers = [asyncio.create_task(consume()) for _ in range(3)]
-    for number in range(102):  # 100 items to be seen, and one more for each of the two consumers that still wait
+    # the consumers need 100 items, and the two consumers that still wait after that need one more item each
+    for number in range(102):
         queue.append(number)
         changes.notify()
         if number % 7 == 0:
@@ -302,7 +303,7 @@ async def test_a_coroutine_that_goes_on_and_notifies_at_once_wakes_the_others_to
     assert order == [1, 2, 3]
 
 
-# Event loops that a user created
+# Tests of event loops that user code creates
 
 
 async def test_in_the_block_code_may_run_event_loops_of_its_own_and_the_running_one_goes_on_afterwards():
@@ -320,7 +321,7 @@ async def test_in_the_block_code_may_run_event_loops_of_its_own_and_the_running_
         with outside_event_loop():
             assert asyncio.run(of_the_user()) == "here"
         assert (asyncio.get_running_loop(), asyncio.current_task()) == (loop, task)
-    assert await asyncio.wait_for(value(5), 10.0) == 5  # the loop's timers and new tasks still work
+    assert await asyncio.wait_for(value(5), 10.0) == 5  # timers and new tasks of the running loop still work
 
 
 async def test_an_error_in_the_block_is_raised_and_the_running_loop_is_back():

@@ -1,4 +1,4 @@
-"""The CPU cores of a process are the cores that it may use, not all cores of the machine."""
+"""Tests that the CPU cores of a process are the cores that it may use, not all cores of the machine."""
 
 import os
 import re
@@ -15,9 +15,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def machine(monkeypatch, tmp_path):
-    """Pretend to have 64 cores without limits.
+    """Simulate a machine with 64 cores and no limits.
 
-    A test may write control-group limits into the returned folder.
+    A test may write control-group limits into the folder that the fixture returns.
     """
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(64)))
     monkeypatch.setattr(os, "cpu_count", lambda: 64)
@@ -98,7 +98,7 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(monkeypatch):
     ("overrides", "threads"),
     [
         (["placement=inprocess", "rollout=hf", "placement.threads_per_worker=3"], "'3'"),
-        # the thread count of the driver itself, which differs from the setting for its workers
+        # the driver keeps its own thread count of 5, because the setting applies to its workers
         (["placement.threads_per_worker=3"], "'5'"),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tests of users without a home folder, or with a home folder that they cannot write to."""
+"""Tests for users without a home folder, or with a home folder that they cannot write to."""
 
 import os
 import pwd
@@ -20,7 +20,7 @@ NOT_THERE = "/proc/no/such/folder"
 def temporary(tmp_path, monkeypatch):
     """Unset the home-folder variables, and use the test's own folder for temporary files."""
     for variable in VARIABLES:
-        # makes monkeypatch restore the variable after the test, even if the tested code sets it
+        # setenv makes monkeypatch restore the variable after the test, even if the tested code sets it
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -52,7 +52,8 @@ def test_a_user_whom_the_system_does_not_know_gets_a_private_folder(temporary, m
     assert private.stat().st_mode & 0o777 == 0o700
     assert Path.home() == private
     monkeypatch.delenv("HOME")
-    assert changed() == {"HOME": str(private)}  # the private folder is reused, since it holds caches
+    # the second call returns the same private folder, because the folder holds caches
+    assert changed() == {"HOME": str(private)}
 
 
 @pytest.mark.parametrize("home", [NOT_THERE, "/" + "x" * 300, "/dev/null"])

@@ -1,4 +1,4 @@
-"""Standard streams whose reader goes away, whose disk is full, or that were closed when the program started."""
+"""Tests of standard streams whose reader disappears, whose disk is full, or that are closed when the program starts."""
 
 import os
 import subprocess
@@ -24,7 +24,7 @@ open(sys.argv[1], "w").write(f"{sys.stdout.isatty()} {sys.stdout.fileno()}")
 
 
 def python(*arguments, **options):
-    """Run Python in a new process, wait until it ends, and return the process."""
+    """Run Python in a new process, wait until the process ends, and return its `Popen` object."""
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
         [sys.executable, *arguments], env=environment, stderr=options.pop("stderr", subprocess.PIPE), text=True,

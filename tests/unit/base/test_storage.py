@@ -1,4 +1,4 @@
-"""Tests of storage paths that users give in the config."""
+"""Tests of the storage paths in the config."""
 
 import os
 import pwd

@@ -9,7 +9,7 @@ from rltrain.batch.jagged import jagged
 
 
 def stored(column: Column) -> Column:
-    """Return the column as it arrives from another process, with read-only bytes."""
+    """Return the column as another process receives it, with its values as read-only bytes."""
     values = column.own()
     memory = memory_of(values).copy()
     memory.flags.writeable = False
@@ -22,7 +22,10 @@ def rows_of(column: Column) -> list:
 
 @st.composite
 def parts(draw) -> list[dict[str, Column]]:
-    """Draw parts with two jagged columns of the same offsets and a dense one; some parts arrive as stored bytes."""
+    """Draw batch parts with two jagged columns that share their offsets, and one dense column.
+
+    Some parts hold their columns as received bytes instead of tensors.
+    """
     made, count = [], iter(range(10_000))
     for lengths in draw(st.lists(st.lists(st.integers(0, 3), max_size=5), min_size=1, max_size=4)):
         rows = [[next(count) for _ in range(length)] for length in lengths]
@@ -85,7 +88,7 @@ def test_stored_values_cannot_be_written_and_are_copied_once():
     memory = column.values.memory
     first = column.own()
     first.fill_(7)
-    assert column.own() is first  # a tensor returned earlier is the same object
+    assert column.own() is first  # the second call of `own` returns the same tensor object
     assert memory.view(np.int64).tolist() == [0, 1, 2]
 
 

@@ -24,7 +24,7 @@ def example() -> DataProto:
 
 
 def plain(batch: DataProto) -> dict:
-    """Return everything that a batch holds, as lists."""
+    """Return all contents of a batch as plain lists and dictionaries, for comparison."""
     columns = {key: batch.batch[key] for key in batch.batch.keys()}  # noqa: SIM118
     found = {key: [r.tolist() for r in c.unbind()] if c.is_nested else c.tolist() for key, c in columns.items()}
     kinds = {key: (c.is_nested, c.dtype) for key, c in columns.items()}
@@ -33,7 +33,10 @@ def plain(batch: DataProto) -> dict:
 
 
 def rows_of(batch: DataProto) -> list[tuple]:
-    """Return the batch row by row as comparable tuples, an oracle that does not use offsets."""
+    """Return the rows of the batch as comparable tuples, computed without the batch's offsets.
+
+    Tests use the tuples as an oracle.
+    """
     content = plain(batch)
     keys = sorted(content["tensors"]), sorted(content["others"])
     return [
@@ -47,13 +50,16 @@ def shares_one_offsets_object(batch: DataProto) -> bool:
 
 
 def sent(batch: DataProto) -> tuple[bytes, list[pickle.PickleBuffer]]:
-    """Return the pickled stream of a batch, and its out-of-band buffers."""
+    """Return the pickle stream of a batch, and the out-of-band buffers of the batch."""
     buffers: list[pickle.PickleBuffer] = []
     return pickle.dumps(batch, protocol=5, buffer_callback=buffers.append), buffers
 
 
 def received(batch: DataProto) -> DataProto:
-    """Return the batch as another process receives it from shared memory: pickle 5 with read-only external buffers."""
+    """Return the batch as another process receives it from shared memory.
+
+    The values lie outside the pickle stream (protocol 5), in read-only buffers.
+    """
     stream, buffers = sent(batch)
     return pickle.loads(stream, buffers=[bytes(buffer.raw()) for buffer in buffers])
 
@@ -338,7 +344,7 @@ def test_no_public_method_is_left_out_of_that():
 
 def test_a_received_batch_may_be_written_without_another_reader_seeing_it():
     stream, buffers = sent(example())
-    # writable memory, so that a stray write is noticed instead of refused
+    # the memory is writable, so that a stray write changes the second batch instead of raising an error
     store = [bytearray(buffer.raw()) for buffer in buffers]
     first, second = (pickle.loads(stream, buffers=store) for _ in range(2))
     zero(first)
@@ -349,7 +355,8 @@ def test_a_received_batch_may_be_written_without_another_reader_seeing_it():
 def test_a_received_batch_does_not_alias_the_sender():
     batch = example()
     stream, buffers = sent(batch)
-    copy = pickle.loads(stream, buffers=buffers)  # shares the sender's memory, as between threads of one process
+    # the copy shares the sender's memory, as it does between threads of one process
+    copy = pickle.loads(stream, buffers=buffers)
     for tensor in (copy.values("responses"), copy.batch["uid"], copy.offsets("prompts")):
         tensor.zero_()
     assert plain(batch) == plain(example())

@@ -12,7 +12,7 @@ from rltrain.batch.row_costs import RowWork
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
 
 
-# Assignment of rows to mini-batches
+# Tests of the assignment of rows to mini-batches
 
 
 def test_rows_of_a_group_share_a_minibatch_wherever_they_lie_in_the_batch():
@@ -35,9 +35,9 @@ def test_A7_minibatches_hold_whole_groups_and_each_epoch_every_row_once(uids, co
         assert sorted(row for rows in part for row in rows) == list(range(len(uids)))
         groups = [{uids[row] for row in rows} for rows in part]
         sizes = [len(found) for found in groups]
-        # some mini-batches are empty where there are fewer groups than mini-batches
+        # some mini-batches are empty if there are fewer groups than mini-batches
         assert max(sizes) - min(sizes) <= 1
-        assert sum(map(len, groups)) == len(set(uids))  # no group is in two mini-batches
+        assert sum(map(len, groups)) == len(set(uids))  # no group is split over two mini-batches
 
 
 def test_A7_minibatches_are_decided_before_ranks_and_budget_are_known():
@@ -93,7 +93,7 @@ def test_a_full_step_is_cut_into_consecutive_runs_of_the_shuffled_groups():
     assert minibatches(list(range(12)), 3, 1, seed=4, step=7) == [one[:4], one[4:8], one[8:]]
 
 
-# Assignment of rows to ranks and micro-batches
+# Tests of the assignment of rows to ranks and micro-batches
 
 
 def test_the_longest_rows_go_to_the_emptiest_ranks():
@@ -130,7 +130,7 @@ def test_A6_every_row_is_once_in_a_microbatch_within_budget_and_ranks_run_equall
     assert sorted(row for rank in plan for part in rank for row in part) == sorted(rows)
     assert all(sum(lengths[row] for row in part) <= budget for rank in plan for part in rank)
     assert len({len(rank) for rank in plan}) == 1
-    assert len(plan[0]) >= 1  # a rank without rows has a micro-batch too, because every rank joins the collectives
+    assert len(plan[0]) >= 1  # even a rank without rows has a micro-batch, because every rank joins the collectives
 
 
 @given(lengths=st.lists(st.integers(1, 12), max_size=8), budget=st.integers(12, 30))
@@ -154,14 +154,14 @@ def test_a_rank_has_an_empty_micro_batch_only_where_it_has_too_few_rows(lengths,
         rows = sum(map(len, rank))
         assert sum(not part for part in rank) == max(0, len(rank) - rows)
         costs = [sum(work[row] for row in part) for part in rank]
-        # heaviest micro-batch first, so that all ranks run their heaviest ones at the same time
+        # the heaviest micro-batch comes first, so that all ranks run their heaviest micro-batches at the same time
         assert costs == sorted(costs, reverse=True)
 
 
 def test_a_rank_with_room_splits_its_micro_batch_rather_than_add_an_empty_one():
-    """Rank 0 splits its rows, because rank 1 needs two micro-batches.
+    """Rank 0 splits its rows into two micro-batches, because rank 1 needs two micro-batches.
 
-    The 8 tokens of rank 0 would fit into one micro-batch, but the 12 tokens of rank 1 do not.
+    The budget of 8 tokens would hold all 8 tokens of rank 0, but not the 12 tokens of rank 1.
     """
     lengths, work = [4, 2, 2, 6, 6], [9, 1, 1, 6, 6]
     plan = assign_minibatch(lengths, [0, 1, 2, 3, 4], 2, 8, work=work)
@@ -177,16 +177,16 @@ def test_micro_batches_of_a_rank_have_nearly_equal_work():
 
 
 def test_a_budget_that_only_first_fit_can_keep_is_kept():
-    """Row lengths 6, 5, 4, 3 and 2 fit two budgets of 10 only as 6 + 4 and 5 + 3 + 2, however uneven the work is."""
+    """Rows of 6, 5, 4, 3 and 2 tokens fit two budgets of 10 only as 6 + 4 and 5 + 3 + 2, despite uneven work."""
     lengths = [6, 5, 4, 3, 2]
     found = microbatches(lengths, [0, 1, 2, 3, 4], 10, work=[1, 1, 9, 9, 9])
     assert [sum(lengths[row] for row in part) for part in found] == [10, 10]
 
 
 def test_over_random_plans_no_budget_is_exceeded_and_ranks_have_equal_loads_and_wait_little():
-    """Plan rows of 32 to 512 tokens, log-uniform in length, with at least 8 rows per rank.
+    """The plans have rows of 32 to 512 tokens, log-uniform in length, and at least 8 rows per rank.
 
-    At 512 tokens, attention is up to half of the work of a row.
+    For a row of 512 tokens, attention is up to half of the work.
     """
     source = random.Random(0)
     for _ in range(100):

@@ -1,4 +1,7 @@
-"""Models given by their hub name: the real client downloads them in its own process from a local hub server."""
+"""Tests of models given by their hub name, which the real hub client downloads from a local hub server.
+
+The client runs in its own process.
+"""
 
 import os
 import shutil
@@ -17,7 +20,7 @@ from tests.hub_server import Hub
 CONFIG, TOKENIZER, TEMPLATE = {"config.json": b"{}"}, {"tokenizer.json": b"{}"}, {"chat_template.jinja": b"{{ x }}"}
 SMALL = CONFIG | TOKENIZER | TEMPLATE
 CHUNK = constants.DOWNLOAD_CHUNK_SIZE
-# Simulates a full disk: writing to unfinished files fails after 1,000 bytes.
+# The patched `open` simulates a full disk: writes to unfinished files fail after 1,000 bytes.
 FULL_DISK = """
 import errno, io, pathlib
 class Full(io.FileIO):
@@ -34,9 +37,9 @@ pathlib.Path.open = open
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Yield a local hub server.
+    """Yield a local hub server, and start with an empty record of downloaded snapshots.
 
-    The cache of the test process is also the client's cache, and no snapshot has been found in it yet.
+    The test process uses the same cache folder as the hub client.
     """
     monkeypatch.setattr(hub_module, "_snapshots", {})
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
@@ -46,7 +49,7 @@ def hub(tmp_path, monkeypatch):
 
 @pytest.fixture
 def client(hub, tmp_path):
-    """Return a function that fetches a model by its name, with additional environment variables."""
+    """Return a function that downloads a model by its hub name, and that can set additional environment variables."""
 
     def get(path: str, *, on_bytes=lambda done, total: None, **more: str) -> str:
         inherited = {name: value for name, value in os.environ.items() if name not in ("HF_HUB_OFFLINE", "HF_TOKEN")}
@@ -71,7 +74,7 @@ def files_in(path: str) -> list[str]:
 
 
 def forget() -> None:
-    """Forget all snapshots that were found, so that only the cache on disk is left, as for a new process."""
+    """Forget all recorded snapshots, so that only the cache on disk is left, as in a new process."""
     hub_module._snapshots.clear()
 
 
@@ -171,7 +174,7 @@ def test_a_snapshot_of_which_nobody_knows_the_files_is_completed(hub, client, tm
     push(hub, tmp_path, SMALL | {"model.safetensors": b"w"})
     pinned = client("org/model")
     (local_directory(pinned) / "chat_template.jinja").unlink()
-    # a cache filled by programs that download single files has no list of files
+    # a cache has no list of files if other programs filled it by downloading single files
     shutil.rmtree(local_directory(pinned).parents[1] / "trees")
     forget()
     assert files_in(client(pinned)) == sorted([*SMALL, "model.safetensors"])
@@ -240,7 +243,7 @@ def test_another_machine_downloads_the_pinned_commit_and_a_directory_stays_one(h
     assert directory_on_node("/models/mine", **options) == "/models/mine"
 
 
-# Downloads that fail
+# Tests of downloads that fail
 
 
 def refusal(client, path: str, **more: str) -> str:

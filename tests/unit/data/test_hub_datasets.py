@@ -1,4 +1,7 @@
-"""Data sets given by their hub name: the real `datasets` client downloads them from a local server that can fail."""
+"""Tests of data sets given by their hub name, which the real `datasets` client downloads from a local server.
+
+The server can simulate failures.
+"""
 
 import importlib.util
 
@@ -28,7 +31,7 @@ def table(label: str, rows: int = 3) -> pyarrow.Table:
 
 
 def repository(folder, splits: dict[str, list[str]], rows: int = 3):
-    """Write a data set in parquet form with the given splits of each configuration."""
+    """Write a data set as parquet files, one for each split of each configuration in `splits`."""
     card = ""
     for config, names in splits.items():
         card += CONFIG.format(config, "".join(SPLIT.format(config, name) for name in names))
@@ -41,9 +44,9 @@ def repository(folder, splits: dict[str, list[str]], rows: int = 3):
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Yield a hub that holds a data set in the form of GSM8K.
+    """Yield a local hub server that stores a data set with GSM8K's configurations and splits.
 
-    The environment of the test process, and so of its children, points to the hub.
+    The environment variables of the test process, which its children inherit, point to the local hub.
     """
     with Hub(tmp_path / "store") as hub:
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -127,7 +130,7 @@ def test_a_split_is_pinned_and_read_and_pinned_names_need_no_network(hub, monkey
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in (f"{NAME}:main", f"{NAME}:main:train", f"{NAME}:train"):
         monkeypatch.setattr(hub_datasets, "_files", {})
-        assert fetched(name) == pinned  # without network, the name resolves to the data in the cache
+        assert fetched(name) == pinned  # without a network, the name resolves to the data in the cache
 
 
 @needs_library

@@ -1,4 +1,4 @@
-"""Weight files are accepted only if transformers would load the whole model of config.json from them."""
+"""Tests that weight files are accepted only if transformers would load the whole model of config.json from them."""
 
 import json
 import shutil
@@ -48,7 +48,7 @@ KINDS = {
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory) -> Path:
-    """Save a tiny model with two layers and an untied output head."""
+    """Save a tiny model with two layers and an untied output head, and return its folder."""
     folder = tmp_path_factory.mktemp("whole")
     torch.manual_seed(0)
     tiny_model().save_pretrained(folder)
@@ -69,7 +69,7 @@ def made(kind: str, folder: Path):
 
 
 def changed(folder: Path, **tensors: torch.Tensor | None) -> None:
-    """Replace tensors of the weight file by name; the value None removes a tensor."""
+    """Replace tensors of the weight file by name, where the value None removes a tensor."""
     names = load_file(folder / "model.safetensors") | tensors
     save_file({name: tensor for name, tensor in names.items() if tensor is not None}, folder / "model.safetensors")
 
@@ -83,7 +83,7 @@ def refusal(folder: Path, **knobs) -> str:
 
 
 def sharded(folder: Path, parts: int = 2) -> Path:
-    """Split the weights of the model over several files with an index, and return the path of the index."""
+    """Split the model's weight file into several files with an index, and return the path of the index."""
     tensors, where = load_file(folder / "model.safetensors"), {}
     (folder / "model.safetensors").unlink()
     for number in range(parts):
@@ -96,7 +96,7 @@ def sharded(folder: Path, parts: int = 2) -> Path:
     return index
 
 
-# Files are accepted only if transformers loads a whole model from them
+# Tests of files that are accepted, because transformers loads a whole model from them
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -129,7 +129,7 @@ def test_a_head_may_be_absent_where_it_is_tied_and_only_there(tied, tmp_path):
         assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
         changed(tmp_path, **{"lm_head.weight": model.lm_head.weight.detach().clone()})
         check_weights(str(tmp_path), "model.path=here")
-        # transformers ties weights in both directions: the embedding may be missing instead of the head
+        # transformers ties weights in both directions, so the embedding may be missing instead of the output head
         changed(tmp_path, **{"model.embed_tokens.weight": None})
         check_weights(str(tmp_path), "model.path=here")
     changed(tmp_path, **{"lm_head.weight": None})
@@ -137,7 +137,7 @@ def test_a_head_may_be_absent_where_it_is_tied_and_only_there(tied, tmp_path):
 
 
 def test_names_of_the_bare_base_model_and_buffers_of_older_versions_are_accepted(tmp_path):
-    """The first GPT-2 files have no prefix `transformer.` and no head, but contain the causal mask."""
+    """The original GPT-2 files lack the output head and the prefix `transformer.`, but contain the causal mask."""
     _, tensors = made("gpt2", tmp_path)
     old = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
     old |= {f"h.{n}.attn.bias": torch.ones(1, 1, 64, 64, dtype=torch.uint8) for n in range(2)}
@@ -180,13 +180,13 @@ def test_a_model_of_many_gigabytes_is_looked_at_without_reading_any_and_without_
     text, state = json.dumps(header).encode(), torch.get_rng_state()
     with (tmp_path / "model.safetensors").open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        stream.truncate(8 + len(text) + end)  # a sparse file, which takes no space on disk
+        stream.truncate(8 + len(text) + end)  # the file is sparse, and so takes no space on disk
     assert end > 2**37
     check_weights(str(tmp_path), "model.path=here")
     assert torch.equal(torch.get_rng_state(), state)
 
 
-# Files that are refused, with the name of the offending tensor or file
+# Tests of files that are refused with the name of the offending tensor or file
 
 
 def test_a_renamed_tensor_is_named_twice(folder):
@@ -248,7 +248,7 @@ def test_quantised_weights_and_adapters_are_refused(folder):
     ],
 )
 def test_an_expert_that_is_missing_or_has_another_number_is_not_replaced_by_its_neighbour(tmp_path, change, message):
-    """Transformers stacks the experts that it finds in the order of their numbers, even if one is missing."""
+    """When an expert is missing, transformers stacks the remaining experts in the order of their numbers."""
     name = "model.layers.0.mlp.experts.{}.down_proj.weight"
     _, tensors = made("qwen3_moe", tmp_path)
     for old, new in change.items():
@@ -340,7 +340,7 @@ def test_shards_are_accepted_in_any_order_and_refused_when_one_is_missing(folder
     first, second = weight_files(folder, "here")
     first.rename(folder / "aside")
     second.rename(first)
-    # transformers takes each tensor from the file that contains it, whatever the index says
+    # transformers reads each tensor from the file that contains the tensor, even if the index names another file
     (folder / "aside").rename(second)
     check_weights(str(folder), "model.path=here")
     second.unlink()
@@ -402,7 +402,7 @@ def test_vllm_must_read_the_files_that_transformers_reads(folder):
     check_weights(str(folder), "model.path=here")
 
 
-# The loader itself refuses files that changed after the check
+# Tests of the loader, which itself refuses files that changed after the check
 
 
 def test_what_the_loader_did_not_find_is_refused_by_name_too(folder, monkeypatch):

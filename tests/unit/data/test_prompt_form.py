@@ -1,4 +1,4 @@
-"""Which columns become the prompt, when the chat template is used, and one-line errors for wrong data."""
+"""Tests of the columns that become the prompt, the use of the chat template, and one-line errors for wrong data."""
 
 import itertools
 
@@ -20,7 +20,7 @@ def texts(*rows, folder, chosen=None, **options):
     return [prompt.text for prompt in load(jsonl(folder, *rows), chosen, **options)]
 
 
-# Columns that are recognised
+# Tests of the prompt columns that are recognised
 
 
 def test_a_question_is_a_user_message_for_a_chat_model_and_text_for_another(tmp_path, chat_model):
@@ -28,7 +28,7 @@ def test_a_question_is_a_user_message_for_a_chat_model_and_text_for_another(tmp_
     chat, text = load(path, chat_model), load(path)
     assert (chat[0].text, chat[0].messages) == ("[user]2 + 3?[bot]", [{"role": "user", "content": "2 + 3?"}])
     assert (text[0].text, text[0].messages) == ("2 + 3?", None)
-    assert chat[0].columns == text[0].columns == GSM8K  # reward functions get the column `question` too
+    assert chat[0].columns == text[0].columns == GSM8K  # reward functions also get the column `question`
     assert chat.described == f"1 row of {path}; prompt = column question, as a user message"
     assert text.described == f"1 row of {path}; prompt = column question, as text"
 
@@ -180,7 +180,7 @@ def test_a_row_without_a_usable_prompt_is_named(tmp_path, chat_model, value, pro
     assert error_of(path, chat_model, prompt=prompt).startswith(f"data.train={path}{said}")
 
 
-# Settings data.system_prompt and data.chat
+# Tests of the settings data.system_prompt and data.chat
 
 
 def test_a_system_prompt_comes_before_the_user_and_before_messages(tmp_path, chat_model):
@@ -199,7 +199,8 @@ def test_two_system_prompts_are_refused(tmp_path, chat_model):
 
 
 COMPLETE, QUESTION, TEMPLATE = ("prompt", None), ("question", None), ("question", "{question}")
-CASES = {  # keys are (column, data.prompt); values of data.chat under which a chat model gets a user message
+# For each (column, data.prompt): the values of data.chat with which a chat model gets the prompt as a user message.
+CASES = {
     COMPLETE: ["always"],
     QUESTION: ["auto", "always"],
     TEMPLATE: ["auto", "always"],

@@ -1,4 +1,4 @@
-"""The order of prompts over epochs and seeds, and the state of that order in a checkpoint."""
+"""Tests of the order of prompts over epochs and seeds, and of the saved state of the prompt order."""
 
 import json
 

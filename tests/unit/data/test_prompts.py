@@ -1,4 +1,4 @@
-"""Prompts from files and built-in tasks, and one-line errors for wrong prompts."""
+"""Tests of prompts from files and built-in tasks, and of one-line errors for wrong prompts."""
 
 import json
 import subprocess
@@ -26,7 +26,7 @@ from tests.prompt_loading import (
     tokenizer,
 )
 
-# Conversion of rows to prompts
+# Tests of the conversion of rows to prompts
 
 
 def test_a_text_prompt_becomes_its_ids_and_its_other_columns_pass_through(tmp_path):
@@ -36,7 +36,8 @@ def test_a_text_prompt_becomes_its_ids_and_its_other_columns_pass_through(tmp_pa
     first = prompts[0]
     assert (first.index, first.text, first.ids) == (0, "1+1=", [BOS, *coded("1+1=")])
     assert first.columns == {"answer": "2", "level": {"n": 1}}
-    assert prompts[1].columns == {"answer": "4", "level": None}  # a row that lacks a column gets None, as in parquet
+    # a missing column of a row gets the value None, as in parquet files
+    assert prompts[1].columns == {"answer": "4", "level": None}
     assert [p.index for p in prompts[-1:]] == [1]
     assert prompts[-1] == prompts[1]
     with pytest.raises(IndexError):
@@ -77,7 +78,7 @@ def test_a_limit_takes_the_first_prompts_that_fit(tmp_path):
     assert ([p.text for p in prompts], prompts.filtered) == (["x", "xxx"], 1)
 
 
-# Invariant E9: the chat template is applied once, and there is at most one begin token
+# Tests of invariant E9: the chat template is applied once, and a prompt has at most one begin token
 
 
 CHAT = [{"role": "user", "content": "hi"}, {"role": "bot", "content": "yo"}, {"role": "user", "content": "?"}]
@@ -89,7 +90,7 @@ def test_E9_chat_messages_go_through_the_template_once_with_the_generation_promp
     assert prompt.ids == coded("[user]hi[bot]yo[user]?[bot]")
     assert prompt.ids == chosen.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert prompt.text == "[user]hi[bot]yo[user]?[bot]"
-    assert prompt.messages == CHAT  # reward models apply their own chat templates to the messages
+    assert prompt.messages == CHAT  # the messages are kept for reward models, which apply their own chat templates
     assert load(jsonl(tmp_path, {"prompt": "hi"}), chosen)[0].messages is None
 
 
@@ -124,7 +125,7 @@ def test_an_end_token_that_the_tokenizer_adds_does_not_end_the_prompt(tmp_path):
     assert prompt.ids == [BOS, *coded("hi")]
 
 
-# Invariant E10: prompts are never cut silently
+# Tests of invariant E10: prompts are never cut silently
 
 
 def test_E10_an_overlong_prompt_is_refused_with_its_line_and_length(tmp_path):
@@ -157,7 +158,7 @@ def test_E10_nothing_left_after_the_filter_is_an_error(tmp_path):
     )
 
 
-# One-line errors for wrong data
+# Tests of one-line errors for wrong data
 
 
 def test_a_missing_file_names_its_nearest_neighbour(tmp_path):
@@ -245,7 +246,10 @@ def test_a_parquet_file_that_is_none_or_has_no_prompts_is_refused(tmp_path):
 
 
 def bad_text() -> pyarrow.Array:
-    """Return the strings "ok" and two bytes that are not UTF-8, which pyarrow itself would never write."""
+    """Return a pyarrow array of two strings, of which the second has two bytes that are not valid UTF-8.
+
+    The array is built from raw buffers, because pyarrow itself never writes invalid UTF-8.
+    """
     offsets, content = pyarrow.py_buffer(array("i", [0, 2, 4]).tobytes()), pyarrow.py_buffer(b"ok\xff\xfe")
     return pyarrow.StringArray.from_buffers(2, offsets, content)
 
@@ -329,7 +333,7 @@ def test_other_answers_to_the_same_prompts_have_another_fingerprint(tmp_path):
     assert fingerprint("d.jsonl", "2", "1") != first
 
 
-# Chat templates are untrusted programs, and text may spell control tokens
+# Tests of untrusted chat templates, and of text that spells control tokens
 
 
 def test_a_chat_template_that_eats_memory_for_one_row_is_refused_with_that_row(tmp_path):

@@ -1,4 +1,4 @@
-"""Folders of row files, CSV files, and one-line errors for wrong files."""
+"""Tests of folders with row files, of CSV files, and of one-line errors for wrong files."""
 
 import json
 import os

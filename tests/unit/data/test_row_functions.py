@@ -1,4 +1,4 @@
-"""Functions that return rows, and one-line errors for wrong functions."""
+"""Tests of user functions that return rows, and of one-line errors for wrong functions."""
 
 import datetime
 import decimal
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def function(tmp_path):
-    """Return a function that writes a file, and returns the name of the file's function `rows` as a source."""
+    """Return a helper that writes Python code to a file and returns the data source name of its function `rows`."""
 
     def function(text: str) -> str:
         (tmp_path / "made.py").write_text(text)

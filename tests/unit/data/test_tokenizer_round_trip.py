@@ -1,4 +1,4 @@
-"""Tokenizers that lose words or characters are distinguished from tokenizers that only spell text differently."""
+"""Tests that tokenizers which lose words or characters are told apart from tokenizers that only change the spelling."""
 
 import pytest
 from tokenizers import decoders, normalizers, pre_tokenizers

@@ -9,7 +9,7 @@ def alarms(*overrides: str) -> Alarms:
 
 
 def looks(made: Alarms, name: str, values: list[float | None], **others: float) -> list[list[str]]:
-    """Return the alarms at each step, where steps are counted from 1."""
+    """Return the list of alarms at each step, with step numbers from 1."""
     return [made.look(step, {name: value, **others}) for step, value in enumerate(values, start=1)]
 
 

@@ -13,7 +13,7 @@ NAN = math.nan
 
 
 def answers(uid, successes, valid=None) -> DataProto:
-    """Return answers of one token each, whose score is 1 if they are correct, else 0."""
+    """Return a batch of answers of one token each, with score 1 for a correct answer and score 0 otherwise."""
     count = len(uid)
     scores = torch.tensor(successes).nan_to_num(0.0)
     valid = torch.ones(count, dtype=torch.bool) if valid is None else torch.tensor(valid)
@@ -46,8 +46,9 @@ def test_each_function_and_the_mean_over_prompts_of_pass_at_k_are_reported():
 def test_failed_and_undecided_answers_are_in_no_pass_at_k():
     batch = answers([4, 4, 4, 9, 9, 9], [1.0, 0, 1.0, NAN, 1.0, 0], [True, True, False, True, True, True])
     found = evaluation_metrics(batch, ["right", "wrong"], "eval/sampled")
-    assert found["eval/sampled_accuracy"] == 0.5  # four answers are valid and decided
-    assert found["eval/sampled_pass_at_2"] == 1.0  # two answers of each prompt count, one of them correct
+    # two of the four valid answers with a known outcome are correct
+    assert found["eval/sampled_accuracy"] == 0.5
+    assert found["eval/sampled_pass_at_2"] == 1.0  # two answers of each prompt count, and one of the two is correct
     assert "eval/sampled_pass_at_3" not in found
 
 

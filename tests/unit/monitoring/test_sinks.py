@@ -17,7 +17,7 @@ EVALUATIONS = [{"step": 0, "eval/greedy_reward": 0.5}]
 
 
 def filled(sink):
-    """Return the sink after one evaluation and three steps were logged."""
+    """Log one evaluation and three steps to the sink, and return the sink."""
     sink.restore(0, [], [])
     sink.log_eval(0, {"eval/greedy_reward": 0.5})
     for row in STEPS:
@@ -26,7 +26,7 @@ def filled(sink):
 
 
 def taken_back(sink):
-    """Take the sink back to step 2, log a different step 3, and close the sink."""
+    """Reset the sink to step 2, log a different step 3, and close the sink."""
     sink.restore(2, STEPS[:2], EVALUATIONS)
     sink.log_step(3, {"reward/mean": 9.0})
     sink.close()
@@ -75,7 +75,7 @@ def test_a_run_that_goes_on_in_another_folder_has_its_earlier_curves_in_tensorbo
 
 
 def sink_of_the_page():
-    """Return the sink class that the documentation page shows as a complete file."""
+    """Return the sink class from the example file on the documentation page."""
     ((path, code),) = re.findall(r"^`([\w/.]+)`\n\n```python\n(.*?)^```$", SECTION, re.S | re.M)
     assert not (ROOT / path).exists(), f"{path} is part of the project now: show another sink"
     names = {"__name__": "sink_of_the_page"}

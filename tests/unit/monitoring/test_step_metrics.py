@@ -35,7 +35,7 @@ def test_means_are_over_valid_rows_and_fractions_over_all():
 
 
 def test_the_accuracy_is_the_share_of_correct_answers_where_a_function_decides():
-    """The accuracy does not depend on the scores: here, a correct answer has a negative score, because it is long."""
+    """The accuracy does not depend on the scores, so a correct answer may have a negative score."""
     made = samples([-0.5, 0.0, 1.0, 0.5], [True] * 4, [[1.0], [0.0], [1.0], [NAN]], [1.0, 0.0, 1.0, NAN])
     metrics = sample_metrics(made, ["exact"])
     assert (metrics["reward/accuracy"], metrics["reward/mean"]) == (pytest.approx(2 / 3), 0.25)
@@ -86,7 +86,7 @@ def test_E1_the_gap_is_the_mean_difference_over_trained_tokens():
 
 def test_E1_the_kl_is_that_of_the_engine_from_the_actor():
     engine, actor = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.2, 0.3]).double()
-    counts = [7, 2, 1]  # counts of tokens in proportion to the engine's probabilities
+    counts = [7, 2, 1]  # the tokens occur in proportion to the engine's probabilities
     old, rollout = ([float(p.log()[t]) for t, n in enumerate(counts) for _ in range(n)] for p in (actor, engine))
     made = DataProto.from_dict({"responses": jagged([[1] * 10], torch.int64)}).with_values(
         "responses", old_log_probs=torch.tensor(old), rollout_log_probs=torch.tensor(rollout),

@@ -17,12 +17,12 @@ from rltrain.monitoring.trackers.background import BackgroundSink
 from rltrain.monitoring.tracking import Tracker
 
 NAN = math.nan
-PASSES = ["old_log_probs", "ref_log_probs", "entropies"]  # columns that only some steps compute
+PASSES = ["old_log_probs", "ref_log_probs", "entropies"]  # columns of the batch that only some steps compute
 PARTS = ["right", "short"]
 
 
 def batch() -> DataProto:
-    """Return three samples: a good one, a failed one without tokens, and one with control characters in its text."""
+    """Return three samples: one is good, one failed and has no tokens, and one has control characters in its text."""
     made = DataProto.from_dict(
         {"prompts": jagged([[1], [1, 2], [3]], torch.int64), "responses": jagged([[4, 5], [], [6]], torch.int64),
          "uid": torch.tensor([0, 0, 1]), "scores": torch.tensor([1.0, 0.0, 0.5]),
@@ -60,7 +60,7 @@ EVALUATION = {"eval/sampled_reward": 0.25, "eval/greedy_reward": 0.5}
 
 @pytest.fixture
 def run(tmp_path):
-    """Return (directory, tracker, display, learning curve) of a finished run with two steps and one evaluation."""
+    """Return (output folder, tracker, display, learning curve) of a finished run with two steps and one evaluation."""
     display = FakeDisplay()
     tracker = Tracker(tmp_path, display, PARTS)
     tracker.log_eval(0, EVALUATION)
@@ -103,7 +103,7 @@ def test_a_run_put_back_has_the_lines_samples_and_curves_of_that_step_and_goes_o
     assert {name: start.size for name, start in tracker.state().items()} == {
         n: start.size for n, start in starts.items()
     }
-    assert str(tracker.history) == str(history)  # compared as strings, because NaN does not equal itself
+    assert str(tracker.history) == str(history)  # the histories are compared as strings, because NaN does not equal NaN
     assert tracker.evaluated(0)
     assert tracker.metrics_of(1).items() >= metrics(0.25).items()
     assert [file.name for file in (tracker.output_dir / "rollouts").iterdir()] == ["step_000001.parquet"] * (not other)

@@ -1,4 +1,4 @@
-"""The built-in reward functions: golden sets in two kinds of thread, options, errors, and run time."""
+"""Tests of the built-in reward functions: golden sets in two kinds of thread, options, errors, and run time."""
 
 import json
 import signal
@@ -35,9 +35,10 @@ MODULES = {
     "regex_format": "regex_format",
     "repetition_penalty": "repetition",
 }
-NEVER_NONE = {"overlong_penalty", "regex_format", "repetition_penalty"}  # functions that need no data column
+# reward functions that need no data column, and so always apply
+NEVER_NONE = {"overlong_penalty", "regex_format", "repetition_penalty"}
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-CALLS = {  # typical arguments of each function
+CALLS = {  # typical arguments of each built-in reward function
     "exact_match": {"answer": "7", "ignore_case": True, "ignore_whitespace": True},
     "json_schema": {"schema": OBJECT},
     "length_penalty": {"target": 100, "unit": "words"},
@@ -82,9 +83,9 @@ def load(name):
 
 
 def cases(name):
-    """Yield (why, response, arguments, score) for each line of a golden set.
+    """Yield (reason for the case, response, arguments, expected score) for each line of a function's golden set.
 
-    A huge response is stored as a string and a repeat count.
+    A golden set stores a huge response as a string and a repeat count.
     """
     for line in (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
@@ -95,9 +96,9 @@ def cases(name):
 
 
 def differences(name):
-    """Return the lines of a golden set whose computed score differs from the expected one.
+    """Return the cases of a golden set whose computed score differs from the expected score.
 
-    The function is called in the same way as the reward workers call it.
+    The reward function is called in the same way as the reward workers call it.
     """
     function, wrong = bind(load(name)), []
     for why, response, arguments, score in cases(name):
@@ -131,7 +132,7 @@ def test_a_golden_set_has_zero_and_other_scores_and_samples_it_does_not_apply_to
 
 
 def test_every_golden_file_is_of_a_function():
-    # `code_tests` has its own test file
+    # the function `code_tests` has its own test file
     assert {path.stem for path in GOLDEN.glob("*.jsonl")} == {*MODULES, "code_tests"}
 
 
@@ -173,7 +174,7 @@ def test_the_last_closed_box_is_found_whatever_the_braces_do(text, content):
     assert last_boxed(text) == content
 
 
-# Error messages state the value, the rule and the way out
+# Tests that error messages state the wrong value, the violated rule and a remedy
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_what_a_user_got_wrong_is_one_line_that_says_it(function, arguments, wor
     assert [word for word in words if word not in str(caught.value)] == []
 
 
-# Options that the golden sets do not cover
+# Tests of options that the golden sets do not cover
 
 
 def test_letters_are_matched_by_their_order_only_if_not_strict():
@@ -230,7 +231,8 @@ def test_the_math_library_says_nothing_of_its_timeouts(capfd, caplog):
 
 def test_math_leaves_the_alarm_of_the_process_alone():
     before = signal.getsignal(signal.SIGALRM)
-    running = signal.getitimer(signal.ITIMER_REAL)[0] > 0  # whether the test itself runs under a time limit
+    # whether the timer already runs, because the test itself has a time limit
+    running = signal.getitimer(signal.ITIMER_REAL)[0] > 0
     assert math_answer("p", r"\boxed{\frac{2}{4}}", answer="1/2") == 1.0
     assert signal.getsignal(signal.SIGALRM) is before
     assert (signal.getitimer(signal.ITIMER_REAL)[0] > 0) == running
@@ -353,7 +355,7 @@ def test_ten_kilobytes_take_about_a_millisecond(name):
     prose = "We add 3 apples and 4 pears, which is 7 pieces of fruit in all. " * 155 + "\nThe answer is (B) 7."
     text = json.dumps({"a": 1, "b": prose}) if name == "json_schema" else prose
     function = load(name)
-    # a call takes about 1 ms; the bound allows for a busy machine
+    # a call takes about 1 ms, and the limit of 3 ms allows for a busy machine
     assert seconds(lambda: function("p", text, **CALLS[name]), repeats=30) < 0.003
 
 
@@ -377,7 +379,7 @@ GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = <<48+
 
 def test_the_solutions_of_gsm8k_are_read_after_their_marker():
     assert numeric_match("", "So 48 + 24 = 72.\n#### 72", answer=GSM8K, marker="####") == 1
-    # with `marker`, the response needs the marker too
+    # with `marker`, the response must also contain the marker
     assert numeric_match("", "So 48 + 24 = 72.", answer=GSM8K, marker="####") == 0
     assert numeric_match("", "So 48 + 24 = 72.", answer=GSM8K, answer_marker="####") == 1
     assert numeric_match("", "I give it 24.", answer=GSM8K, answer_marker="####") == 0

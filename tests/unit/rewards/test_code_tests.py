@@ -1,4 +1,4 @@
-"""Programs scored by tests: right programs, wrong programs, and programs that try to cheat."""
+"""Tests of programs that are scored by unit tests: right programs, wrong programs, and programs that cheat."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def test_sum():
     assert all(add(i, 1) == i + 1 for i in range(10))
 test_sum()
 """
-LONG_S = 30.0  # a time limit that no program in this file reaches
+LONG_S = 30.0  # a time limit in seconds that no program in this file reaches
 
 
 def score(program: str, tests: object = TESTS, **knobs) -> float:
@@ -66,7 +66,8 @@ def test_G1_the_golden_set_scores_the_same_through_the_loader_in_another_thread(
     assert any(elsewhere)
 
 
-# Cheats: each would pass if verdict and program shared an interpreter or an output. None defines a right function.
+# Each cheat would pass if the judging code shared an interpreter or an output with the program.
+# No cheat defines a right function.
 
 SPRAY = "import os\nfor fd in range(3, 256):\n    try: os.write(fd, b'1' * 64)\n    except OSError: pass\n"
 CHEATS = {
@@ -141,7 +142,7 @@ while True:
 }
 
 
-# in the weak sandbox, the program could kill processes that do not belong to the test
+# in the weak sandbox, a program can kill processes outside the sandbox
 STRONG_ONLY = ("kills whoever it can",)
 
 
@@ -203,7 +204,7 @@ def add(a, b):
     assert score(program, "assert add(lambda: 0, 1) == \"a program may not ask for 'module'\"") == 1.0
 
 
-# Right programs, and the features that tests may use
+# Tests of right programs, and of the Python features that unit tests may use
 
 RICH = """
 from collections import Counter, namedtuple, defaultdict
@@ -276,7 +277,8 @@ def test_all_pairs_of_a_program_share_its_seconds():
     program = "import time\nif input() != '0': time.sleep(600)\nprint(1)"
     begin = time.monotonic()
     assert score(program, pairs, timeout_s=1.0) == 1 / 8
-    assert time.monotonic() - begin < 7.0  # a limit of one second for each test would take longer
+    # all tests share one second, whereas one second for each test would take longer than 7 s
+    assert time.monotonic() - begin < 7.0
 
 
 def test_a_slow_program_is_0_and_never_failed_whatever_timeout_s_and_reward_timeout_s_are():

@@ -1,4 +1,4 @@
-"""Messages that a hostile program forges to the judging process have no effect, except that the judging ends."""
+"""Tests that a hostile program's forged messages to the judging process only end the judging, without other effects."""
 
 import pickle
 
@@ -11,7 +11,9 @@ def score(program: str, tests: str) -> float:
     return code_tests("p", f"```python\n{program}\n```", tests=tests, timeout_s=30.0)
 
 
-SENT = {  # forged messages sent in place of the answer 3; no message may pass the test or change anything
+# Each name maps to a forged message that the program sends in place of the answer 3.
+# No forged message may pass the test or change anything.
+SENT = {
     "something for nothing": ("answer", 3),
     "an error without text": ("raised", "ValueError", None),
     "a description of nothing": ("answer", ("P", ("no", 1)), ()),

@@ -1,4 +1,4 @@
-"""The forms of reward functions: options, results with a reason, batched, async, and combinations of these forms."""
+"""Tests of reward functions that take options, return a reason, are batched or async, or mix these forms."""
 
 import asyncio
 import time
@@ -125,7 +125,7 @@ def test_settings_of_the_run_reach_functions_that_have_such_a_parameter_and_opti
     assert result.scores == (2.0, 0.0)
 
 
-# Results that carry a reason
+# Tests of results that contain a reason
 
 
 def test_a_result_may_be_a_score_or_not_applicable_or_failed_with_a_reason(path):
@@ -197,11 +197,13 @@ def test_one_bad_sample_of_a_batch_fails_alone(path):
 
 def test_a_batch_that_returns_another_number_of_scores_is_an_error(path):
     results = RewardWorker([function(path, "lists")]).score(requests("a", "short", answer="x"))
-    assert scores(results) == ["failed", "failed"]  # both samples fail, because the scores cannot be matched to samples
+    # both samples fail, because the scores cannot be matched to the samples
+    assert scores(results) == ["failed", "failed"]
     assert {r.error for r in results} == {
         "reward function 'lists' returned 1 scores for 2 samples; return one score per sample, in the same order"
     }
-    assert module_of(path)["sizes"] == [2]  # a batched function that fails is not called again
+    # the batched function was called only once with the 2 samples, although it failed
+    assert module_of(path)["sizes"] == [2]
     for wrong, said in (([1.0], "returned 1 scores for 2 samples"), (1.0, "returned float: a batched function")):
         with pytest.raises(ScoreError, match=said):
             loading.as_scores(wrong, 2)
@@ -223,11 +225,11 @@ def test_async_calls_of_a_process_run_at_the_same_time(path):
     seconds = time.monotonic() - start
     assert scores(results) == [float(n % 4) for n in range(64)]
     assert module_of(path)["most"] == 64
-    assert seconds < 0.8  # one call after another would take 3.2 s
+    assert seconds < 0.8  # sequential calls would take 3.2 s
 
 
 async def scored_by_a_pool(reward, asked):
-    """Score requests with an in-process pool, and return the results in the order of their keys."""
+    """Score the requests with an in-process pool, and return the results in the order of the request keys."""
     results = []
     with RewardPool.in_process(reward) as pool:
         pool.submit(asked)
@@ -253,7 +255,7 @@ def test_an_async_call_that_takes_too_long_is_cancelled_alone(path):
     assert errors[1] == "reward function 'nap' did not return within 0.3 s"
     assert "raised ValueError: not today" in errors[2]
     assert "raised SystemExit: 4" in errors[3]
-    assert module_of(path)["running"] == 0  # running calls are cancelled, not left behind
+    assert module_of(path)["running"] == 0  # calls that were still running are cancelled
 
 
 def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit(tmp_path):
@@ -263,7 +265,7 @@ def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit(tmp_path):
     assert result.error.startswith("reward function 'own' raised TimeoutError: the server is slow")
 
 
-# Mixed forms of reward functions
+# Tests of different forms of reward functions in one run
 
 
 def test_G3_forms_mix_and_scores_stay_in_the_order_of_the_config(path):

@@ -1,4 +1,4 @@
-"""Unexpected exceptions and return values of reward functions, and functions that are refused before anything runs."""
+"""Tests of reward functions with unexpected exceptions or return values, and of functions that are refused early."""
 
 import signal
 
@@ -140,7 +140,7 @@ def test_an_async_function_that_stops_the_loop_stops_no_other(raising):
 
 @pytest.fixture
 def interrupts():
-    """Restore Ctrl-C as in a terminal, because a shell starts background programs with SIGINT ignored."""
+    """Restore the default handler of Ctrl-C, because a shell starts background programs with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -243,7 +243,7 @@ def test_no_import_that_fails_shows_a_key_of_many_lines(tmp_path, monkeypatch):
         loading.load_function(f"{tmp_path}/odd.py:score")
 
 
-# Functions that are refused before anything runs
+# Tests of functions that are refused before anything runs
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Tests of a language model as the judge, with a small HTTP server that speaks the chat completions protocol."""
+"""Tests of a language model as the judge, with a small HTTP server that implements the chat completions protocol."""
 
 import json
 import subprocess
@@ -21,9 +21,9 @@ PATH = "rltrain.rewards.judge:judge"
 
 
 class Server(ThreadingHTTPServer):
-    """Answers request n with `reply(n)`: a text, a body, or (status, headers[, body]).
+    """An HTTP server that answers request n with `reply(n)`: a text, a body, or (status, headers[, body]).
 
-    Records the bodies and times of all requests, and the largest number of simultaneous requests.
+    The server records the bodies and times of all requests, and the largest number of simultaneous requests.
     """
 
     daemon_threads = True
@@ -35,7 +35,7 @@ class Server(ThreadingHTTPServer):
         self.url = f"http://127.0.0.1:{self.server_port}/v1"
 
     def handle_error(self, *_):
-        """Ignore clients that disconnect, which some tests provoke."""
+        """Ignore errors from clients that disconnect, because some tests disconnect on purpose."""
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -69,7 +69,7 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(body)
 
     def log_message(self, *_):
-        """Do not log to the terminal."""
+        """Print no log of the requests to the terminal."""
 
 
 @contextmanager
@@ -201,7 +201,7 @@ def test_a_wrong_request_is_not_tried_again():
 
 def test_no_server_at_all_is_failed_soon():
     with serving(lambda _: "") as server:
-        pass  # the server has released its port
+        pass  # nothing listens on the port any more, because the server has released it
     began = time.monotonic()
     result = ask(server.url, retries=1)
     assert result.failed
@@ -258,7 +258,7 @@ def test_the_key_comes_from_the_environment_and_no_message_shows_it(monkeypatch)
     with serving(lambda _: (401, {}, {"error": {"message": "wrong key sk-secret"}})) as server:
         message = ask(server, api_key_env="MY_KEY").message
     assert "wrong key [hidden]" in message
-    monkeypatch.setenv("CREDENTIAL", "a b")  # a secret that is short and whose variable has no telling name
+    monkeypatch.setenv("CREDENTIAL", "a b")  # a short secret in a variable whose name does not suggest a secret
     for reply in ((401, {}, {"error": {"message": "wrong key 'a\\nb'"}}), "I was asked with a  b"):
         with serving(lambda _, reply=reply: reply) as server:
             assert "[hidden]" in ask(server, api_key_env="CREDENTIAL").message

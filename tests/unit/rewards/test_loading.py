@@ -1,4 +1,4 @@
-"""Reward functions given by import path or file path: how they are loaded and called, and one-line errors."""
+"""Tests of reward functions given by import path or file path: loading, calling, and one-line errors."""
 
 import asyncio
 import math
@@ -27,7 +27,7 @@ COLUMNS = {"answer": "7", "finish_reason": "stop"}
 
 @pytest.fixture(autouse=True)
 def _own_import_path(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a reward file adds its folder to sys.path
+    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a reward file adds the file's folder to sys.path
 
 
 def write(folder: Path, text: str, name: str = "mine.py") -> Path:
@@ -43,7 +43,7 @@ def error_of(path: object) -> str:
     return str(caught.value)
 
 
-# Finding reward functions
+# Tests of finding reward functions
 
 
 @pytest.mark.parametrize("path", [f"{BUILTIN}:final_answer", f"{BUILTIN}.final_answer"])
@@ -56,7 +56,7 @@ def test_a_file_may_be_named_absolutely_or_from_the_working_directory(tmp_path, 
     monkeypatch.chdir(tmp_path)
     functions = [load_function(path) for path in ("mine.py:score", "./mine.py:score", f"{tmp_path}/mine.py:score")]
     assert [call(function, "p", "abc", {}) for function in functions] == [3.0] * 3
-    assert functions[0] is functions[2]  # a file is loaded once, so that its functions share their state
+    assert functions[0] is functions[2]  # a file is loaded only once, so that its functions share their state
     assert absolute("mine.py:score") == f"{tmp_path}/mine.py:score"
     assert absolute("package.module:score") == "package.module:score"
 
@@ -64,12 +64,13 @@ def test_a_file_may_be_named_absolutely_or_from_the_working_directory(tmp_path, 
 def test_a_package_may_lie_in_the_working_directory_of_an_installed_command(tmp_path, monkeypatch):
     write(tmp_path, "def score():\n    return 1\n", "rltrain_test_beside.py")
     monkeypatch.chdir(tmp_path)
-    # sys.path as an installed command has it, without the working directory
+    # an installed command has a sys.path without the working directory
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
     for _ in range(2):
         assert call(load_function("rltrain_test_beside:score"), "p", "r", {}) == 1
     assert sys.path.count(str(tmp_path)) == 1
-    assert sys.path[-1] == str(tmp_path)  # the folder is added at the end, so that its files cannot hide a package
+    # the folder is appended to sys.path, so that its files cannot hide installed packages
+    assert sys.path[-1] == str(tmp_path)
 
 
 def test_a_file_that_changed_is_read_again(tmp_path):
@@ -139,7 +140,7 @@ def test_a_file_without_functions_says_so(tmp_path):
 def test_a_file_that_does_not_import_says_why(tmp_path, text, reason):
     path = write(tmp_path, text)
     assert f"{path} does not import ({reason}" in error_of(f"{path}:score")
-    # a module that failed to import is not kept
+    # a module whose import failed is imported again
     assert f"{path} does not import ({reason}" in error_of(f"{path}:score")
 
 
@@ -183,7 +184,7 @@ def test_a_builtin_that_hides_its_parameters_is_refused():
         check_columns(min, "f", [])
 
 
-# Calling reward functions
+# Tests of calling reward functions
 
 
 def test_a_function_gets_only_what_its_signature_takes():
@@ -293,7 +294,7 @@ def test_async_functions_run_to_their_end_on_one_loop_that_stays():
         return len(response)
 
     assert [call(slow, "p", "r" * n, {}) for n in (1, 2)] == [1.0, 2.0]
-    # the event loop is the same, so that connections which a function keeps still work in the next call
+    # both calls use the same event loop, so that a function can keep its connections between calls
     assert loops[0] is loops[1]
 
 
@@ -314,7 +315,7 @@ def test_async_functions_work_where_a_loop_is_running_and_survive_an_exit():
 
 def test_an_object_that_can_be_called_is_a_function_too():
     @dataclass
-    class Length:  # a dataclass with __eq__ has no hash
+    class Length:  # instances of a dataclass with __eq__ are not hashable
         per: float
 
         def __call__(self, response):
@@ -324,7 +325,7 @@ def test_an_object_that_can_be_called_is_a_function_too():
     assert bind(Length(0.5))("p", "abcd", {}) == 2.0
 
 
-# Invariant G1: final answers
+# Tests of invariant G1: the scores of final answers
 
 
 GOLDEN = [

@@ -1,4 +1,7 @@
-"""Misbehaving programs in both forms of the sandbox: each ends in time with its status, and leaves nothing behind."""
+"""Tests of misbehaving programs in both forms of the sandbox.
+
+Each program must end in time with the right status, and leave no processes or files.
+"""
 
 import logging
 import os
@@ -19,11 +22,11 @@ from rltrain.rewards.sandbox import SandboxError, SandboxResult, run
 WHY_NOT = sandbox.why_not_strong()
 needs_strong = pytest.mark.skipif(bool(WHY_NOT), reason=f"no strong form here: {WHY_NOT}")
 BOTH = [pytest.param("required", marks=needs_strong), "limits"]
-SOON_S = 20.0  # generous for a time limit of 1 s on a slow machine
+SOON_S = 20.0  # a generous number of seconds for programs with a time limit of 1 s, even on a slow machine
 
 
 def left(mark: str) -> list[str]:
-    """Return processes whose command line or environment contains `mark`, and folders that are left."""
+    """Return the processes whose command line or environment contains `mark`, and the leftover sandbox folders."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -39,7 +42,7 @@ def left(mark: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(monkeypatch, tmp_path):
-    # a separate temporary folder, because other runs on this machine use the default one
+    # the test has its own temporary folder, because other runs on the machine use the default folder
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     real = sandbox.environment
     monkeypatch.setattr(sandbox, "environment", lambda folder: {**real(folder), "MARK": str(tmp_path)})
@@ -104,7 +107,7 @@ def test_it_works_in_several_threads_at_once(level):
     assert results == {number: f"{number}\n" for number in range(6)}
 
 
-# Programs that misbehave
+# Tests of programs that misbehave
 
 FORKS = """
 import os, time
@@ -123,7 +126,7 @@ if not os.fork():
     os._exit(0)
 os.wait()
 """
-CASES = {  # name: program, status, return code, text in its reason or standard error
+CASES = {  # each case is name: (program, status, return code, text in the reason or the standard error)
     "sleeps": ("import time; time.sleep(600)", "timeout", None, ""),
     "spins": ("while True: pass", "timeout", None, ""),
     "spins in C": ("sum(range(10**12))", "timeout", None, ""),
@@ -236,7 +239,7 @@ def alive(pid: int) -> bool:
         return False
 
 
-# Protection that only the strong form of the sandbox gives
+# Tests of protection that only the strong form of the sandbox gives
 
 
 @needs_strong
@@ -307,7 +310,7 @@ print("still here")
     assert result.status == "ok"
     assert result.stdout.splitlines()[0] == "True"
     assert result.stdout.splitlines()[-1] == "still here"
-    assert os.getpid()  # the test process is alive as well
+    assert os.getpid()  # the test process itself was not killed
 
 
 @needs_strong
@@ -326,7 +329,7 @@ def test_strong_only_no_further_namespaces_can_be_made():
     assert run(code, level="required").stdout == "-1\n"
 
 
-# Two programs at the same time
+# Tests of two programs that run at the same time
 
 
 @pytest.mark.parametrize("level", BOTH)

@@ -1,4 +1,4 @@
-"""Attempts to escape from the strong form of the sandbox, and the messages where the strong form does not work."""
+"""Tests of escapes from the strong form of the sandbox, and of messages where the strong form does not work."""
 
 import logging
 import os
@@ -126,7 +126,7 @@ def test_strong_only_links_that_a_program_leaves_delete_nothing_of_ours(tmp_path
     assert (tmp_path / "keep").read_text() == "x"
 
 
-# Machines where the strong form does not work
+# Tests for machines where the strong form does not work
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_required_is_refused_before_any_worker_where_only_the_weak_form_works(wi
 
 def test_a_run_without_model_written_code_asks_for_no_sandbox(without_bubblewrap):
     assert checks.sandbox_warning(compose(["reward.sandbox=required"])[0]) == ""
-    assert sandbox._why_not == []  # the strong form was not even tried
+    assert sandbox._why_not == []  # no code has tried whether the strong form works
 
 
 @pytest.mark.parametrize("placement", ["local", "inprocess"])

@@ -1,4 +1,4 @@
-"""Reward functions with the signatures of TRL, verl and OpenRLHF are called as those trainers call them."""
+"""Tests that reward functions with the signatures of TRL, verl and OpenRLHF are called as those trainers call them."""
 
 import asyncio
 from dataclasses import replace
@@ -134,7 +134,7 @@ def function(path, name: str, **kwargs) -> RewardFunctionConfig:
 
 
 def requests(*responses: str, messages=None, **columns) -> list[RewardRequest]:
-    """Return requests with the columns that the driver sends, including those that only some functions get."""
+    """Return requests with all columns that the driver sends, including columns that only some functions receive."""
     facts = {"finish_reason": "stop", "prompt_messages": messages}
     return [
         RewardRequest((0, n), "p", text, {**columns, **facts, "response_ids": [5] * len(text)})
@@ -143,7 +143,7 @@ def requests(*responses: str, messages=None, **columns) -> list[RewardRequest]:
 
 
 def scored(path, name: str, asked: list[RewardRequest], **kwargs) -> list:
-    """Return the scores that a worker and an in-process pool give to the requests, which must be the same."""
+    """Return the scores of the requests, after checking that a worker and an in-process pool give equal scores."""
     ours = RewardWorker([function(path, name, **kwargs)]).score(asked)
     reward = replace(compose([])[0].reward, functions=[function(path, name, **kwargs)])
 
@@ -184,7 +184,8 @@ def test_chats_and_texts_in_one_batch_each_get_their_own_form(path):
     mixed = [RewardRequest((0, n), r.prompt, r.response, r.columns) for n, r in enumerate(mixed)]
     first, second = scored(path, "trl_chat", mixed)
     assert first == 1.0
-    assert "string indices must be integers" in second  # the function itself takes only messages
+    # the function fails on the text prompt, because it only handles messages
+    assert "string indices must be integers" in second
 
 
 def test_a_function_of_TRL_gets_the_token_ids_of_the_completions(path):
@@ -281,7 +282,8 @@ def test_data_without_a_right_answer_is_refused_at_the_start(path):
     )
     for columns, kwargs in ((["answer"], {}), (["reward_model"], {}), ([], {"ground_truth": "7"})):
         check_columns(compute_score, "gsm8k", columns, kwargs)
-    check_columns(load_function(f"{path}:verl_options"), "options", [])  # it has a default
+    # no column is needed, because ground_truth has a default
+    check_columns(load_function(f"{path}:verl_options"), "options", [])
 
 
 def test_a_row_without_a_right_answer_fails_alone(path):
@@ -309,7 +311,7 @@ def test_a_function_of_OpenRLHF_gets_queries_that_are_prompts_and_responses(path
     assert "returned a dict without 'rewards' (it has scores)" in said
 
 
-# Which functions are recognised
+# Tests of which reward functions are recognised as functions of TRL, verl or OpenRLHF
 
 
 @pytest.mark.parametrize(

@@ -31,7 +31,7 @@ def refusal(*overrides):
 
 
 def model_of(folder, kind):
-    """Save a model of the given type with random weights, as small as possible."""
+    """Save a model of the given type, as small as possible and with random weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     older = {"gpt2": {"n_embd": 8, "n_head": 2, "n_layer": 1, "n_positions": 64}}
@@ -140,7 +140,7 @@ def test_an_output_folder_with_another_run_is_refused(tmp_path, name):
     )
     check(
         config_of(f"trainer.output_dir={tmp_path}", "trainer.resume=auto")
-    )  # whether the folder belongs to the run is checked later, in `rltrain.run.resume`
+    )  # `rltrain.run.resume` checks later whether the folder belongs to the run
 
 
 def test_an_output_folder_that_is_there_and_holds_no_run_is_fine(tmp_path):

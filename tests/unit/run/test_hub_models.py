@@ -1,4 +1,4 @@
-"""The models of a run by hub name: their commits are pinned in the config, and kept when the run is resumed."""
+"""Tests of models given by hub name, whose commits are pinned in the config and kept when the run is resumed."""
 
 import io
 
@@ -17,9 +17,9 @@ STEP = "run/checkpoints/step_2"
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """Yield a hub with the model org/model, whose commit is named `first`.
+    """Yield a local hub server that stores the models that tests push.
 
-    Downloads of the test process use the hub.
+    All downloads of the test process go to the local hub.
     """
     monkeypatch.setattr(hub_module, "_snapshots", {})
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "cache" / "hub"))
@@ -38,7 +38,7 @@ def push(hub, tmp_path, weights: bytes, name: str = "org/model") -> str:
 
 
 def fetched(*overrides: str):
-    """Return the config after the models were downloaded, and the text on the console."""
+    """Return the config after downloading the models, and the text printed on the console."""
     console = Console(file=io.StringIO(), width=200)
     config = fetch_models(compose(overrides)[0], console)
     return config, console.file.getvalue()

@@ -1,4 +1,7 @@
-"""Two runs in one output folder: the second is refused, also through links, and the lock ends with its process."""
+"""Tests of two runs with one output folder.
+
+The second run is refused, even if it reaches the folder through a link. The lock ends with the process that holds it.
+"""
 
 import os
 import signal
@@ -56,7 +59,7 @@ def test_a_second_process_in_a_folder_is_refused_until_the_first_has_died(tmp_pa
         with lock_of(*words) as lock:
             lock.take()
     finally:
-        os.killpg(first.pid, signal.SIGKILL)  # kills the child of the process too
+        os.killpg(first.pid, signal.SIGKILL)  # killpg also kills the child of the process
         first.stdout.close()
 
 

@@ -209,12 +209,12 @@ def test_memory_is_sixteen_bytes_a_trained_parameter_over_the_ranks():
         "; to start, a rank takes 4.0 GB of host memory for the whole model"
     )
     frozen = row("memory", reference, "model.dtype=bfloat16", facts=gib)
-    # the reference has no optimizer states, because it is never trained
+    # the memory of the reference model has no optimizer states, because it is never trained
     assert frozen.startswith("a rank: actor 16.0 GB + reference 2.0 GB + critic")
 
 
 def test_memory_is_over_the_ranks_that_share_one_copy_of_the_model():
-    """The memory of adapters and reward models is divided by the same number of ranks as that of the actor."""
+    """The memory of adapters and of reward models is divided by the number of ranks that share the actor's memory."""
     facts = Facts(path="m", parameters=2**30)
     copies = ("placement.actor_ranks=8", "placement.shard_ranks=1")
     assert row("memory", *copies, facts=facts).startswith("a rank: actor 16.0 GB;")
@@ -230,7 +230,7 @@ def test_an_engine_holds_its_shard_in_its_own_dtype():
     overrides = ["model.dtype=bfloat16", "rollout.vllm.tensor_parallel_size=2"]
     assert "an engine: weights 1.0 GB, 50% of its GPU in total;" in row("memory", *overrides, facts=gib)
     assert "an engine: weights 4.0 GB;" in row("memory", "rollout=hf", facts=gib)
-    # vLLM's settings have no effect with the engine hf
+    # with the rollout engine hf, vLLM's settings have no effect
     another = ["rollout.engine=hf", "rollout.vllm.tensor_parallel_size=2"]
     assert "an engine: weights 4.0 GB;" in row("memory", *another, facts=gib)
     assert "+ 1 engine +" in row("processes", *another)

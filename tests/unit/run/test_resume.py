@@ -1,4 +1,4 @@
-"""Which checkpoint `trainer.resume` selects, and which configs may resume from it."""
+"""Tests of which checkpoint `trainer.resume` selects, and of which configs may resume from the checkpoint."""
 
 import dataclasses
 import json
@@ -258,7 +258,7 @@ def changed(path, value):
 
 
 def write_index(checkpoint):
-    """Write the index file that ranks store beside their tensors."""
+    """Write the index file that training ranks store next to their tensors."""
     checkpoint.folder.write("state/actor/.metadata", pickle.dumps(Metadata({}, None, {})))
 
 
@@ -329,7 +329,8 @@ def test_a_config_that_is_none_is_refused_in_one_line(tmp_path, content):
 async def test_the_order_of_keys_and_the_way_a_number_is_written_make_no_difference(tmp_path):
     await saved(tmp_path)
     plain = dataclasses.asdict(config(tmp_path))
-    (tmp_path / "config.yaml").write_text(json.dumps(plain, sort_keys=True))  # JSON is also valid YAML
+    # the file is read as YAML, and JSON is also valid YAML
+    (tmp_path / "config.yaml").write_text(json.dumps(plain, sort_keys=True))
     assert beginning(config(tmp_path, "trainer.resume=auto")).checkpoint.step == 2
 
 

@@ -1,4 +1,4 @@
-"""What the first and the second signal do, before and after the run can be stopped safely."""
+"""Tests of stop signals: what a first and a second signal do, before and after the run can be stopped safely."""
 
 import asyncio
 import os
@@ -19,7 +19,7 @@ from workers.cluster.hangups import hangups_ignored
 def _listening():
     """Restore the default handlers of SIGINT and SIGHUP.
 
-    A shell without job control makes background programs ignore SIGINT, which may include these tests.
+    If a shell without job control starts pytest in the background, pytest ignores SIGINT by default.
     """
     before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGINT, signal.SIGHUP)}
     yield
@@ -40,7 +40,7 @@ def send_twice(number, seen) -> None:
             signals.stop_with(tasks)
             tasks.check()
             os.kill(os.getpid(), number)
-            # a signal does not interrupt computation, only waits in which nothing can be lost
+            # a signal interrupts waits in which nothing can be lost, but it does not interrupt computation
             seen.append("computing goes on")
             await asyncio.sleep(0)
             with pytest.raises(Stopped):
@@ -80,7 +80,10 @@ os.kill(pid, number)
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_the_first_signal_also_ends_a_wait_when_nothing_else_happens_in_the_event_loop(number):
-    """Another process sends the signal while the event loop sleeps. The event loop has no timer that could wake it."""
+    """Another process sends the signal while the event loop sleeps.
+
+    The event loop has no timer that could wake the event loop before the signal arrives.
+    """
     senders = []
 
     async def run():

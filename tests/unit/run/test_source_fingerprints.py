@@ -1,6 +1,6 @@
-"""Changed content under an unchanged name makes another run.
+"""Tests that a fingerprint changes when the content of a file changes under an unchanged name.
 
-The content can be prompts, reward files, or weights that no checkpoint replaces.
+The fingerprints cover prompts, reward files, and the model weights that no checkpoint replaces.
 """
 
 import pytest

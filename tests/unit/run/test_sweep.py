@@ -1,4 +1,7 @@
-"""Tests of sweeps without training: a fake replaces the command of each job and records what would be started."""
+"""Tests of sweeps without training.
+
+A fake replaces the function that starts jobs, and records the command of each job.
+"""
 
 import json
 import sys

@@ -1,4 +1,4 @@
-"""Rules among the keys under `algorithm`, and the columns and roles that a config needs."""
+"""Tests of rules that relate keys under `algorithm`, and of the columns and roles that a config needs."""
 
 import pytest
 
@@ -144,7 +144,7 @@ def test_with_the_engines_log_probs_the_update_may_still_move_too_far_from_them(
         ["reward_shaping.bias=-3"],
         ["entropy_target=0.001"],
         ["entropy_target=0.2", "entropy_coef=0.005"],
-        ["entropy_coef=0.5"],  # without a target, the entropy coefficient stays constant
+        ["entropy_coef=0.5"],  # without an entropy target, the entropy coefficient stays constant
     ],
     ids=" ".join,
 )
@@ -172,7 +172,7 @@ REWARD, LOSS, FULL = "kl_in_reward.kl_coef=0.1", "kl_loss.kl_loss_coef=0.1", "kl
     ("overrides", "reference", "full", "log_probs"),
     [
         ([], False, False, False),
-        # a full KL needs no pass of the reference if its coefficient is 0
+        # the exact KL needs no forward pass of the reference model if the coefficient of the KL is 0
         ([f"kl_in_reward.{FULL}", f"kl_loss.{FULL}"], False, False, False),
         ([REWARD], True, False, True),
         ([LOSS], True, False, True),

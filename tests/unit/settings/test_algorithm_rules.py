@@ -1,4 +1,4 @@
-"""Settings that the chosen algorithm functions cannot honour are refused before any worker starts."""
+"""Tests that settings are refused before any worker starts if the chosen algorithm functions do not support them."""
 
 import re
 from contextlib import contextmanager
@@ -49,7 +49,7 @@ def test_every_estimator_passes_with_its_defaults(estimator):
     accepted(f"advantage_estimator={estimator}")
 
 
-# Names and knobs of algorithm functions
+# Tests of the names and options of algorithm functions
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,8 @@ def test_aliases_are_what_presets_and_papers_call_their_functions():
         "gmpo": "geo_mean", "otb": "optimal_token_baseline", "reinforce++": "reinforce_plus_plus",
     }  # fmt: skip
     assert refusal("advantage_estimator=gmpo").startswith("algorithm.advantage_estimator=gmpo: unknown")
-    assert "'geo_mean'" not in refusal("advantage_estimator=gmpo")  # geo_mean is a loss, and no advantage estimator
+    # geo_mean is the name of a loss, not of an advantage estimator
+    assert "'geo_mean'" not in refusal("advantage_estimator=gmpo")
 
 
 @pytest.mark.parametrize(
@@ -164,7 +165,7 @@ def test_a_knob_that_no_tensor_holds_is_refused_in_one_line_with_its_section():
 
 @contextmanager
 def registered(registry, name, function):
-    """Register a function under the given name while the context is open."""
+    """Context manager that registers a function under `name`, and removes the function at the end."""
     registry.register(name)(function)
     try:
         yield
@@ -275,11 +276,12 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
         ):
             check_algorithm(compose([setting, f"algorithm.{gdpo}"])[0])
         check_algorithm(compose([setting])[0])
-    accepted(gdpo, "reward_shaping.overlong_penalty=2")  # the overlong penalty is off, because it has no buffer
+    # the overlong penalty is off, because the config has no overlong buffer
+    accepted(gdpo, "reward_shaping.overlong_penalty=2")
     accepted(gdpo, "advantage_normalization.std_level=batch", "suppress_truncated=true")
 
 
-# Truncated answers whose return ends with the critic's value
+# Tests of truncated answers whose return ends with the critic's value
 
 CONTRADICTIONS = [
     ([], "with grpo: this estimator has no critic"),
@@ -300,7 +302,7 @@ def test_a_cut_answer_that_is_in_no_statistic_may_end_with_a_value():
     accepted("bootstrap_truncated=true", "advantage_estimator=gae", "exclude_truncated=true", reward)
 
 
-# Differences between the engine's and the actor's log-probs: bounds of the rejection
+# Tests of the rejection's bounds on the log-prob difference between engine and actor
 
 
 @pytest.mark.parametrize("estimator", ["k2", "k3", "abs"])
@@ -322,7 +324,7 @@ def test_bounds_of_the_rejection_must_let_data_that_agree_through():
 # Groups
 
 
-# Estimators that read `uid`, because they compare the answers to one prompt.
+# Advantage estimators that read the column `uid`, because they compare the answers to one prompt.
 IN_GROUPS = [
     "gdpo", "gpg", "grpo", "grpo_passk", "opo", "optimal_token_baseline", "reinforce_plus_plus_baseline", "rloo",
 ]  # fmt: skip
@@ -383,7 +385,7 @@ def test_dynamic_sampling_drops_groups_so_it_is_for_estimators_that_compare_in_g
     )
 
 
-# Reward scores that would not reach the advantages
+# Tests of configs in which reward scores would not affect the advantages
 
 
 def test_a_greedy_baseline_and_normalised_scores_would_be_on_two_scales():

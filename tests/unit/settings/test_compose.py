@@ -93,7 +93,7 @@ def test_every_choice_of_every_group_composes(choice):
 
 
 def values_of(values, prefix=""):
-    """Return every value by its dotted key, where an empty mapping counts as a value."""
+    """Return a flat mapping from dotted keys to values, where an empty mapping counts as a value."""
     found = {}
     for name, value in values.items():
         nested = isinstance(value, dict) and value
@@ -109,7 +109,8 @@ def algorithm_values(name):
 WHITENED = {"advantage_normalization.mean_level": "batch", "advantage_normalization.std_level": "batch"}
 WHOLE_ANSWER = {"loss_agg_mode": "seq-mean-token-sum"}
 EACH_ANSWER = {"loss_agg_mode": "seq-mean-token-mean"}
-NO_CAP = {"loss.clip_ratio_c": math.inf}  # no dual clip; for the loss dppo, no truncation
+# clip_ratio_c=inf turns off the dual clip, or the truncation if the loss is dppo
+NO_CAP = {"loss.clip_ratio_c": math.inf}
 DR_GRPO = {"advantage.norm_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm", **NO_CAP}
 DAPO = {"loss.clip_ratio_high": 0.28, **NO_CAP, "dynamic_sampling": 10, "reward_shaping.overlong_buffer": 3}
 PRESETS = {
@@ -171,7 +172,7 @@ def test_a_preset_starts_from_grpo_and_states_only_what_differs(name):
     assert stated.pop("defaults") == ["grpo", "_self_"]
     if "overlong_buffer" in stated.get("reward_shaping", {}):
         assert stated["reward_shaping"]["overlong_buffer"] == "auto"
-        stated["reward_shaping"]["overlong_buffer"] = 3  # an overlong buffer of 3 of the demo's 16 response tokens
+        stated["reward_shaping"]["overlong_buffer"] = 3  # the overlong buffer covers 3 of the demo's 16 response tokens
     assert values_of(stated) == PRESETS[name]
 
 

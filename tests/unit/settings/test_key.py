@@ -1,4 +1,4 @@
-"""What the schema declares for each key: meaning, bounds, and whether a resumed run may change it."""
+"""Tests of what the schema declares for each key: meaning, bounds, and whether a resumed run may change the key."""
 
 import dataclasses
 import typing
@@ -12,7 +12,8 @@ from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys, parse
 
 EVERY = tuple(declared_keys(Config))
-# Keys that a resumed run may change, because they do not affect what the model learns; all other keys are fixed.
+# Keys that a resumed run may change, because they do not affect what the model learns.
+# A resumed run may not change a key that is missing in CHANGEABLE.
 CHANGEABLE = {
     "actor.max_tokens_per_microbatch",
     "critic.max_tokens_per_microbatch",
@@ -166,7 +167,7 @@ def changed(values, path, value):
 
 
 def outside(one):
-    """Return values just outside the bounds of a key."""
+    """Return values that lie just outside the bounds of a key."""
     step = 1 if int in {one.hint, *typing.get_args(one.hint)} else 0.5
     low = [] if one.key.at_least is None else [type(step)(one.key.at_least) - step]
     high = [] if one.key.at_most is None else [one.key.at_most + step]

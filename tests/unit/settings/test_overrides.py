@@ -1,4 +1,4 @@
-"""Tests of a user's config files, and of option names from other trainers."""
+"""Tests of config files that a user writes, and of option names from other trainers."""
 
 import re
 
@@ -133,7 +133,7 @@ def test_text_of_a_file_stays_as_it_is(own):
     assert compose(["trainer.seed=0"], [own(written)])[0].data == config.data
 
 
-# Option names from other trainers
+# Tests of option names from other trainers
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_yaml_of_a_run_is_a_file_without_references():
     assert yaml.safe_load(compose(["trainer.output_dir=x"])[1])["trainer"]["output_dir"] == "x"
 
 
-# Lists of texts
+# Tests of settings that are lists of strings
 
 
 def test_a_line_break_in_a_stop_string_is_typed_with_a_backslash(own):

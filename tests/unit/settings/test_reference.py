@@ -22,7 +22,7 @@ COMPLETE = [
 
 
 def rows():
-    """Return the cells of each row in the page's tables, without the header rows."""
+    """Return the cells of each table row on the reference page, without the header rows."""
     lines = [line for line in page().splitlines() if line.startswith("|")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return [row for row in cells if row[0] != "key" and not set(row[0]) <= {"-"}]
@@ -181,7 +181,8 @@ def test_the_comments_of_a_complete_file_are_generated_and_its_lines_fit(name):
     text = (config_dir() / name).read_text()
     assert max(map(len, text.splitlines())) <= WIDTH
     group = "" if name == "train.yaml" or name.startswith("profile/") else f"{name.partition('/')[0]}."
-    start = text.index("\n\ntrainer:" if name == "train.yaml" else "\n\n")  # the end of the hand-written text
+    # `start` is the end of the hand-written text
+    start = text.index("\n\ntrainer:" if name == "train.yaml" else "\n\n")
     bare = text[:start] + re.sub(r"(?m)^ *# .*\n|  # .*$", "", text[start:])
     assert bare != text
     assert commented(bare, group) == text

@@ -17,14 +17,16 @@ from rltrain.settings.schema import Config
 from rltrain.settings.typed import keys, parse, unknown_key
 
 ROOT = Path(__file__).parents[3]
-# Files that describe or check the config: a key that is read only in these files would have no effect.
+# Source files that only describe or check the config.
+# A config key that is read only by files in TELLERS would have no effect.
 TELLERS = {*(ROOT / "rltrain/settings").glob("*.py"), ROOT / "rltrain/run/plan.py", ROOT / "rltrain/run/checks.py"}
-# section passed whole as keyword arguments: (function, arguments that are no keys, keys that are no arguments)
+# Config sections that are passed whole as keyword arguments to a function.
+# Each value is (function, arguments that are not config keys, config keys that are not arguments).
 HANDED_WHOLE = {
     "reward_normalization": (normalize_rewards, {"eps", "counted"}, set()),
     "advantage_normalization": (normalize_advantages, {"eps"}, set()),
     "correction": (rollout_correction, set(), set()),
-    # the key only_negative selects a column, and is no argument of the function
+    # the key `only_negative` selects a column, and is not an argument of the function
     "rejection": (rollout_rejection, set(), {"only_negative"}),
 }
 
@@ -40,7 +42,7 @@ def loads(tree):
 
 
 def properties():
-    """Return the attributes that each config property reads, by the property's name."""
+    """Return a mapping from the name of each config property to the attribute names that the property reads."""
     trees = [ast.parse((ROOT / "rltrain/settings" / file).read_text()) for file in ("schema.py", "algorithm_config.py")]
     functions = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return {f.name: loads(f) for f in functions if any(getattr(d, "id", "") == "property" for d in f.decorator_list)}
@@ -49,7 +51,7 @@ def properties():
 def attributes_read():
     """Return every name that the program reads as an attribute, directly or through a config property.
 
-    Files that only describe the config are left out.
+    Source files that only describe or check the config are left out.
     """
     files = [file for folder in ("rltrain", "workers") for file in (ROOT / folder).rglob("*.py")]
     trees = [ast.parse(file.read_text()) for file in files if file not in TELLERS]
@@ -216,7 +218,7 @@ def test_a_run_that_shall_be_reproduced_is_synchronous():
         compose(["rollout=hf", "trainer.deterministic=true", "trainer.max_staleness=1"])
 
 
-# Top-p and top-k
+# Tests of top-p and top-k
 
 
 @pytest.mark.parametrize(

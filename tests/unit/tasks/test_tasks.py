@@ -22,7 +22,10 @@ def task(request: pytest.FixtureRequest) -> Task:
 
 
 def by_counting(digits: str) -> str:
-    """Sort digits by counting; the oracle shares no code with the sorting tasks."""
+    """Sort digits with a counting sort.
+
+    As an oracle, the function shares no code with the sorting tasks.
+    """
     count = Counter(digits)
     return "".join(digit * count[digit] for digit in "0123456789")
 
@@ -59,7 +62,7 @@ def test_the_same_seed_gives_the_same_distinct_rows_and_another_seed_gives_other
 
 
 def test_no_prompt_can_be_in_both_splits(task: Task) -> None:
-    """Each prompt of a split hashes to that split under any seed, so that the two splits cannot overlap."""
+    """For any seed, `split_of` assigns every prompt of a split to that split, so no splits overlap."""
     for split in ("train", "val"):
         for seed in range(3):
             assert {split_of(row["prompt"]) for row in task.prompts(split, seed, 100)} == {split}

@@ -100,7 +100,7 @@ def test_an_interrupted_start_leaves_nothing_behind(tmp_path: Path) -> None:
 def test_supervised_rows_are_prompt_answer_and_end() -> None:
     batch = messy_batch(MEDIAN, Random(0), 64)
     assert sum(len(ids) for ids in batch) == 64
-    # lengths of a guess, of an answer with a scratch pad, and of an answer that never ends
+    # the lengths belong to a guess, an answer with a scratch pad, and an answer that never ends
     assert [ids.shape[1] for ids in batch] == [11, 18, 24]
     for ids in batch:
         assert (ids[:, 7] == ord("=")).all()
@@ -142,7 +142,7 @@ def test_the_task_the_seed_and_the_recipe_are_in_the_caches_key(cache: Path, mon
 
 
 def test_two_that_make_the_same_start_at_once_both_get_it(cache: Path) -> None:
-    """A call within the last step plays a second process, which finishes before the first one has saved."""
+    """A nested call stands for a second process, which finishes before the first process saves its model."""
     others: list[Path] = []
     whole: list[dict[str, bytes]] = []
 
@@ -153,7 +153,7 @@ def test_two_that_make_the_same_start_at_once_both_get_it(cache: Path) -> None:
 
     path = cached_start(MEDIAN, steps=STEPS, on_step=overtake)
     assert others == [path]
-    assert list(path.parent.iterdir()) == [path]  # no temporary folder is left
+    assert list(path.parent.iterdir()) == [path]  # no temporary folder is left behind
     assert contents(path) == whole[0]
 
 

@@ -1,4 +1,4 @@
-"""Which tokens leave the mask before the mini-batches are made, and which columns a step needs."""
+"""Tests of which tokens are removed from the mask before mini-batches are made, and which columns a step needs."""
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ def config_of(*overrides):
 
 
 def batch(*, mask=(True,) * 6, reasons=("stop",) * 3) -> DataProto:
-    """Return rows of 3, 2 and 1 tokens whose log-probs differ a lot between engine and actor."""
+    """Return a batch with rows of 3, 2 and 1 tokens, where the log-probs of engine and actor differ by 9 nats."""
     made = DataProto.from_dict(
         {"responses": jagged([[1] * length for length in LENGTHS], torch.int64), "uid": torch.zeros(3).long()},
         {"finish_reason": list(reasons)},
@@ -48,12 +48,12 @@ def test_C4_cut_answers_leave_the_mask_where_the_config_says_so_and_only_by_fini
 
 @pytest.mark.parametrize("preset", ["icepop", "sequence_masking", "decoupled_ppo", "tis"])
 def test_A4_correction_and_rejection_take_nothing_out_of_the_mask(preset):
-    """The mask defines how many tokens a mini-batch mean divides by, so a dropped token still counts."""
+    """A mean over a mini-batch divides by the number of tokens in the mask, including dropped tokens."""
     made, algorithm = batch(), compose([f"algorithm={preset}"])[0].algorithm
     assert choose_trained(made, algorithm).values("response_mask").tolist() == [True] * 6
 
 
-# Steps that need a forward pass of the actor, and steps that do not
+# Tests of which steps need a forward pass of the actor
 
 ONE_STEP = ["trainer.prompts_per_step=4", "trainer.prompts_per_minibatch=4"]
 
@@ -97,7 +97,7 @@ def test_the_engines_log_probs_save_the_pass_unless_something_else_of_the_actor_
     "settings",
     [
         ["algorithm.kl_loss.kl_loss_coef=0.1"], ["algorithm.entropy_coef=0.1"], ["algorithm.mask_truncated=true"],
-        # the correction uses the update's own log-probs, which equal the old ones
+        # the correction uses the log-probs of the update itself, which equal the old log-probs
         ["algorithm.correction.level=token"],
         ["algorithm.rejection.kl_estimator=k1", "algorithm.rejection.upper=0.1"],
     ],

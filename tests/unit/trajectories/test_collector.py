@@ -30,7 +30,7 @@ TWO = [
 class Engines(Immortal):
     """Fake engines that answer one request at a time, in random order.
 
-    The token encodes the request, and the version names the weights.
+    The token of each answer encodes the request, and the version of each answer is the version of the weights.
     """
 
     def __init__(self, version=0):
@@ -54,7 +54,10 @@ class Engines(Immortal):
 
 
 class Judges(Waiting):
-    """Fake judges that score in reverse order; the function `score` makes the result of a request."""
+    """Fake reward workers that return results in reverse order.
+
+    The function `score` maps a request to its result.
+    """
 
     def __init__(self, score):
         super().__init__()
@@ -80,7 +83,7 @@ def some_fail(request) -> SampleScores:
 
 @pytest.fixture
 def collector(tasks):
-    """Return a function that makes collectors, which receive answers and scores."""
+    """Return a function that makes and starts a collector."""
 
     def make(score=by_key, *, engines=None, max_failed=0.5, staleness=0) -> Collector:
         config, _ = compose(
@@ -96,7 +99,7 @@ def collector(tasks):
 
 
 async def turns(count):
-    """Let the other tasks run for `count` turns of the event loop."""
+    """Let other tasks run for `count` iterations of the event loop."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -108,7 +111,7 @@ def at_once(coroutine):
     return end.value.value
 
 
-# Paths through the engines and the reward workers
+# Tests of paths through the engines and the reward workers
 
 
 async def test_G3_a_batch_holds_each_answer_with_its_own_score_sorted_by_group_and_sample(collector):
@@ -209,9 +212,9 @@ async def test_scores_are_received_while_the_engines_answer_and_nobody_is_asked_
 
 
 async def test_what_is_lost_while_all_requests_are_dropped_is_not_requested_again(collector):
-    """A replica dies while another replica's requests are dropped.
+    """A replica dies while the requests of another replica are dropped.
 
-    The groups of the dead replica belong to the discarded steps too.
+    The groups of the dead replica are discarded too, so the collector must not request the groups again.
     """
 
     class DiesMeanwhile(Engines):
@@ -326,7 +329,7 @@ async def test_rewards_of_which_none_applies_are_named_so(collector):
         await collect(collector(lambda request: SampleScores(request.key, (None,))), 0)
 
 
-# Groups converted to a batch
+# Tests of groups converted to a batch
 
 
 def group(uid, scores, *, tokens=((1, 2), (3,)), failed=()) -> Group:
@@ -383,14 +386,16 @@ def test_an_answer_is_correct_if_every_function_that_decides_says_so():
     exact, style = replace(ONE[0], success=1.0), replace(TWO[1], success=4.0)
     groups = [group(0, [(1.0, 4.0), (1.0, 3.0)]), group(1, [(None, None), (0.5, None)], failed=(0,))]
     groups[1].results[1] = replace(groups[1].results[1], success=True)
-    assert successes_of(groups, [exact, style]) == [1.0, 0.0, None, 0.0]  # the last: 0.5 is below 1.0
+    # the last answer is wrong, because its score 0.5 is below the success threshold 1.0
+    assert successes_of(groups, [exact, style]) == [1.0, 0.0, None, 0.0]
     assert successes_of(groups, [exact, TWO[1]]) == [1.0, 1.0, None, 0.0]
-    assert successes_of(groups, TWO) == [None, None, None, 1.0]  # what the function itself returned
+    # without success thresholds, an answer is correct only if a reward function reports success
+    assert successes_of(groups, TWO) == [None, None, None, 1.0]
     groups[0].results[0] = replace(groups[0].results[0], success=False)
     assert successes_of(groups, [exact, style]) == [0.0, 0.0, None, 0.0]
 
 
 def successes_of(groups, components):
-    """Return for each row whether the answer is correct, or None if nothing decides it."""
+    """Return for each row 1.0 if the answer is correct, 0.0 if it is wrong, and None if no reward function decides."""
     found = to_batch(groups, components).batch["successes"].tolist()
     return [None if math.isnan(value) else value for value in found]

@@ -1,4 +1,7 @@
-"""Groups with equal outcomes are replaced or left out, and greedy baselines; engines and reward workers are fakes."""
+"""Tests of dynamic sampling, which replaces or drops groups with equal outcomes, and of greedy baselines.
+
+Engines and reward workers are fakes.
+"""
 
 import asyncio
 import random
@@ -23,7 +26,8 @@ REMAX = ["algorithm.advantage_estimator=remax"]
 class Engines(Immortal):
     """Fake engines that answer one request at a time, in random order.
 
-    The function `reason` gives the finish reason of a key, and `lengths` the answer lengths of a prompt.
+    The function `reason` maps the key of a request to a finish reason, and `lengths` lists the lengths of a prompt's
+    answers.
     """
 
     def __init__(self, seed=0, reason=lambda key: "stop", tokens=1, lengths=None):
@@ -50,9 +54,9 @@ class Engines(Immortal):
 
 
 class Judges(Waiting):
-    """Fake judges that score at once.
+    """Fake reward workers that score answers at once.
 
-    The function `score` gives the number for a key, None if the reward does not apply, or "fails".
+    The function `score` maps a key to a number, to None if the reward does not apply, or to "fails".
     """
 
     def __init__(self, score):
@@ -71,7 +75,7 @@ class Judges(Waiting):
 
 @pytest.fixture
 def collector(tasks):
-    """Return a function that makes collectors, which receive answers and scores."""
+    """Return a function that makes and starts a collector."""
 
     def make(score, *overrides, engines=None, staleness=0) -> Collector:
         config, _ = compose(
@@ -95,7 +99,7 @@ def varied(uid, number):
 
 
 def flat(*uids):
-    """Return a score function whose scores are equal within the groups `uids`, and vary within all other groups."""
+    """Return a score function whose scores are equal within each group in `uids`, and vary within other groups."""
     return lambda uid, number: 1.0 if uid in uids else varied(uid, number)
 
 
@@ -171,7 +175,7 @@ async def test_groups_in_flight_for_later_steps_are_dropped_early_and_no_token_i
     assert max(ages) == staleness
 
 
-# The bound on generated batches
+# Tests of the bound on generated batches
 
 
 @pytest.mark.parametrize(
@@ -201,10 +205,10 @@ async def test_where_no_group_has_spread_one_is_left_and_trains_nothing(collecto
     assert len(batch) == SAMPLES
     assert facts(metrics) == (5, 2)
     assert not bool(batch.values("response_mask").any())
-    assert batch.batch["valid"].all()  # the row is masked, but it has not failed
+    assert batch.batch["valid"].all()  # the rows are masked, but no row has failed
 
 
-# The mean score over all generated groups
+# Tests of the mean score over all generated groups
 
 
 async def test_the_mean_score_is_also_told_over_all_answers_that_were_generated_those_of_dropped_groups_included(
@@ -238,7 +242,7 @@ async def test_greedy_answers_are_not_in_the_mean_over_all(collector):
     assert metrics["reward/mean_generated"] == 0.5
 
 
-# Groups without spread in their scores
+# Tests of groups whose scores are all equal
 
 
 async def test_a_group_whose_answers_were_cut_has_no_spread_where_they_are_in_no_statistic(collector):
@@ -255,7 +259,7 @@ async def test_a_group_whose_answers_were_cut_has_no_spread_where_they_are_in_no
 @pytest.mark.parametrize("outcome", [0.0, 1.0])
 @pytest.mark.parametrize("preset", ["dapo", "top_entropy"])
 async def test_C8_an_all_wrong_or_all_right_group_is_replaced_whatever_its_lengths_cost(preset, outcome, collector):
-    """Answers have 13 to 16 of at most 16 tokens, and the last three tokens cost up to 1 in score."""
+    """The limit is 16 tokens, the answers have 13 to 16 tokens, and the last 3 tokens lower the score by up to 1."""
     batch, metrics = await collect_with_metrics(
         collector(
             lambda uid, n: outcome if uid == 0 else varied(uid, n),
@@ -294,7 +298,7 @@ async def test_a_group_with_a_failed_reward_is_dropped_like_others_where_the_res
     assert facts(metrics) == (2, 0)
     assert not bool(batch.batch["failed"].any())
     assert bool(batch.values("response_mask").all())
-    # 1 failed result of the 20 of five groups
+    # one of the 20 results of five groups failed
     await collect(collector(score, sampling(2), "reward.max_failed_fraction=0.05"), 0)
     with pytest.raises(
         RewardError, match=r"^5% of .* failed, 1 of 20, above .*=0\.04: broke \(1 x, .* group 1, sample 0\)$"
@@ -310,7 +314,7 @@ async def test_the_steps_last_group_stays_masked_and_counted_though_a_reward_fai
     assert (uids(batch), facts(metrics)) == ([5], (5, 2))
     assert batch.batch["failed"].tolist() == [True, False, False, False]
     assert not bool(batch.values("response_mask").any())
-    with pytest.raises(RewardError, match=r"^4% of the rewards failed"):  # 1 failed result of the 24 of six groups
+    with pytest.raises(RewardError, match=r"^4% of the rewards failed"):  # one of the 24 results of six groups failed
         await collect(collector(score, sampling(2), "reward.max_failed_fraction=0.04"), 0)
 
 
@@ -368,8 +372,10 @@ async def test_the_baseline_is_shaped_as_the_scores_are(collector):
         "algorithm.reward_shaping.bias=-1", "algorithm.reward_shaping.clip=5",
     )  # fmt: skip
     batch = await collect(made, 0)
-    assert batch.batch["baseline_rewards"].tolist() == [5.0] * 12  # shaped greedy reward: (4 - 1) * 2, clipped to 5
-    assert batch.batch["scores"].tolist() == [1.0] * 12  # scores are kept as the reward functions returned them
+    # the shaped score of the greedy answer is (4 - 1) * 2 = 6, clipped to 5
+    assert batch.batch["baseline_rewards"].tolist() == [5.0] * 12
+    # the column `scores` keeps the values that the reward functions returned
+    assert batch.batch["scores"].tolist() == [1.0] * 12
 
 
 async def test_a_greedy_answer_without_a_score_leaves_its_group_without_a_baseline_and_untrained(collector):
@@ -385,7 +391,8 @@ async def test_C4_a_greedy_answer_whose_reward_failed_fails_its_group_and_is_cou
     def score(uid, number):
         return "fails" if number == SAMPLES and uid == 1 else varied(uid, number)
 
-    batch = await collect(collector(score, *REMAX, "reward.max_failed_fraction=0.07"), 0)  # 1 failed result of 15
+    # one of the 15 results failed
+    batch = await collect(collector(score, *REMAX, "reward.max_failed_fraction=0.07"), 0)
     assert batch.batch["failed"].tolist() == [False] * 4 + [True] * 4 + [False] * 4
     assert batch.batch["valid"].tolist() == [True] * 4 + [False] * 4 + [True] * 4
     with pytest.raises(RewardError, match=r"^7% of the rewards failed.*: broke \(1 x, .* group 1, sample 4\)$"):

@@ -32,7 +32,7 @@ def finish(made: PromptGroups, uid: int, version: int = 0) -> None:
         made.scored(score(uid, number))
 
 
-# The life of one group
+# Tests of the life cycle of one group
 
 
 def test_a_group_passes_from_pending_over_generating_and_scoring_to_ready():
@@ -98,8 +98,8 @@ def test_a_reissued_group_keeps_its_answers_and_scores_and_asks_for_the_rest():
     made.generated(completion(0, 0))
     made.reissue([0, 99])
     assert made.groups[0].state is GroupState.PENDING
-    made.scored(score(0, 0, value=7.0))  # a score that was on its way when the engine died is ignored
-    assert made.generated(completion(0, 1)) is None  # an answer that is not requested at the moment is ignored
+    made.scored(score(0, 0, value=7.0))  # a late score of an answer that was lost with its engine is ignored
+    assert made.generated(completion(0, 1)) is None  # an answer without an open request is ignored
     (group,) = made.ship(1)
     assert [r.key for r in requests_of(group, temperature=1.0, max_tokens=4, seed=0)] == [(0, 1)]
     assert made.generated(completion(0, 0)) is None  # a copy
@@ -159,7 +159,7 @@ def test_answered_groups_are_told_oldest_first_before_their_scores_are_there_and
     assert made.answered(2) == []
     made.generated(completion(0, 0))
     made.scored(score(0, 0))
-    assert made.answered(2) == []  # the oldest groups still miss an answer
+    assert made.answered(2) == []  # one of the oldest groups still lacks an answer
     made.generated(completion(0, 1))
     for _ in range(2):
         assert [group.uid for group in made.answered(2)] == [0, 1]
@@ -184,7 +184,7 @@ def test_groups_may_be_numbered_from_below_zero_so_that_two_collections_share_no
     once.add([prompt(n) for n in range(3)])
     assert [(g.uid, g.prompt.index) for g in once.ship(0)] == [(-3, 0), (-2, 1), (-1, 2)]
     finish(once, -2)
-    assert once.generated(completion(0, 0)) is None  # an answer of an earlier collection is ignored
+    assert once.generated(completion(0, 0)) is None  # an answer from an earlier collection is ignored
     assert once.take(3) == []
     finish(once, -1)
     finish(once, -3)
@@ -266,7 +266,7 @@ def test_E8_every_seed_group_and_sample_has_a_stream_of_its_own():
 
 def test_E8_the_bits_of_neighbouring_streams_have_nothing_in_common():
     flips = [bin(stream_seed(0, u, n) ^ stream_seed(0, u, n + 1)).count("1") for u in range(200) for n in range(8)]
-    assert 30 < sum(flips) / len(flips) < 33  # about half of the 63 seed bits flip
+    assert 30 < sum(flips) / len(flips) < 33  # the seeds of neighbouring streams differ in about half of their 63 bits
 
 
 def test_E8_requests_of_a_group_differ_in_their_seed_only():

@@ -1,4 +1,4 @@
-"""Property tests of prompt groups under engines, reward workers and a trainer that act in any order."""
+"""Property tests of prompt groups with engines, reward workers and a trainer that act in any order."""
 
 import random
 
@@ -12,7 +12,10 @@ from tests.unit.trajectories.test_prompt_groups import completion, prompt, score
 
 
 class Life(RuleBasedStateMachine):
-    """State machine of engines, reward workers and a trainer that act in any order; each take advances the weights."""
+    """State machine of engines, reward workers and a trainer that act in any order.
+
+    The version of the weights advances each time the trainer takes a batch of groups.
+    """
 
     @initialize(
         samples=st.integers(1, 3), per_step=st.integers(1, 3), staleness=st.integers(0, 3), steps=st.integers(1, 5),
@@ -26,12 +29,12 @@ class Life(RuleBasedStateMachine):
         self.staleness, self.per_step, self.samples = staleness, per_step, samples + greedy
         self.steps, self.first = steps, first
         self.version = self.added = 0
-        # requests as (uid, number, version), including duplicates and requests of dropped groups
+        # each request is (uid, number, version), and the list includes duplicates and requests of dropped groups
         self.generating: list[tuple[int, int, int]] = []
         self.scoring: list[tuple[int, int]] = []
         self.used: list[int] = []
         self.dropped: list[int] = []
-        self.empty_places = 0  # places of groups that were dropped without a replacement
+        self.empty_places = 0  # number of groups that were dropped without a replacement
 
     @rule()
     def fill(self):
@@ -64,7 +67,10 @@ class Life(RuleBasedStateMachine):
     @precondition(lambda self: self.groups.oldest(self.places()))
     @rule(data=st.data())
     def give_up(self, data):
-        """Drop a group of the current step, as dynamic sampling does; the last place of a step is always refilled."""
+        """Drop a group of the current step, as dynamic sampling does.
+
+        If the step needs only one more group, the dropped group is always replaced.
+        """
         places = self.places()
         uid = data.draw(st.sampled_from([group.uid for group in self.groups.oldest(places)]))
         replace = places == 1 or data.draw(st.booleans())
@@ -73,12 +79,12 @@ class Life(RuleBasedStateMachine):
         self.empty_places += not replace
 
     def age(self, group):
-        """Return the largest possible number of versions between a group's shipping and the step that uses it."""
+        """Return the largest possible number of weight updates between a group's shipping and its use in a step."""
         before = sum(uid < group.uid for uid in self.groups.groups)
         return (len(self.used) + self.empty_places + before) // self.per_step - group.shipped
 
     def places(self):
-        """Return the number of groups that the current step still takes."""
+        """Return the number of groups that the current step still needs."""
         return (self.version + 1) * self.per_step - len(self.used) - self.empty_places
 
     @precondition(lambda self: self.version < self.steps)
@@ -111,7 +117,7 @@ class Life(RuleBasedStateMachine):
         assert len(self.groups.groups) + self.groups.used <= self.steps * self.per_step, "no step would use it"
 
     def teardown(self):
-        """Check that the run can continue after any history: with working engines, a further step is completed."""
+        """Check that with working engines, the run can complete another step after any order of actions."""
         if not hasattr(self, "groups"):
             return
         before, places = len(self.used), self.places()
@@ -135,7 +141,7 @@ test_groups_in_any_order_of_events = Life.TestCase
 
 @pytest.mark.parametrize("staleness", [0, 1, 2, 3])
 def test_the_staleness_bound_is_reached_and_never_passed(staleness):
-    """Engines of random speed work for a trainer that takes each step as soon as it can."""
+    """Engines of random speed generate answers for a trainer that takes each step as soon as possible."""
     draw, ages = random.Random(staleness), set()
     made = PromptGroups(samples_per_prompt=2, prompts_per_step=2, max_staleness=staleness, steps=60)
     version, running, added = 0, [], 0

@@ -1,4 +1,4 @@
-"""Several reward functions combined into one score by gates, weights and `reward.aggregation`."""
+"""Tests of how gates, weights and `reward.aggregation` combine several reward functions into one score."""
 
 import asyncio
 import math
@@ -94,7 +94,10 @@ def config_of(*overrides, gate="false"):
 
 
 def batch(config, *groups, failed=()):
-    """Return a batch with groups of rows of two scores; None means that a function does not apply."""
+    """Return a batch of groups whose rows have the scores of two reward functions.
+
+    A score of None means that the function does not apply to the row.
+    """
     made = []
     for uid, rows in enumerate(groups):
         keys = [(uid, n) for n in range(len(rows))]
@@ -119,7 +122,7 @@ def test_a_gate_at_or_below_0_silences_the_others_and_one_that_does_not_apply_is
     assert shaped(config_of(gate="true"), rows)[0] == [7.0, 0.0, -1.0, 6.0]
     assert shaped(config_of(), rows)[0] == [7.0, 6.0, 5.0, 6.0]
     made = batch(config_of(gate="true"), rows)
-    # components keep the values that the functions returned
+    # the components keep the values that the reward functions returned
     assert made.batch["reward_components"][:, 1].tolist() == [3.0] * 4
     assert on_last_token(made, made.batch["scores"]).tolist() == [0.0, 7.0, 0.0, 0.0, 0.0, -1.0, 0.0, 6.0]  # B8
 
@@ -127,7 +130,7 @@ def test_a_gate_at_or_below_0_silences_the_others_and_one_that_does_not_apply_is
 def test_normalize_then_sum_takes_each_function_in_units_of_its_own_group():
     config = config_of("reward.aggregation=normalize_then_sum")
     scores, valid = shaped(config, [(0.0, 10.0), (1.0, 30.0)], [(5.0, 1.0), (5.0, 3.0)])
-    # each of two values is half their distance from the mean, and the std is the distance times sqrt(1/2)
+    # two values at a distance d are d/2 from their mean, and their standard deviation is d * sqrt(1/2)
     unit = round(1 / math.sqrt(2), 4)
     assert scores == pytest.approx([-3 * unit, 3 * unit, -2 * unit, 2 * unit], abs=1e-3)
     assert valid == [True] * 4

@@ -1,4 +1,4 @@
-"""Tests of reward models without weights: the text that they read, and the use of their scores."""
+"""Tests of reward models without weights: the text that a reward model reads, and the use of its scores."""
 
 import asyncio
 import random
@@ -28,7 +28,7 @@ TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor 
 
 
 class Ranks:
-    """A fake worker group that scores a row by a function of its text, and records the texts."""
+    """A fake worker group that scores each row by a function of the row's text, and records all texts."""
 
     def __init__(self, score=len):
         self.score, self.read, self.budgets = score, [], []
@@ -70,7 +70,7 @@ def group(uid, scores, texts, failed=()) -> Group:
     )
 
 
-# The text that a reward model reads
+# Tests of the text that a reward model reads
 
 
 async def test_prompt_and_response_one_after_the_other_where_nothing_else_is_said():
@@ -141,7 +141,7 @@ async def test_what_has_no_score_says_why():
     assert await made.scores([]) == []
 
 
-# The use of a reward model's score
+# Tests of the use of a reward model's score
 
 
 async def test_scores_are_columns_behind_those_of_the_functions_weighted_and_gated_alike():
@@ -152,7 +152,7 @@ async def test_scores_are_columns_behind_those_of_the_functions_weighted_and_gat
     assert batch.batch["reward_components"].nan_to_num(9).tolist() == [[1, 2], [9, 5], [1, 4], [0, 3]]
     assert batch.batch["scores"].tolist() == [2.0, 2.5, 3.0, 1.5]
     await with_model_scores(groups, models)
-    assert len(models[0].group.read) == 1  # samples that already have a model score are not scored again
+    assert len(models[0].group.read) == 1  # the reward model does not score samples that already have a model score
     gated = to_batch(groups, [FUNCTION, *(m.config for m in models)])
     assert gated.batch["scores"].tolist() == [-2.0] * 4
 
@@ -169,14 +169,14 @@ async def test_C4_a_sample_that_a_model_cannot_score_is_failed_and_counted_as_it
         "reward model 'rm1' cannot read 10 tokens, because its limit is 4; lower rollout.max_response_length",
         "broke",
     ]
-    assert made.group.read == [["p0a"]]  # a sample whose rewards failed is not scored by the model
+    assert made.group.read == [["p0a"]]  # the reward model does not score a sample whose reward functions failed
 
 
-# Reward models through the collector
+# Tests of reward models through the collector
 
 
 class Engines(Waiting):
-    """Fake engines that answer at once: sample n of a prompt is "x" repeated n % 2 times."""
+    """Fake engines that answer at once, where sample n of a prompt is "x" repeated n % 2 times."""
 
     def submit(self, groups):
         super().submit(request for group in groups for request in group)
@@ -188,7 +188,7 @@ class Engines(Waiting):
 
 
 class Judges(Waiting):
-    """Fake judges that score each sample with 1."""
+    """Fake reward workers that give each sample the score 1."""
 
     async def poll(self):
         await asyncio.sleep(0)
@@ -198,7 +198,7 @@ class Judges(Waiting):
 
 @pytest.fixture
 def collector(tasks):
-    """Return a function that makes collectors, which receive answers and scores."""
+    """Return a function that makes and starts a collector."""
 
     def make(scored_by: RewardModel, *overrides) -> Collector:
         config, _ = compose(
@@ -221,7 +221,10 @@ async def test_batches_and_evaluations_have_the_models_scores(collector):
 
 
 async def test_a_group_is_judged_flat_by_all_components(collector):
-    """The function's scores have no spread in any group; the model's scores have spread in every second group."""
+    """The reward function gives equal scores within every group.
+
+    The reward model gives different scores within every second group.
+    """
     ranks = Ranks(lambda text: len(text) if int(text[0]) % 2 else 0)
     batch, metrics = await collect_with_metrics(collector(model(ranks), "algorithm.dynamic_sampling=4"), 0)
     assert batch.batch["uid"].tolist() == [1] * 4 + [3] * 4
@@ -239,7 +242,7 @@ async def test_too_many_rows_that_a_model_cannot_read_stop_the_run(collector):
         await collect(collector(model(longest=1)), 0)
 
 
-# Reward models in the config
+# Tests of reward models in the config
 
 
 def test_a_model_is_named_by_its_directory_and_models_alone_are_enough():

@@ -9,7 +9,10 @@ LIMIT = 16  # rollout.max_response_length of the default config
 
 
 def batch(scores, *, reasons=None, valid=None, lengths=None, mask=None) -> DataProto:
-    """Return rows with the given scores; responses have two tokens unless `lengths` is given."""
+    """Return a batch of rows with the given scores.
+
+    Each response has two tokens unless `lengths` is given.
+    """
     rows = len(scores)
     lengths = lengths or [2] * rows
     made = DataProto.from_dict(
@@ -29,7 +32,7 @@ def shaped(made, *overrides):
     return scores.tolist(), counted.tolist()
 
 
-# Shaping of single scores
+# Tests of the shaping of single scores
 
 
 def test_without_shaping_scores_are_as_the_functions_said():
@@ -44,7 +47,7 @@ def test_without_shaping_scores_are_as_the_functions_said():
         (["scale=-2.0"], [-6.0, 2.0, -1.0]),
         (["clip=0.75"], [0.75, -0.75, 0.5]),
         (["bias=1.0", "scale=2.0"], [8.0, 0.0, 3.0]),  # the bias is added before the scale is applied
-        (["bias=1.0", "scale=2.0", "clip=2.5"], [2.5, 0.0, 2.5]),  # clipping comes last, after bias and scale
+        (["bias=1.0", "scale=2.0", "clip=2.5"], [2.5, 0.0, 2.5]),  # clipping is applied last, after bias and scale
     ],
 )
 def test_a_score_is_moved_then_scaled_then_bounded(overrides, expected):
@@ -76,7 +79,10 @@ REASONS = ["length", "stop", "length", "abort"]
 
 
 def test_a_cut_answer_is_one_that_the_engine_cut_and_no_other():
-    """Row 1 is as long as the limit but finished; row 2 is short but was cut by the model's own limit."""
+    """Row 1 is an answer of maximum length that finished by itself.
+
+    Row 2 is short, but the engine cut the answer at the model's own length limit.
+    """
     made = batch(CUT, reasons=REASONS, lengths=[16, 16, 3, 16])
     assert truncated_rows(made).tolist() == [True, False, True, False]
 
@@ -104,18 +110,21 @@ def test_a_suppressed_answer_is_shaped_as_one_that_earned_nothing_and_keeps_the_
 @pytest.mark.parametrize("shaping", [[], ["bias=-0.5"], ["bias=-0.5", "scale=2"], ["scale=-1"], ["clip=0.4"]])
 @pytest.mark.parametrize("how", ["suppress", "exclude"])
 def test_C9_a_wrong_answer_scores_no_better_for_being_cut(how, shaping):
-    """Pairs of rows, finished and truncated, have equal scores; a scale below 0 makes the high score the wrong one."""
+    """Each finished answer is paired with a truncated answer of equal score.
+
+    With a negative scale, the higher score belongs to the wrong answer.
+    """
     made = batch([-1.0, -1.0, 0.0, 0.0, 1.0, 1.0], reasons=["stop", "length"] * 3)
     scores, counted = shaped(made, f"{how}_truncated=true", *(f"reward_shaping.{text}" for text in shaping))
     assert all(cut <= finished for finished, cut in zip(scores[::2], scores[1::2], strict=True))
-    assert scores[3] == scores[2]  # an answer that has earned nothing has nothing to lose by truncation
+    assert scores[3] == scores[2]  # truncation does not lower the score of an answer whose score is 0
     assert counted == [True, False] * 3
 
 
 def test_C5_C9_under_normalize_then_sum_a_cut_answer_is_in_no_statistic_and_earns_nothing():
-    """The finished scores 2 and 0 have mean 1 and standard deviation sqrt 2.
+    """The two finished answers have the scores 2 and 0, with mean 1 and standard deviation sqrt(2).
 
-    A truncated answer with score 100 counts as an answer with score 0, and not as the mean.
+    A suppressed answer with score 100 gets the reward of an answer with score 0, not of an answer with the mean score.
     """
     aggregation = "reward.aggregation=normalize_then_sum"
     for cut_score in (2.0, 100.0):
@@ -134,11 +143,12 @@ def test_C5_C9_under_normalize_then_sum_a_cut_answer_is_in_no_statistic_and_earn
     ("scores", "uid", "valid", "flat"),
     [
         ([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], [True] * 4, [False, False, True, True]),
-        # three scores that are equal in float32, and a group of one row
+        # one group has three scores that are equal in float32, and the other group has one row
         ([0.3, 0.3, 0.3, 0.1], [4, 4, 4, 2], [True] * 4, [True] * 4),
-        ([1.0, 0.0, 1.0, 0.0], [0, 1, 0, 1], [True] * 4, [True] * 4),  # groups are found by uid, not by position
+        # rows with equal uid form a group, wherever the rows are in the batch
+        ([1.0, 0.0, 1.0, 0.0], [0, 1, 0, 1], [True] * 4, [True] * 4),
         ([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], [True, False, True, True], [True, True, False, False]),
-        # a failed row does not count as a score of 0
+        # a failed row does not count as a row with score 0
         ([-1.0, 0.0, -1.0, 0.0], [0, 0, 1, 1], [True, False, False, True], [True] * 4),
         ([1.0, 0.0], [0, 0], [False, False], [True, True]),
         ([5.0, 5.0, 5.0, 6.0], [9, 9, 9, 9], [True, True, True, True], [False] * 4),
@@ -148,7 +158,7 @@ def test_C3_a_group_has_no_spread_where_all_valid_rows_have_one_score(scores, ui
     assert zero_spread(torch.tensor(uid), torch.tensor(scores), torch.tensor(valid)).tolist() == flat
 
 
-# Scores on the last trained token
+# Tests of scores on the last trained token
 
 
 def test_B8_a_score_sits_on_the_last_trained_token_and_they_sum_to_the_scores():
@@ -173,7 +183,7 @@ def test_a_batch_of_empty_responses_has_no_place_for_a_score():
     assert (len(placed), placed.dtype) == (0, torch.float64)
 
 
-# Groups whose answers all have the same outcome
+# Tests of groups whose answers all have the same outcome
 
 FORM = "reward.functions=[{path: 'x:right', weight: 2.0}, {path: length_penalty, weight: 0.5}]"
 ESTIMATORS = [[], ["reward.aggregation=normalize_then_sum"], ["algorithm.advantage_estimator=gdpo"]]
@@ -190,7 +200,7 @@ def test_C8_a_penalty_among_the_functions_makes_no_two_outcomes_of_one(right, fl
 
 
 def test_C8_a_right_answer_whose_price_of_length_eats_its_reward_is_another_outcome_than_a_wrong_one():
-    """The right answer's weighted sum 2 x 1 + 0.5 x -4 = 0 equals the score of the wrong answer."""
+    """The weighted sum of the right answer, 2 x 1 + 0.5 x (-4) = 0, equals the score of the wrong answer."""
     made = batch([0.0, 0.0])
     made.batch["reward_components"] = torch.tensor([[1.0, -4.0], [0.0, 0.0]])
     assert flat_rows(made, compose([FORM])[0]).tolist() == [False] * 2
@@ -201,17 +211,17 @@ def test_an_aggregation_of_ones_own_says_the_outcome_of_all_functions(tmp_path):
     made = batch([0.0, 0.0])
     made.batch["reward_components"] = torch.tensor([[1.0, -1.0], [0.0, -1.0]])
     config = compose([FORM, f"reward.aggregation={tmp_path / 'own.py'}:least"])[0]
-    # the aggregation takes the least score, which is the length penalty in both rows
+    # the aggregation takes the lowest score, which is the length penalty in both rows
     assert flat_rows(made, config).tolist() == [True] * 2
 
 
 @pytest.mark.parametrize(
     ("components", "flat"),
     [
-        ([[0.0, 1.0], [1.0, 0.0]], False),  # components differ although their sum is constant
+        ([[0.0, 1.0], [1.0, 0.0]], False),  # the components differ, although their sum is constant
         ([[1.0, 1.0], [1.0, 0.0]], False),
         ([[1.0, 0.5], [1.0, 0.5]], True),
-        ([[1.0, float("nan")], [1.0, 2.0]], True),  # a single value in a component has no spread
+        ([[1.0, float("nan")], [1.0, 2.0]], True),  # a component with a single value has no spread
         ([[0.0, float("nan")], [1.0, float("nan")]], False),
     ],
 )

@@ -33,7 +33,7 @@ def algorithm(*overrides):
 
 
 def batch(scores, *, uid=None, valid=None, lengths=None, reasons=None) -> DataProto:
-    """Return rows with the given scores on their last tokens; invalid rows are masked."""
+    """Return a batch of rows with the given scores on the last tokens, where all tokens of invalid rows are masked."""
     rows = len(scores)
     lengths = lengths or [2] * rows
     made = DataProto.from_dict(
@@ -60,7 +60,7 @@ def assigned(made, *overrides):
     return assign_rewards(made, config, kl_controller(config.algorithm.kl_in_reward))
 
 
-# KL penalty in the reward
+# Tests of the KL penalty in the reward
 
 
 def test_the_penalty_is_the_coefficient_times_the_kl_of_each_trained_token():
@@ -88,7 +88,7 @@ def test_the_adaptive_controller_is_told_the_kl_and_the_number_of_sequences_and_
         "trainer.prompts_per_step=1", "trainer.prompts_per_minibatch=1",
     ).kl_in_reward  # fmt: skip
     controller = kl_controller(config)
-    # a KL of 0.5 is five times the target, which gives an error clipped to +0.2
+    # a KL of 0.5 is five times the target of 0.1, so the controller's error is clipped to +0.2
     made = with_log_probs(batch([1.0, 0.0]), -1.0, -1.5)
     _, metrics = penalize_kl(made, config, controller)
     assert metrics["reward/kl_coef"] == 0.2
@@ -179,7 +179,7 @@ def test_C4_a_failed_row_is_in_no_normalisation():
     made = batch([1.0, 3.0, 99.0], valid=[True, True, False])
     result, metrics = assigned(made, NORMALIZE + "mean_level=batch")
     assert result.padded("token_level_rewards")[:, 1].tolist() == [-1.0, 1.0, 0.0]
-    assert metrics["reward/excluded_fraction"] == 0.0  # a row that was not valid before does not count as excluded
+    assert metrics["reward/excluded_fraction"] == 0.0  # a row that was already invalid does not count as excluded
 
 
 @pytest.mark.parametrize(("how", "cut"), [("suppress", 0.0 - 2.0), ("exclude", 99.0 - 2.0)])
@@ -189,7 +189,7 @@ def test_C5_a_cut_row_is_in_no_statistic_from_here_on_and_keeps_its_tokens_and_i
     assert result.padded("token_level_rewards")[:, 1].tolist() == [-1.0, 1.0, cut, 0.0]
     assert result.batch["valid"].tolist() == [True, True, False, False]
     assert made.batch["valid"].tolist() == [True, True, True, False]
-    assert metrics["reward/excluded_fraction"] == 0.25  # a row that failed and was excluded is not counted twice
+    assert metrics["reward/excluded_fraction"] == 0.25  # a failed row does not count as excluded
     assert result.padded("response_mask").tolist() == made.padded("response_mask").tolist()
 
 
@@ -197,7 +197,7 @@ def test_C5_a_cut_row_is_in_no_statistic_from_here_on_and_keeps_its_tokens_and_i
 def test_C9_under_gae_and_normalisation_a_wrong_answer_is_worth_no_more_for_being_cut(how):
     """The four answers are right, wrong, right but truncated, and wrong but truncated.
 
-    An advantage of 0 for excluded rows would exceed the -0.5 of the wrong finished answer.
+    An advantage of 0 for an excluded wrong answer would exceed the advantage of -0.5 of a finished wrong answer.
     """
     made = batch([1.0, 0.0, 1.0, 0.0], reasons=["stop", "stop", "length", "length"])
     config = config_of(
@@ -216,7 +216,7 @@ def test_a_suppressed_answer_pays_for_its_length_under_normalisation_too(levels)
     settings = [*(NORMALIZE + text for text in levels), "algorithm.suppress_truncated=true"]
     free = assigned(made, *settings)[0].padded("token_level_rewards").sum(-1)
     priced = assigned(made, *settings, "algorithm.reward_shaping.overlong_buffer=4")[0]
-    # dividing by the group's std, which is 1/2 for scores 1 and 0, doubles the price
+    # the scores 1 and 0 have a standard deviation of 1/2, so normalisation doubles the length penalty
     unit = 1.0 if len(levels) == 1 else 2.0
     assert free.tolist() == pytest.approx([unit / 2, -unit / 2, -unit / 2], abs=1e-5)
     assert (priced.padded("token_level_rewards").sum(-1) - free).tolist() == pytest.approx([0, 0, -unit], abs=1e-5)
@@ -226,14 +226,14 @@ def test_a_suppressed_answer_pays_for_its_length_under_normalisation_too(levels)
     ("scores", "uid", "valid", "share"),
     [
         ([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1], [True] * 4, 0.5),
-        # three scores that are equal in float32, and a group of one row
+        # one group has three scores that are equal in float32, and the other group has one row
         ([0.3, 0.3, 0.3, 0.1], [4, 4, 4, 2], [True] * 4, 1.0),
         ([1.0, 0.0, 1.0, 0.0], [0, 1, 0, 1], [True] * 4, 1.0),  # groups are found by uid, not by position
-        # a failed row adds no spread to its group
+        # a failed row does not add spread to its group
         ([1.0, 0.0, 1.0, 0.0], [0, 0, 1, 1], [True, False, True, True], 0.5),
         ([-1.0, 0.0, -1.0, 0.0], [0, 0, 1, 1], [True, False, False, True], 1.0),
         ([1.0, 0.0], [0, 0], [False, False], 1.0),
-        ([1.0, 0.0, 1.0, 1.0, 1.0, 1.0], [0, 0, 1, 1, 1, 1], [True] * 6, 0.5),  # the fraction is of groups, not of rows
+        ([1.0, 0.0, 1.0, 1.0, 1.0, 1.0], [0, 0, 1, 1, 1, 1], [True] * 6, 0.5),  # the fraction counts groups, not rows
     ],
 )
 def test_C3_the_share_of_groups_without_spread(scores, uid, valid, share):
@@ -276,7 +276,7 @@ NORMALIZE_ADVANTAGES, MEAN_STD = "algorithm.advantage_normalization.", ("mean", 
 
 
 def test_C4_normalising_leaves_a_row_that_an_outcome_estimator_left_out_at_zero_and_out_of_the_statistics():
-    """Row 1 is not valid although its tokens are trained on, as after `exclude_truncated`."""
+    """Row 1 is not valid although its tokens are trained, as happens with `exclude_truncated`."""
     made = batch([3.0, 100.0, 1.0, 2.0], lengths=[2, 3, 1, 1])
     made = made.pop(["valid"])[1].union(DataProto.from_dict({"valid": torch.tensor([True, False, True, True])}))
     config = algorithm(NORMALIZE_ADVANTAGES + "mean_level=batch", NORMALIZE_ADVANTAGES + "std_level=batch")
@@ -306,7 +306,7 @@ def test_a_row_that_will_not_be_trained_on_is_in_no_statistic_of_the_advantages(
     assert found[0] == found[1] == pytest.approx([0.5**0.5, -(0.5**0.5), 0], abs=1e-5)
 
 
-# Truncated answers whose return ends with the critic's value
+# Tests of truncated answers whose return ends with the critic's value
 
 BOOTSTRAP = "algorithm.bootstrap_truncated=true"
 
@@ -331,10 +331,11 @@ def test_the_critic_is_asked_for_one_state_more_of_each_cut_answer_and_of_no_oth
 
 @pytest.mark.parametrize("score", [0.0, 1.0])
 def test_a_cut_answer_goes_on_with_gamma_times_the_value_of_its_end_and_a_finished_one_with_0(score):
-    """The settings are gamma = 0.9, lam = 0.5, V = 0.5 and 0.25, and 0.8 as the value of the last state.
+    """The two tokens have the values 0.5 and 0.25, the last state has the value 0.8, gamma is 0.9, and lambda is 0.5.
 
-    For the finished answer, delta_2 = score - 0.25, delta_1 = 0.9 x 0.25 - 0.5 = -0.275 and A_1 = delta_1 + 0.45
-    delta_2. For the truncated answer, delta_2 is 0.9 x 0.8 = 0.72 higher, and A_1 is 0.45 x 0.72 = 0.324 higher.
+    For the finished answer, the TD errors are delta_2 = score - 0.25 and delta_1 = 0.9 x 0.25 - 0.5 = -0.275, and the
+    first advantage is A_1 = delta_1 + 0.45 delta_2. For the truncated answer, the TD error delta_2 is higher by 0.9 x
+    0.8 = 0.72, so the first advantage A_1 is higher by 0.45 x 0.72 = 0.324.
     """
     made = batch([score, score], lengths=[2, 2], reasons=["stop", "length"])
     made = made.with_values("responses", values=torch.tensor([0.5, 0.25, 0.5, 0.25]))
@@ -384,7 +385,7 @@ def test_every_row_failed_gives_zero_advantages_and_finite_metrics():
     }
 
 
-# Coefficients of the entropy bonus, and knobs of algorithm functions
+# Tests of entropy coefficients and of options of algorithm functions
 
 
 def test_the_coefficient_of_the_entropy_bonus_is_fixed_without_a_target():

@@ -1,4 +1,4 @@
-"""Invariant B9: tool text in a response changes no statistic, score, penalty or advantage of the sampled tokens."""
+"""Tests of invariant B9: text from tools changes no statistic, score, penalty or advantage of the sampled tokens."""
 
 import functools
 import math
@@ -29,7 +29,7 @@ from rltrain.trajectories.token_rewards import (
 from workers.reward.messages import SampleScores
 
 SAMPLES, LIMIT, STEP = 3, 16, 5
-JUNK = 1e4  # value of columns at tokens that must not be read
+JUNK = 1e4  # the value that columns have at tokens that must not be read
 SETTINGS = [
     "algorithm.loss_mode=kl_cov", "algorithm.kl_in_reward.kl_coef=0.1", "algorithm.reward_shaping.overlong_buffer=12",
     "algorithm.exclude_truncated=true", "algorithm.mask_truncated=true", f"rollout.max_response_length={LIMIT}",
@@ -40,7 +40,7 @@ CRITIC = ["algorithm=ppo", "algorithm.bootstrap_truncated=true", "algorithm.adva
 turns = st.lists(
     st.tuples(
         st.integers(0, 5),  # sampled tokens
-        st.integers(0, 4),  # tokens of the tool's answer to the sampled tokens
+        st.integers(0, 4),  # number of tokens in the tool's reply to the sampled tokens
     ),
     min_size=1,
     max_size=3,
@@ -59,7 +59,10 @@ def config_of(*overrides):
 
 
 def trajectory(uid, number, row, *, tools) -> Trajectory:
-    """Return the trajectory of a row's turns; without `tools`, all actions follow one another in a single turn."""
+    """Return a trajectory with the turns of a row.
+
+    Without `tools`, the sampled tokens of all turns form a single turn.
+    """
     token, made, observation = 0, [], [1, 2]
     for sampled, observed in row["turns"]:
         spots = range(token, token + sampled)
@@ -82,7 +85,7 @@ def result(key, row) -> SampleScores:
 
 
 def scored(rows, config, *, tools) -> DataProto:
-    """Return the scored batch, with columns as the actor, the reference and the critic add them."""
+    """Return the scored batch with the columns that actor, reference and critic would add."""
     found = [
         Group(uid, Prompt(uid, "p", [1, 2], {}), SAMPLES, SAMPLES, GroupState.READY,
               results={n: result((uid, n), row) for n, row in enumerate(group)})
@@ -99,7 +102,11 @@ def scored(rows, config, *, tools) -> DataProto:
 
 
 def with_values(batch, algorithm) -> DataProto:
-    """Add critic values: 0.75 for the final state, a value by the token for sampled tokens, and junk elsewhere."""
+    """Add critic values to a batch.
+
+    The final state has the value 0.75, each sampled token has a value computed from its token id, and all other tokens
+    have junk values.
+    """
     seen = states_to_value(batch, algorithm)
     lengths, mask = batch.lengths("responses"), sampled_tokens(batch)
     values = torch.full((len(seen.values("responses")),), 0.75)
@@ -110,7 +117,7 @@ def with_values(batch, algorithm) -> DataProto:
 
 
 def outcome_of(rows, name, *, tools) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
-    """Return all metrics of a step before the update, and the columns of sampled tokens and rows."""
+    """Return all metrics of a step before the update, and the columns for sampled tokens and for rows."""
     config = config_of(*(CRITIC if name == "gae" else [f"algorithm.advantage_estimator={name}"]))
     batch = scored(rows, config, tools=tools)
     if name == "gae":
@@ -140,7 +147,7 @@ def test_B9_tool_text_changes_no_metric_score_penalty_or_advantage(name, rows):
         assert torch.allclose(theirs[column].double(), values.double(), rtol=1e-5, atol=1e-6, equal_nan=True), column
 
 
-# A worked example with tool text
+# Tests of a worked example with text from tools
 
 ROWS = [
     {"turns": [(2, 3), (2, 0)], "scores": (1.0, 0.0), "failed": False, "reason": "stop"},
@@ -163,7 +170,7 @@ def test_lengths_age_and_entropy_are_of_sampled_tokens_also_in_a_row_whose_rewar
 
 
 def test_the_penalty_of_length_is_of_sampled_tokens_also_in_rows_that_are_no_longer_trained():
-    """Of 16 allowed tokens, 13 are sampled, and the last 12 allowed tokens cost score: the price is 9/12."""
+    """The length penalty grows over the last 12 of 16 allowed tokens, so 13 sampled tokens give a penalty of 9/12."""
     config = config_of()
     batch = scored([ROWS], config, tools=True)
     cleared = batch.with_values("responses", response_mask=torch.zeros(34, dtype=torch.bool))

@@ -1,4 +1,4 @@
-"""A Ray that does not start, or is not at the given address, gives a one-line error."""
+"""Tests that a one-line error is raised if Ray does not start or is not at the given address."""
 
 import socket
 
@@ -14,7 +14,7 @@ UNASKED = AssertionError("not to be asked")
 
 @pytest.fixture(scope="module")
 def server():
-    """Yield the port of a server that listens but is no cluster."""
+    """Yield the port of a server that listens but is not a Ray cluster."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener.getsockname()[1]
 
@@ -34,7 +34,7 @@ def test_ray_that_does_not_come_up_is_one_line_with_the_way_out(monkeypatch, ser
         raise raised
 
     monkeypatch.setattr(ray, "init", init)
-    # some C libraries take ports that differ by 65536 for the same port
+    # some C libraries treat two port numbers that differ by 65536 as the same port
     address = address.format(port=server, beyond=server + 65536)
     with pytest.raises(kind) as told:
         connect(compose(["verbose=true", f"placement.address={address}"])[0])

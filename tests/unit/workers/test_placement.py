@@ -1,4 +1,4 @@
-"""Resources and environments that the processes of a placement get."""
+"""Tests of the resources and environment variables that a placement gives to processes."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from workers.cluster.shared_devices import SharedDevices
 
 @pytest.fixture
 def made(monkeypatch):
-    """Return the (options, environment) that Ray is asked for per actor; no process starts."""
+    """Return the list of (options, environment) of all requested Ray actors, which the fake does not start."""
     found = []
 
     def remote(**options):
@@ -34,7 +34,8 @@ def made(monkeypatch):
     ("overrides", "threads"),
     [
         (["placement.actor_ranks=3"], "4"),
-        (["placement.actor_ranks=3", "trainer.max_staleness=1"], "3"),  # an engine computes beside the training ranks
+        # the engine computes at the same time as the training ranks
+        (["placement.actor_ranks=3", "trainer.max_staleness=1"], "3"),
         (["placement.actor_ranks=3", "placement.threads_per_worker=7"], "7"),
         (["placement.actor_ranks=24"], "1"),
     ],
@@ -65,7 +66,7 @@ async def test_without_ray_the_one_process_has_the_threads_asked_for_or_keeps_it
 
 
 class Noted:
-    """Fake parts of a run, which record how they are ended."""
+    """Fake parts of a run, which record how each part is ended."""
 
     def __init__(self):
         self.how = []
@@ -110,7 +111,10 @@ def test_a_ray_of_its_own_has_the_cores_that_may_be_used(monkeypatch, tmp_path):
 
 
 def test_devices_of_one_machine_are_numbered_one_after_the_other(monkeypatch):
-    """Ray assigns the bundles of a large group to machines in no order; a machine with more devices comes first."""
+    """Ray assigns the bundles of a large placement group to machines in arbitrary order.
+
+    Machines with more devices must come first in the numbering of devices.
+    """
     nodes = {0: "b", 1: "a", 2: "b", 3: "a", 4: "a", 5: "c"}
     asked = []
 

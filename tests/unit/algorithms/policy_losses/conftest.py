@@ -1,4 +1,4 @@
-"""Policy losses are tested on single tokens computed by hand, and on a whole batch against a slow oracle."""
+"""Fixtures that compare policy losses with results computed by hand, and with a slow oracle on a whole batch."""
 
 import pytest
 import torch
@@ -29,10 +29,11 @@ def by_hand():
 
 @pytest.fixture
 def against(make_batch):
-    """Compare losses and gradient with `oracle(log pi, log pi_old, A, selected, row, t) -> (loss, gradient)`.
+    """Compare the losses and the gradient of a batch with those of `oracle`, one token at a time.
 
-    The oracle's argument `row` lists (log r, A) of the row's trained tokens. The oracle also names the branch that it
-    took for a token, and the set of all branches is returned.
+    The oracle gets log pi, log pi_old and the advantage A of one token, and whether the token is selected. The argument
+    `row` lists the pairs (log-ratio, advantage) of all trained tokens of the token's row. The oracle returns the loss,
+    the gradient and a name of the branch that the token took. The fixture returns the set of the names of all branches.
     """
 
     def run(name, oracle, *, selected=False, spread=1.0, length=16, **knobs):

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-# CISPO cases: ratio, advantage, weight, count in weight_clip_fraction
+# each CISPO case is (ratio, advantage, weight, number of tokens counted in weight_clip_fraction)
 CASES = [
     (1.0, 2.0, 1.0, 0),
     (0.6, 2.0, 0.6, 0),

@@ -5,7 +5,7 @@ import torch
 
 from rltrain.algorithms import POLICY_LOSSES
 
-# total variation (TV), both deltas 0.2: pi_old, pi, advantage, whether the token is dropped
+# each total-variation (TV) case is (pi_old, pi, advantage, whether the token is dropped), with both deltas at 0.2
 TV = [
     (0.5, 0.69, 1.0, False),
     (0.5, 0.71, 1.0, True),
@@ -17,7 +17,8 @@ TV = [
     (0.5, 0.71, 0.0, False),
     (0.01, 0.2, 1.0, False),  # the ratio is 20, but the total variation is below 0.2
 ]
-# KL, both deltas 0.1: KL(0.5 || 0.72) = 0.107, KL(0.5 || 0.71) = 0.097, and the mirror images
+# each KL case is (pi_old, pi, advantage, whether the token is dropped), with both deltas at 0.1
+# KL(0.5 || 0.71) = KL(0.5 || 0.29) = 0.097 is below the deltas, and KL(0.5 || 0.72) = KL(0.5 || 0.28) = 0.107 is above
 KL = [
     (0.5, 0.71, 1.0, False),
     (0.5, 0.72, 1.0, True),
@@ -53,7 +54,7 @@ def test_the_two_deltas_bound_the_two_directions(name, by_hand):
 
 @pytest.mark.parametrize(("name", "inside", "outside"), [("dppo_tv", 0.149, 0.151), ("dppo_kl", 0.154, 0.156)])
 def test_the_defaults_are_those_of_the_registry(name, inside, outside, by_hand):
-    # KL(0.5 || 0.5 + x) = -log(1 - 4 x^2) / 2 reaches 0.05 at x = 0.1542, so 0.154 is inside and 0.156 outside
+    # KL(0.5 || 0.5 + x) = -log(1 - 4 x^2) / 2 reaches the default bound 0.05 at x = 0.1542, between 0.154 and 0.156
     ratios, advantages = [[1 + 2 * inside, 1 + 2 * outside, 1 - 2 * inside, 1 - 2 * outside]], [[1.0, 1.0, -1.0, -1.0]]
     _, gradient, _ = by_hand(name, ratios, advantages, old_probability=0.5)
     assert (gradient == 0).tolist() == [[False, True, False, True]]
@@ -111,7 +112,7 @@ def test_D9_certain_and_impossible_tokens_stay_finite(name, dtype):
         same = (log_probs == old)[0]
         assert gradient[0][same].tolist() == pytest.approx([-advantage] * len(ends))
         lost = (log_probs == (0.0 if advantage > 0 else -50.0)) & (old == -1.0)
-        assert gradient[lost].tolist() == [0.0]  # the probability moved from 0.37 to 1 or to 0
+        assert gradient[lost].tolist() == [0.0]  # the probability moved from 0.37 to 1 or to 0, which is too far
 
 
 @pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])

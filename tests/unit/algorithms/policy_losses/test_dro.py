@@ -5,7 +5,7 @@ import torch
 
 from rltrain.algorithms import POLICY_LOSSES
 
-# DRO cases with beta = 0.5: log-ratio, advantage, loss, gradient
+# each DRO case with beta = 0.5 is (log-ratio, advantage, loss, gradient)
 CASES = [(0.0, 2.0, 0.0, -2.0), (1.0, 2.0, -1.75, -1.5), (4.0, 2.0, -4.0, 0.0), (-1.0, -2.0, -1.75, 1.5)]
 
 

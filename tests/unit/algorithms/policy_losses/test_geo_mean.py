@@ -41,7 +41,7 @@ def test_D2_token_advantages_clip_each_token_by_its_own_sign(against):
 
 
 def paper_objective(log_probs, old, advantage, mask, low, high):
-    """Return A times the |y|-th root of the product of min(r A, clip(r) A) / A per row, to differentiate."""
+    """Return the paper's loss: minus the mean over rows of A (prod_t min(r_t A, clip(r_t) A) / A)^(1 / |y|)."""
     rows = []
     for i in mask.any(-1).nonzero().flatten():
         a, product = advantage[i], torch.ones((), dtype=torch.float64)

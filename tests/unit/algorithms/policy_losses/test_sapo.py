@@ -4,7 +4,7 @@ import pytest
 
 
 def gate(r, tau):
-    """Return f, f' and the weight that f' has lost, computed with the exponential function."""
+    """Return SAPO's gate f(r) = 4 p / tau with p = sigmoid(tau (r - 1)), and its derivative f'(r) = 4 p (1 - p)."""
     p = 1 / (1 + math.exp(-tau * (r - 1)))
     return p * 4 / tau, 4 * p * (1 - p)
 

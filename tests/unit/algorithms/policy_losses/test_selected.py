@@ -15,7 +15,7 @@ def clipped(r, a, low, high, c=math.inf):
 
 @pytest.mark.parametrize("name", ["clip_cov", "top_entropy"])
 def test_D2_tokens_left_out_have_no_loss_and_no_gradient_and_are_not_counted_as_clipped(name, by_hand):
-    out = name == "clip_cov"  # clip_cov drops the selected tokens; top_entropy drops all other tokens
+    out = name == "clip_cov"  # clip_cov drops the selected tokens, whereas top_entropy drops the unselected tokens
     selected = [[out, not out, not out, not out], [not out, out, out, out]]
     ratios, advantages = [[1.0, 1.1, 1.5, 0.5]] * 2, [[2.0, 2.0, 2.0, -2.0]] * 2
     mask = [[1, 1, 1, 1], [1, 1, 1, 0]]
@@ -25,7 +25,7 @@ def test_D2_tokens_left_out_have_no_loss_and_no_gradient_and_are_not_counted_as_
     assert gradient.tolist() == [pytest.approx(row, rel=1e-12, abs=0) for row in slopes]
     assert metrics["clip_fraction"] == 2
     assert metrics["selected_fraction"] == (3 if out else 4)
-    # the sum over all trained tokens
+    # the metric sums the ratios of all seven trained tokens, including the dropped tokens
     assert metrics["ratio_mean"] == pytest.approx(1.0 + 1.1 + 1.5 + 0.5 + 1.0 + 1.1 + 1.5)
 
 
@@ -53,7 +53,7 @@ def test_top_entropy_equals_an_oracle_with_vanillas_dual_clip(against, by_hand):
     assert metrics["clip_fraction_c"] == 1
 
 
-# kl_cov cases: ratio, advantage, selected, loss, gradient
+# each kl_cov case is (ratio, advantage, selected, loss, gradient)
 KL_COV = [
     (1.0, 2.0, True, -2.0, -2.0),
     (3.0, 2.0, False, -6.0, -6.0),

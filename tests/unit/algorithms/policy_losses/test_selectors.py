@@ -7,7 +7,7 @@ from rltrain.algorithms import POLICY_LOSSES, TOKEN_SELECTORS, aggregate_loss, k
 from rltrain.algorithms.policy_losses.selection import smallest
 
 NAMES = TOKEN_SELECTORS.names()
-# knobs with which each selector picks some tokens of a random batch, but not all
+# for each selector, knob values that select some but not all tokens of a random batch
 SOME = {
     "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.1, "clip_cov_ub": 2.0},
     "kl_cov": {"kl_cov_ratio": 0.2},
@@ -24,7 +24,7 @@ def table(*rows):
     return torch.tensor(rows, dtype=torch.float64)
 
 
-# covariance terms (log pi - mean) (A - mean) of the trained tokens; the token with NaN is masked
+# covariance terms (log pi - mean) (A - mean) of the trained tokens, where the mask excludes the NaN token:
 #   row 0: (-2)(-2) = 4    (2)(2) = 4      (0)(1) = 0
 #   row 1: (-1)(-2) = 2    (1)(1) = 1      masked
 LOG_PROBS, ADVANTAGES = table([-5, -1, -3], [-4, -2, torch.nan]), table([-1, 3, 2], [-1, 2, torch.nan])
@@ -39,12 +39,14 @@ def picked(selected):
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        # floor(2e-4 * 5) = 0 is raised to one token: the one with the smallest draw of the four in [1, 5]
+        # the count floor(2e-4 * 5) = 0 is raised to 1
+        # of the four tokens with covariance in the interval [1, 5], token (1, 0) has the smallest draw
         ({}, [(1, 0)]),
         ({"clip_cov_ratio": 0.4}, [(0, 0), (1, 0)]),
         ({"clip_cov_ratio": 0.59}, [(0, 0), (1, 0)]),  # floor(2.95)
         ({"clip_cov_ratio": 0.6}, [(0, 0), (1, 0), (1, 1)]),
-        ({"clip_cov_ratio": 1.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),  # the interval [1, 4] includes both end points
+        # all four covariances lie in the default interval [1, 5], which includes its end points
+        ({"clip_cov_ratio": 1.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
         ({"clip_cov_ratio": 1.0, "clip_cov_lb": 1.01}, [(0, 0), (0, 1), (1, 0)]),
         ({"clip_cov_ratio": 1.0, "clip_cov_ub": 4.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
         ({"clip_cov_ratio": 1.0, "clip_cov_ub": 3.9}, [(1, 0), (1, 1)]),
@@ -66,7 +68,7 @@ def test_clip_cov_draws_two_in_ten_thousand_by_default(make_batch):
 
 @pytest.mark.parametrize(("covariance", "inside"), [(0.99, False), (1.0, True), (5.0, True), (5.01, False)])
 def test_clip_cov_looks_at_covariances_from_one_to_five_by_default(covariance, inside):
-    # both tokens differ from the means by 2 and by covariance / 2
+    # both tokens differ by 2 from the mean log-prob, and by covariance / 2 from the mean advantage
     log_probs, advantages = table([-4, 0]), table([-covariance, 0])
     selected = TOKEN_SELECTORS.get("clip_cov")(log_probs, advantages, torch.ones(1, 2), torch.zeros(1, 2))
     assert selected.tolist() == [[inside, inside]]
@@ -75,11 +77,11 @@ def test_clip_cov_looks_at_covariances_from_one_to_five_by_default(covariance, i
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        ({}, [(0, 0)]),  # of the two tokens with covariance 4, the one with the smaller draw is selected
+        ({}, [(0, 0)]),  # of the two tokens with covariance 4, the token with the smaller draw is selected
         ({"kl_cov_ratio": 0.4}, [(0, 0), (0, 1)]),
         ({"kl_cov_ratio": 0.6}, [(0, 0), (0, 1), (1, 0)]),
         ({"kl_cov_ratio": 0.8}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
-        # a token with covariance 0 is not selected: it does not lower the entropy
+        # the token with covariance 0 is not selected, because it does not lower the entropy
         ({"kl_cov_ratio": 1.0}, [(0, 0), (0, 1), (1, 0), (1, 1)]),
     ],
 )
@@ -90,7 +92,7 @@ def test_kl_cov_takes_the_largest_covariances(knobs, expected):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("advantage", [0.0, 0.1, -1 / 3])
 def test_kl_cov_selects_nothing_where_all_advantages_are_equal(advantage, dtype):
-    """The mean of 0.1 over 1,000 tokens is not 0.1 in float32, and this rounding must not become a covariance."""
+    """Rounding makes the float32 mean of 1,000 values of 0.1 differ from 0.1, which must not count as covariance."""
     log_probs = -torch.rand(10, 100, generator=torch.Generator().manual_seed(0)).to(dtype)
     columns = log_probs, torch.full_like(log_probs, advantage), torch.ones(10, 100), torch.rand(10, 100)
     assert not TOKEN_SELECTORS.get("kl_cov")(*columns, kl_cov_ratio=0.1).any()
@@ -99,7 +101,7 @@ def test_kl_cov_selects_nothing_where_all_advantages_are_equal(advantage, dtype)
 
 
 def test_kl_cov_takes_its_share_of_tokens_that_tie_by_their_draws_and_whatever_the_order_of_rows():
-    """In right answers, 90 of 100 tokens have probability 1, so that all 90 share the largest covariance."""
+    """The 90 tokens of the nine right answers have probability 1, and therefore tie for the largest covariance."""
     log_probs, advantages = torch.zeros(10, 10).double(), torch.ones(10, 10).double()
     # unlikely tokens of a right answer and likely tokens of a wrong answer have covariances below 0
     log_probs[9, :5], advantages[9, 5:] = -3.0, -9.0
@@ -134,10 +136,10 @@ def test_top_entropy_takes_what_reaches_the_quantile_of_the_trained_tokens(fract
 def test_top_entropy_by_hand():
     entropies, mask = table([0.1, 0.5, 9.0, 0.3], [0.4, 0.2, 0.5, 0.0]), torch.tensor([[1, 1, 0, 1], [1, 1, 1, 0]])
     selector = TOKEN_SELECTORS.get("top_entropy")
-    assert picked(selector(entropies, mask)) == [(0, 1), (1, 2)]  # 1 + floor(0.2 * 5) = 2 of 6 tokens
-    # one token is selected by count, and a second one because it ties with the first
+    assert picked(selector(entropies, mask)) == [(0, 1), (1, 2)]  # the default picks 1 + floor(0.2 * 5) = 2 tokens
+    # the count is 1, but two tokens are selected, because they tie for the highest entropy
     assert picked(selector(entropies, mask, entropy_fraction=0.19)) == [(0, 1), (1, 2)]
-    # 1 + floor(0.34 * 5) = 1 + floor(1.7) = 2 tokens
+    # the fraction 0.34 selects 1 + floor(0.34 * 5) = 1 + floor(1.7) = 2 tokens
     assert picked(selector(entropies, mask, entropy_fraction=0.34)) == [(0, 1), (1, 2)]
     assert picked(selector(entropies, mask, entropy_fraction=0.4)) == [(0, 1), (1, 0), (1, 2)]
 
@@ -178,7 +180,7 @@ def test_B2_what_masked_slots_hold_changes_nothing_and_they_are_never_selected(n
 
 @pytest.mark.parametrize("name", NAMES)
 def test_A6_nothing_is_selected_where_nothing_is_trained_and_one_token_at_least_elsewhere(name, select, make_batch):
-    """One exception is kl_cov with a single trained token, whose covariance is 0."""
+    """With a single trained token, kl_cov selects nothing, because the token's covariance is 0."""
     batch = make_batch()
     nothing = torch.zeros_like(batch["response_mask"])
     assert not select(name, {**batch, "response_mask": nothing}).any()
@@ -202,7 +204,7 @@ def test_selections_carry_no_gradient_and_work_in_bfloat16(name, select, make_ba
 
 CHANGES = [
     ("clip_cov", {}, {"clip_cov_ratio": 0.1}),
-    # the bounds matter only where every token within the bounds is picked
+    # the bounds of the covariance only matter if the ratio selects every token within the bounds
     ("clip_cov", {"clip_cov_ratio": 1.0}, {"clip_cov_lb": 0.5}),
     ("clip_cov", {"clip_cov_ratio": 1.0}, {"clip_cov_ub": 0.6}),
     ("kl_cov", {}, {"kl_cov_ratio": 0.1}),

@@ -1,4 +1,4 @@
-"""Every loss takes at most three times as long as the vanilla loss, forward and backward."""
+"""No loss takes more than three times as long as the vanilla loss, forward and backward."""
 
 import time
 
@@ -30,7 +30,7 @@ def test_no_loss_is_slower_than_three_times_vanilla():
     functions = {name: POLICY_LOSSES.get(name) for name in POLICY_LOSSES.names()}
     columns = {name: [batch[column] for column in columns_of(f)] for name, f in functions.items()}
     best = dict.fromkeys(functions, float("inf"))
-    for _ in range(ROUNDS):  # rounds are interleaved, so that a busy moment of the machine slows down all losses
+    for _ in range(ROUNDS):  # the losses take turns, so that a busy moment of the machine slows down all losses
         for name, function in functions.items():
             best[name] = min(best[name], cpu_seconds(function, columns[name]))
     slow = {name: seconds / best["vanilla"] for name, seconds in best.items() if seconds > 3 * best["vanilla"]}

@@ -1,4 +1,4 @@
-"""Each rule of the doctor from both sides of its threshold, and which findings explain others."""
+"""Tests of each rule of the doctor on both sides of its threshold, and of findings that explain other findings."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,10 @@ def names(folder, *arguments, **named) -> set[str]:
 
 
 def last(count, value, name=None, before=None):
-    """Return values of which the last `count` are given; the others are those of the healthy run, or `before`."""
+    """Return one value per step, where the last `count` values are `value`.
+
+    The earlier values are those of the healthy run for the metric `name`, or `before` if no name is given.
+    """
     rest = HEALTHY[name] if name else [before] * STEPS
     return [*rest[: STEPS - count], *[value] * count]
 
@@ -38,10 +41,10 @@ def evaluation(step, value, name="eval/sampled_accuracy"):
 
 FALLING = {"reward/mean": line(0.6, 0.5), "reward/accuracy": line(0.6, 0.5)}
 STALE = {"rollout/staleness_max": 2.0}
-# From 0.3 to 0.8 and back: the best mean of 5 steps is 0.8, and the first one is 0.3.
+# a metric that rises from 0.3 to 0.8: its best mean over 5 steps is 0.8, and its first mean is 0.3
 LEARNT = [*[0.3] * 5, *[0.8] * 10]
 
-# name of the rule, metrics and config keys just beyond its threshold, and just within it
+# each case has the rule's name, and metrics and config keys just beyond and just within the rule's threshold
 BOTH_SIDES = {
     "1% of the rewards fail": (
         "reward function fails",
@@ -199,7 +202,7 @@ def test_a_run_that_learns_has_no_finding_at_any_of_its_steps(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "found"),
     [(0.9, 0.84, True), (0.9, 0.86, False), (0.5, 0.42, True), (0.5, 0.44, False)],
-)  # 400 prompts: two standard errors of the difference are 0.042 at 0.9 and 0.071 at 0.5
+)  # with 400 prompts, two standard errors of the difference are 0.042 at accuracy 0.9 and 0.071 at accuracy 0.5
 def test_an_accuracy_that_falls_by_5_points_and_two_standard_errors_is_worse(tmp_path, before, after, found):
     rows = [evaluation(0, 0.3), evaluation(10, before), evaluation(20, after)]
     assert names(tmp_path, evaluations=rows) == ({"evaluation got worse"} if found else set())
@@ -254,7 +257,7 @@ def test_a_damaged_table_of_samples_is_a_note(tmp_path):
     assert run.notes[0].startswith("rollouts/step_000020.parquet: cannot be read")
 
 
-# Causes and effects
+# Tests of findings that are causes or effects of other findings
 
 DEAD = {"reward/same_outcome_fraction": 1.0, "reward/std": 0.0, "reward/mean": 0.0, "reward/accuracy": 0.0}
 

@@ -83,7 +83,8 @@ def test_text_of_a_model_cannot_leave_its_place_in_the_page(tmp_path):
     assert "alert(1)" not in page
     assert "<b>run" not in page
     assert "&lt;b&gt;run" in page
-    assert page.count("</script>") == 3  # the page has three scripts: its data, one chunk of samples, and the program
+    # the page has three scripts: its data, one chunk of samples, and the page's program
+    assert page.count("</script>") == 3
 
 
 def test_the_page_loads_nothing(tmp_path):
@@ -125,7 +126,7 @@ def test_secrets_are_hidden_in_config_alarms_errors_and_samples(tmp_path, monkey
     header, columns = chunk_of(page)
     assert "abcdefgh" not in json.dumps([data_of(page), header])
     assert header["responses"] == [None, "my [hidden] key"]
-    # a hidden response has no tokens in the page, because the tokens would spell the secret
+    # the page contains no tokens of a hidden response, because the tokens would spell the secret
     assert header["lengths"] == [5, 0]
     assert len(columns["advantage"]) == 5
     assert data_of(page)["runs"][0]["samples"]["chunks"][0]["hidden"] == [1]

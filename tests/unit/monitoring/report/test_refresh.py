@@ -52,7 +52,7 @@ def test_a_page_that_takes_long_does_not_hold_up_the_run_and_is_not_begun_twice(
     clock.now = FIRST_AFTER_S
     file.refresh()
     assert going.wait(30)
-    file.refresh()  # a refresh returns at once while another one is running
+    file.refresh()  # the second refresh returns at once, because the first refresh is still running
     assert len(begun) == 1
     done.set()
     assert file.close() == tmp_path / "run" / "report.html"

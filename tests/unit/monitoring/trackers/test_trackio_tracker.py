@@ -1,4 +1,4 @@
-"""Tests of the trackio tracker with its local database, read through trackio's own programming interface."""
+"""Tests of the trackio tracker with a local database, which the tests read through trackio's own API."""
 
 import importlib
 import json
@@ -16,7 +16,7 @@ ROWS = [{"uid": 0, "prompt": "2+2=", "response": "4", "score": 1.0}]
 
 @pytest.fixture
 def trackio(tmp_path, monkeypatch):
-    """Import trackio again, because it reads `TRACKIO_DIR` only at import."""
+    """Return the module trackio, imported again because trackio only reads `TRACKIO_DIR` at import."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "database"))
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -33,7 +33,7 @@ def started(output_dir):
 
 
 def rows_of(trackio, run):
-    """Return the rows of a run as (step, metrics), in the order in which they were logged."""
+    """Return the logged rows of a run as pairs (step, metrics), in the order of logging."""
     rows = trackio.sqlite_storage.SQLiteStorage.get_logs("rltrain", run.name, run_id=run.id)
     return [(row.pop("step"), {k: v for k, v in row.items() if k != "timestamp"}) for row in rows]
 
@@ -63,7 +63,7 @@ def test_a_resumed_run_is_the_same_run_and_a_repeated_step_comes_last(tmp_path, 
     second = started(tmp_path / "run")
     second.restore(2, [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}], [])
     second.log_step(3, {"reward/mean": 9.0})
-    second.restore(2, [], [])  # `restore` is called after the loss of a training rank
+    second.restore(2, [], [])  # the trainer calls `restore` after the loss of a training rank
     second.log_step(3, {"reward/mean": 10.0})
     second.close()
     (run,) = trackio.Api().runs("rltrain")

@@ -1,6 +1,6 @@
 """Tests of the Weights & Biases tracker in offline mode.
 
-The test reads the offline files with wandb's own record format.
+The tests decode the offline files with wandb's own protocol buffer classes.
 """
 
 import json
@@ -17,7 +17,7 @@ from rltrain.base.errors import ConfigError  # noqa: E402
 from rltrain.monitoring.trackers.wandb_tracker import WandbTracker  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # warnings that wandb itself emits must not fail a test
-BLOCK, HEADER = 32768, 7  # block and header size of a LevelDB log, the format of an offline file
+BLOCK, HEADER = 32768, 7  # block size and header size of the LevelDB log format, in which wandb writes offline files
 ROWS = [{"uid": 0, "prompt": "2+2=", "response": "4", "score": 1.0}]
 
 
@@ -31,7 +31,7 @@ def offline(monkeypatch):
 
 
 def records(path):
-    """Return the records of an offline file, oldest first."""
+    """Yield the records of an offline file, oldest first."""
     content, place, parts = path.read_bytes(), HEADER, b""
     while place + HEADER <= len(content):
         if BLOCK - place % BLOCK < HEADER:
@@ -40,7 +40,7 @@ def records(path):
         _, size, kind = struct.unpack_from("<IHB", content, place)
         parts += content[place + HEADER : place + HEADER + size]
         place += HEADER + size
-        if kind in (1, 4):  # a complete record, or its last part
+        if kind in (1, 4):  # the chunk holds a complete record or the last part of a record
             record = wandb_internal_pb2.Record()
             record.ParseFromString(parts)
             yield record
@@ -48,8 +48,8 @@ def records(path):
 
 
 def read(output_dir):
-    """Return (run record, values by step and name) of each offline file in a folder, oldest file first."""
-    wandb.teardown()  # waits until wandb's background process has completed the files
+    """Return (run record, {step: {name: value}}) of each offline file in a folder, oldest file first."""
+    wandb.teardown()  # `teardown` waits until wandb's background process has completed the files
     found = []
     for path in sorted(output_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns):
         run, rows = None, defaultdict(dict)
@@ -106,8 +106,8 @@ def test_a_resumed_run_is_the_same_run_taken_back_to_the_step_of_the_checkpoint(
     second = started(tmp_path)
     second.restore(2, [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}], [])
     second.log_step(3, {"reward/mean": 9.0})
-    time.sleep(1.1)  # wandb names files by time with a resolution of one second
-    second.restore(2, [], [])  # `restore` is called after the loss of a training rank
+    time.sleep(1.1)  # wandb names offline files by the time, with a resolution of one second
+    second.restore(2, [], [])  # the trainer calls `restore` after the loss of a training rank
     second.log_step(3, {"reward/mean": 10.0})
     second.close()
     files = read(tmp_path)

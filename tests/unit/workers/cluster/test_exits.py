@@ -1,4 +1,4 @@
-"""The end of a process on the same machine is known at once."""
+"""Tests that the end of a process on the same machine is noticed at once."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ async def exits():
 
 
 def ended(pid):
-    """Wait until a process has ended, without reaping it."""
+    """Wait until a process has ended, without reaping the process."""
     os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
 
 
@@ -48,7 +48,7 @@ async def test_each_end_wakes_once(exits, sleeper):
     await asyncio.wait_for(exits.wait(FOREVER_S), 30)
     waiting = asyncio.ensure_future(exits.wait(FOREVER_S))
     for _ in range(10):
-        await asyncio.sleep(0)  # in each turn, the event loop asks the system for events
+        await asyncio.sleep(0)  # the event loop polls the operating system in each iteration
     assert not waiting.done()
     waiting.cancel()
 

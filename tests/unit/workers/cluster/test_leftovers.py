@@ -1,4 +1,4 @@
-"""Leftovers of killed processes are found and removed, and nothing that belongs to other programs."""
+"""Tests that leftovers of killed processes are removed, and that files and processes of other programs are kept."""
 
 import os
 import secrets
@@ -13,7 +13,7 @@ from workers.cluster import leftovers
 from workers.cluster.leftovers import MARK
 from workers.cluster.progress import began_of, state_of
 
-# A process that starts a child, and then sets a process title that overwrites its own environment.
+# Program that starts a child process, and then sets a process title that overwrites its own environment.
 FAMILY = """
 import subprocess, sys, time
 from setproctitle import setproctitle
@@ -41,7 +41,10 @@ time.sleep(1000)
 
 @pytest.fixture
 def started():
-    """Return a function that starts a program and waits for its first line; all programs are ended after the test."""
+    """Return a function that starts a program and waits for its first line of output.
+
+    All started programs are ended after the test.
+    """
     processes = []
 
     def start(code, *arguments, **environment):
@@ -60,7 +63,7 @@ def started():
 
 @pytest.fixture
 def shared():
-    """Return a function that makes files in shared memory."""
+    """Return a function that creates files in shared memory."""
     made = []
 
     def make(name):
@@ -78,7 +81,7 @@ def test_all_processes_of_a_run_are_ended_and_no_others(started, tmp_path):
     logs.mkdir()
     first, child = started(FAMILY, str(logs / "log.txt"), **{MARK: mark})
     other, _ = started(FAMILY, str(tmp_path / "log.txt"), **{MARK: "of another run"})
-    with (logs / "log.txt").open():  # the test has the log open, like a user who reads the log
+    with (logs / "log.txt").open():  # the test keeps the log open, like a user who reads the log
         assert {process.pid for process in leftovers.marked(mark, logs)} == {first.pid, int(child)}
     leftovers.end_marked(mark, logs)
     assert first.poll() is not None
@@ -90,7 +93,7 @@ def test_files_in_shared_memory_go_with_the_processes_that_made_them(started, sh
     mark = secrets.token_hex(8)
     own, buffer, used, data = shared("psm_"), shared("vllm_dist_a-tp:0-[0-1]-cpushm_"), shared("psm_"), shared("data-")
     started(HOLDER, *map(str, (own, buffer, used, data)), **{MARK: mark})
-    started(HOLDER, str(used))  # a process of another run
+    started(HOLDER, str(used))  # the started process belongs to another run
     leftovers.end_marked(mark)
     assert [path.exists() for path in (own, buffer, used, data)] == [False, False, True, True]
 
@@ -107,7 +110,7 @@ def test_pythons_shared_memory_has_the_name_that_is_looked_for():
 
 def test_weight_files_of_killed_processes_are_removed_and_those_in_use_are_kept(started, shared):
     abandoned, used, empty = shared("rltrain-weights-"), shared("rltrain-weights-"), shared("rltrain-weights-")
-    empty.write_bytes(b"")  # an empty file, whose creator has not locked it yet
+    empty.write_bytes(b"")  # the file is empty, as if its creator had not locked it yet
     started(LOCKER, str(used))
     leftovers.end_marked(secrets.token_hex(8))
     assert [path.exists() for path in (abandoned, used, empty)] == [False, True, True]

@@ -52,7 +52,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 async def watch(tasks, clock, tmp_path):
-    """Return a Liveness object with the fake observer `Eyes`, which makes one process for each given state."""
+    """Return a Liveness object that uses the fake observer `Eyes` and makes one process for each given state."""
 
     class Watch(Liveness):
         def __init__(self):
@@ -76,7 +76,7 @@ async def watch(tasks, clock, tmp_path):
     return Watch()
 
 
-# Processes that count as lost
+# Tests of processes that count as lost
 
 
 async def test_a_process_that_is_gone_is_known_at_the_next_look(watch):
@@ -137,7 +137,7 @@ async def test_a_stopped_process_counts_as_dead_after_a_while_only_and_is_ended(
     watch.look()
     watch.eyes.sights[0] = Sight("S")
     clock[0] += STOPPED_S
-    watch.look()  # the stopped process has resumed
+    watch.look()  # here, the observer reports that the stopped process has resumed
     watch.eyes.sights[0] = Sight("T")
     watch.look()
     clock[0] += STOPPED_S - 0.1

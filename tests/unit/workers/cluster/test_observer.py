@@ -1,4 +1,4 @@
-"""The state of real processes, as observed from outside."""
+"""Tests of observing the state of real processes from another process."""
 
 import os
 import signal
@@ -56,7 +56,7 @@ def test_ticks_calls_and_states_of_a_process_are_seen_from_outside(child):
     assert seen_as(child.announced, Sight("S", ticks=1, calls=1))
     os.kill(child.pid, signal.SIGSTOP)
     assert seen_as(child.announced, Sight("T", ticks=1, calls=1))
-    Observer().kill([child.announced])  # a stopped process can be killed too
+    Observer().kill([child.announced])  # a process that is stopped by SIGSTOP can be killed
     assert seen_as(child.announced, Sight(""))
 
 
@@ -84,7 +84,7 @@ def test_a_process_writes_its_stacks_down_when_it_is_asked(child):
     assert "in work" in text
     assert innermost(text).startswith("work (<string>:")
     os.kill(child.pid, signal.SIGSTOP)
-    # a stopped process cannot write its stacks, so the earlier ones are returned
+    # a stopped process cannot write its stacks, so the observer returns the stacks that were written before
     assert Observer().stacks([child.announced]) == [text]
 
 

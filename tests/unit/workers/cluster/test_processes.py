@@ -1,4 +1,4 @@
-"""Worker processes as objects: how calls reach them, and how waits for results handle their errors and deaths."""
+"""Tests of worker processes as objects: how calls are sent, and how waiting for results handles errors and deaths."""
 
 import asyncio
 import math
@@ -60,12 +60,12 @@ async def liveness(tasks):
 
 
 def pending(*replies, liveness=None):
-    """Return one pending call for each reply, each on its own process."""
+    """Return one pending call per reply, where each call belongs to a separate fake process."""
     ranks = [RayProcess(Remote(number), f"training rank {number}", liveness) for number in range(len(replies))]
     return [Pending(rank, reply) for rank, reply in zip(ranks, replies, strict=True)]
 
 
-# Roles in the driver's own process
+# Tests of roles in the driver's own process
 
 
 async def test_a_role_in_this_process_is_called_at_once_and_values_are_passed_as_they_are():
@@ -188,7 +188,7 @@ def test_every_error_of_the_project_survives_pickling():
         assert (type(copy), str(copy)) == (kind, "value, rule, way out")
 
 
-# Other work while training ranks compute
+# Tests of other work while training ranks compute
 
 
 async def test_while_ranks_compute_the_driver_does_what_else_there_is_to_do(tasks):
@@ -207,7 +207,7 @@ async def test_while_ranks_compute_the_driver_does_what_else_there_is_to_do(task
     await settled()
     assert not waiting.done()
     replies[0].give("a")
-    assert await waiting == ["a", "b"]  # results are ordered by rank, not by time of arrival
+    assert await waiting == ["a", "b"]  # results are ordered by rank, not by the time at which they arrive
 
 
 async def test_with_nothing_else_to_do_it_waits_for_good(monkeypatch):
@@ -252,7 +252,7 @@ async def test_the_death_of_a_process_on_which_the_results_depend_ends_the_wait(
         await waiting
 
 
-# Method calls of Ray actors
+# Tests of method calls of Ray actors
 
 
 async def test_a_call_reaches_the_method_of_the_role_and_its_phase_is_known():
@@ -278,7 +278,7 @@ async def test_a_pending_result_is_an_argument_as_it_is():
 
 
 async def test_without_its_daemons_ray_is_asked_nothing(liveness, monkeypatch):
-    """Asking Ray without its daemons could end the driver without a message."""
+    """A call to Ray after the death of a Ray daemon could end the driver without a message."""
 
     def check(**_):
         raise errors.ClusterLost("the raylet is gone")

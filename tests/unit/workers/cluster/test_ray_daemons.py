@@ -1,4 +1,4 @@
-"""The death of a Ray daemon is reported by name, and a run that can still save a checkpoint saves one first."""
+"""Tests that a Ray daemon's death is reported by name, after saving a checkpoint if that is still possible."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ def clock(monkeypatch):
 
 @pytest.fixture
 def running():
-    """Start two processes that stand for gcs_server and raylet."""
+    """Start two processes that stand in for gcs_server and raylet."""
     processes = {name: subprocess.Popen(["sleep", "1000"]) for name in (GCS, RAYLET)}
     yield processes
     for process in processes.values():
@@ -74,7 +74,7 @@ def test_without_gcs_server_a_step_may_end_and_then_a_checkpoint_can_be_saved(wa
         watched.check(at_rest=True)
     assert told.value.can_save
     clock[0] += GRACE_S
-    # the error is raised before Ray would end the driver itself
+    # the error is raised before Ray itself would end the driver
     with pytest.raises(ClusterLost, match="gcs_server") as told:
         watched.check()
     assert not told.value.can_save
@@ -101,7 +101,8 @@ def test_a_gcs_server_elsewhere_counts_as_dead_when_nobody_answers_there_for_a_w
             clock[0] += 10
             assert not daemon.ended()
     clock[0] += 60
-    assert not daemon.ended()  # a single failed look may be a short network failure
+    # a single failed check may be a short network failure, so the daemon does not count as ended
+    assert not daemon.ended()
     clock[0] += 5
     assert not daemon.ended()
     clock[0] += 5

@@ -1,4 +1,7 @@
-"""The guard outlives the driver: it ends the driver's remaining processes, and reports deaths that Ray does not."""
+"""Tests of the guard, a process that outlives the driver.
+
+The guard ends the driver's remaining processes, and reports deaths that Ray does not report.
+"""
 
 import os
 import signal
@@ -10,7 +13,7 @@ import pytest
 
 from workers.cluster.progress import began_of, state_of
 
-# A driver with a guard, a process with the driver's mark, and a process without the mark.
+# Program of a driver that starts a guard, a process with the driver's mark, and a process without the mark.
 DRIVER = """
 import subprocess, sys, time
 from pathlib import Path
@@ -32,7 +35,7 @@ guard.close()
 
 
 class Run:
-    """The driver of a run, and the processes below it."""
+    """The driver of a run, and the processes that the driver started."""
 
     def __init__(self, session):
         (session / "sockets").mkdir()
@@ -50,7 +53,7 @@ class Run:
         (self.session / "logs" / name).write_text(f"[2026-01-01 00:00:00,000 I 1 1] x.cc:1: started\n{words}\n")
 
     def said(self):
-        """Return the standard error of driver and guard, once both have closed it."""
+        """Return the standard error output of driver and guard, after both have closed the stream."""
         return self.driver.communicate(timeout=60)[1]
 
 
@@ -70,7 +73,10 @@ def alive(pid):
 
 
 def gone(pid):
-    """Return whether a process ends within 20 s; an ended process may be visible until init reaps it."""
+    """Return whether a process ends within 20 s.
+
+    The wait is needed because an ended process may stay visible until init reaps the process.
+    """
     deadline = time.monotonic() + 20
     while alive(pid) and time.monotonic() < deadline:
         time.sleep(0.01)

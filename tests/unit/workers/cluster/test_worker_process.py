@@ -1,4 +1,4 @@
-"""A worker process loads the model that its roles need."""
+"""Tests that a worker process loads the model that its roles need."""
 
 import os
 import socket
@@ -12,12 +12,15 @@ from rltrain.data import hub as hub_module
 from tests.hub_server import Hub
 from workers.cluster.worker_process import Host
 
-OFFLINE = {"HF_HUB_OFFLINE": "1"}  # environment of every worker process, for the libraries that it uses
+OFFLINE = {"HF_HUB_OFFLINE": "1"}  # environment variables that every worker process sets for its libraries
 
 
 @pytest.fixture
 def pinned(tmp_path, monkeypatch):
-    """Return the pinned name of a model on a hub that the test process uses. The model cache is empty."""
+    """Return the name of a model that is pinned to a commit on a fake hub, which the test process uses.
+
+    The local model cache is empty at first.
+    """
     (tmp_path / "commit").mkdir()
     (tmp_path / "commit" / "config.json").write_text("{}")
     (tmp_path / "commit" / "model.safetensors").write_bytes(b"w")

@@ -1,4 +1,7 @@
-"""Layers are compiled once for packs of all shapes; a CPU function takes the place of attention kernels."""
+"""Tests that layers are compiled once for packs of all shapes.
+
+A CPU function takes the place of attention kernels.
+"""
 
 import functools
 from dataclasses import replace
@@ -42,15 +45,15 @@ def gradients(model, packed):
     return [parameter.grad for parameter in model.parameters()]
 
 
-# the compiler reads .grad and causes the warning
+# the compiler reads `.grad` of a tensor that is not a leaf, which causes the ignored warning
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kernel", [True, False])
 def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing, monkeypatch):
     """A compiled graph must not depend on the number of attention batches.
 
-    If graphs depended on the number of attention batches, layers would be compiled for the first eight numbers, and
-    then silently no more.
+    If graphs depended on the number of attention batches, the compiler would compile layers for the first eight batch
+    counts, and then silently stop.
     """
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     if kernel:
@@ -78,7 +81,7 @@ def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing,
 
 
 def test_attention_batches_are_made_once_for_all_layers_of_a_sharded_model():
-    """FSDP makes new dataclass objects when it casts tensors."""
+    """FSDP makes new dataclass objects when it casts tensors, but attention batches must be made only once."""
     packed = of_lengths([3, 4])
     cast = _apply_to_tensors(lambda tensor: tensor, {"packed": packed})["packed"]
     assert cast is not packed

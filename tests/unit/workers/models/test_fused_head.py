@@ -1,4 +1,7 @@
-"""Log-probs, entropies and the exact KL computed in the place of the last layer, compared with all logits at once."""
+"""Tests of the fused head, which takes the place of a model's last layer.
+
+The log-probs, entropies and exact KL of the fused head must equal the values computed from all logits at once.
+"""
 
 import os
 import subprocess
@@ -44,7 +47,7 @@ def inputs(r=7, v=11, h=4, *, dtype=torch.float64, bias=True, seed=0):
 
 
 def oracle(hidden, head, bias, targets, temperature):
-    """Compute log-probs and entropies by definition, from all logits at once, as a model returns them."""
+    """Compute log-probs and entropies by definition, from all logits at once."""
     logits = torch.nn.functional.linear(hidden, head, bias)
     logits = (logits if logits.dtype == torch.float64 else logits.float()) / temperature
     log_pi = logits.log_softmax(-1)
@@ -62,7 +65,7 @@ def values_and_gradients(log_probs, entropies, leaves):
 
 
 def furthest(actual, expected) -> float:
-    """Return the largest difference in relation to the largest expected value."""
+    """Return the largest difference between actual and expected tensors, relative to the largest expected value."""
     pairs = zip(actual, expected, strict=True)
     return max(float((a - e).abs().max()) / max(float(e.abs().max()), 1e-30) for a, e in pairs)
 
@@ -85,7 +88,7 @@ def test_any_chunk_gives_the_values_and_gradients_of_all_logits_at_once(temperat
 @pytest.mark.parametrize("entropies", [False, True])
 @pytest.mark.parametrize("unused", [[2], [0, 1, 2, 3, 4, 8, 9, 10]], ids=["one word", "whole chunks"])
 def test_words_with_a_logit_of_minus_infinity_are_as_if_they_were_not_there(unused, entropies, chunk_size):
-    """Words with p = 0 change no value and no gradient, because p log p is taken as 0 at p = 0."""
+    """Vocabulary entries with p = 0 do not change values or gradients, because p log p counts as 0 at p = 0."""
     hidden, head, bias, _ = inputs()
     with torch.no_grad():
         bias[unused] = -torch.inf
@@ -145,7 +148,7 @@ def test_an_entropy_near_zero_beside_large_logits_keeps_its_digits():
     targets = torch.zeros(20, dtype=torch.int64)
     _, entropies = token_log_probs(logits, torch.eye(60), targets, entropies=True, chunk_size=64)
     _, expected = oracle(logits.double(), torch.eye(60).double(), None, targets, 1.0)
-    assert expected.min() < 1e-4  # without low entropies, the test would prove nothing
+    assert expected.min() < 1e-4  # the test is meaningful only if some entropies are low
     assert torch.allclose(entropies.double(), expected, rtol=1e-5, atol=5e-7)
 
 
@@ -175,7 +178,7 @@ def test_a_target_outside_the_vocabulary_has_no_log_prob():
 
 
 class Largest(TorchDispatchMode):
-    """Remembers the number of elements in the largest tensor that any operation returned."""
+    """Dispatch mode that records the number of elements in the largest tensor that any operation returned."""
 
     numbers = 0
 
@@ -205,7 +208,7 @@ def test_chunks_cover_every_logit_once_and_none_is_too_large():
         assert bool((seen == 1).all())
 
 
-# The fused head in the place of a model's last layer
+# Tests of the fused head in the place of a model's last layer
 
 
 def batch_of(rows=6, seed=0) -> DataProto:
@@ -281,20 +284,20 @@ def test_the_exact_kl_to_another_model_comes_from_the_same_pass(monkeypatch):
     logits, ref_logits = own[0] @ own[1].T / 0.7, reference[0] @ reference[1].T / 0.7
     expected = (logits.softmax(-1) * (logits.log_softmax(-1) - ref_logits.log_softmax(-1))).sum(-1)
     output = policy_output(model, packed, temperature=0.7, reference=reference)
-    # the tolerance allows for Qwen2's norms in float32
+    # the tolerance allows for the norm layers of Qwen2, which compute in float32
     assert furthest([output.full_kl.detach()], [expected.detach()]) < 1e-6
     assert output.entropies is None
     same = policy_output(model, packed, temperature=0.7, reference=own).full_kl
     assert bool((same == 0).all())
 
 
-# Models sharded over ranks: each rank runs this file as a program
+# Tests of models sharded over ranks, where each rank runs this file as a program
 
 
 def sharded_gradients(name, batch, plan):
-    """Return the full gradients of a sharded model after two micro-batches of one rank.
+    """Return the full gradients of a sharded model after one rank's micro-batches.
 
-    A pass for log-probs without gradient comes first.
+    Before the micro-batches, the model computes log-probs without gradients.
     """
     torch.manual_seed(0)
     model = MODELS[name]().double()
@@ -318,7 +321,8 @@ def run_rank(rank, ranks, folder):
     )
     CHUNK_SIZES["cpu"] = 64
     batch = batch_of()
-    # Rows 0 and 5 have no response token. Each rank has two micro-batches; one of the micro-batches is empty.
+    # Rows 0 and 5 have no response token.
+    # With two ranks, the second micro-batch of each rank has no response token.
     plans = {1: [[[0, 1, 2, 3], [4, 5]]], 2: [[[1, 4, 2], [0]], [[3], [5, 0]]]}[ranks]
     covered = [[row for plan in plans for rows in plan for row in rows]][0]
     for name in MODELS:
@@ -328,7 +332,7 @@ def run_rank(rank, ranks, folder):
         log_probs, entropies = plain(model, pack(batch[covered]), 0.7)
         (log_probs.square() + 0.5 * entropies).sum().backward()
         for parameter, value in model.named_parameters():
-            # the tolerance allows for Cohere's norms in float32
+            # the tolerance allows for the norm layers of Cohere, which compute in float32
             assert furthest([found[parameter]], [value.grad]) < 1e-6, (name, parameter)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Tests of LoRA adapters: what is trained and sent, how the engine merges it, and what is saved."""
+"""Tests of LoRA adapters: training, sending weights, merging in the engine, and saving."""
 
 import json
 import shutil
@@ -38,7 +38,7 @@ REQUEST = Request((0, 0), char_tokenizer()("2299907=")["input_ids"], 0.0, 8, 0)
 
 
 class Run:
-    """A freshly started actor with adapters."""
+    """A newly started actor with LoRA adapters."""
 
     def __init__(self, path, *overrides):
         self.config = compose([*CONSTANT, LORA, *overrides])[0]
@@ -58,7 +58,7 @@ class Run:
         return metrics
 
     def save(self, folder: Path) -> Path:
-        """Save a checkpoint's part in `folder`, and return the exported model."""
+        """Save the actor's part of a checkpoint in `folder`, and return the path of the exported model."""
         self.worker.save_state(str(folder))
         while (saved := self.worker.saved_state()) is None:
             time.sleep(0.01)
@@ -80,12 +80,12 @@ def load(made: HFEngine, sent: list[Bucket]) -> None:
     made.start_load()
     for bucket in sent:
         made.load_bucket(bucket)
-        bucket.data[:] = 255  # the buffer in shared memory is overwritten after the load
+        bucket.data[:] = 255  # the buffer is overwritten after the load, as happens in shared memory
     made.finish_load(sent[0].version)
 
 
 def by_peft(run: Run, start: str, folder: Path) -> dict[str, torch.Tensor]:
-    """Return the weights as peft merges them from the base model and the saved adapter."""
+    """Return the weights that peft gets by merging the saved adapter into the base model."""
     from peft import PeftModel
 
     base, saved = AutoModelForCausalLM.from_pretrained(start), run.save(folder)
@@ -156,7 +156,7 @@ async def test_E5_after_each_sync_the_engine_has_the_merged_weights_once(
 ):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", bucket_bytes)
     run, made = Run(start, f"model.lora={{rank:4,targets:{targets}}}"), engine(start)
-    for version in range(4):  # version 0 still equals the base weights; versions 2 and 3 are equal
+    for version in range(4):  # version 0 has the base weights, and versions 2 and 3 have equal weights
         sent = run.sent(version)
         assert (len(sent) > 1) == (bucket_bytes == 5000)
         load(made, sent)
@@ -185,12 +185,12 @@ async def test_E5_a_merge_onto_merged_weights_is_caught(start, sampled_batch, mo
     merged = {}
 
     def tensor(self, name):
-        """Return the tensor that the engine holds, instead of the tensor in its files."""
+        """Return the tensor that the engine holds in memory, not the tensor in the model's files."""
         return dict(made.model.named_parameters())[name].detach().clone()
 
     monkeypatch.setattr(BaseWeights, "tensor", tensor)
     await run.update(sampled_batch)
-    load(made, run.sent(1))  # a single merge onto the base weights is right
+    load(made, run.sent(1))  # the first merge is correct, because it starts from the base weights
     merged |= dict(made.model.named_parameters())
     with pytest.raises(SyncError, match="does not compute with the actor's 'model"):
         load(made, run.sent(2))
@@ -243,7 +243,7 @@ def test_a_half_of_an_adapter_is_missed(start, monkeypatch):
 
 
 def sharded(start: str, folder: Path) -> Path:
-    """Copy a model into two weight files with an index."""
+    """Copy a model to `folder`, and split its weights into two files with an index."""
     shutil.copytree(start, folder)
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -281,7 +281,7 @@ def test_merging_is_the_sum_and_the_scaled_product():
     assert adapters.merge(w, b, a, 0.5).tolist() == [[1.5, 1.0, 2.0], [0.5, 1.0, 0.0]]
 
 
-# Models and settings that are refused
+# Tests of models and settings that are refused
 
 
 @pytest.mark.parametrize(

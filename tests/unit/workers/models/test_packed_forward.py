@@ -32,7 +32,7 @@ def batch_of(prompts, responses) -> DataProto:
 
 
 class Counting(torch.nn.Module):
-    """A fake model that predicts the current token + 1 with near certainty."""
+    """A fake model that predicts the current token id plus 1 with near certainty."""
 
     def __init__(self):
         super().__init__()
@@ -55,7 +55,7 @@ def log_prob_pass(model, batch, microbatches) -> DataProto:
 
 
 def one_at_a_time(model, prompts, responses, temperature: float) -> torch.Tensor:
-    """Compute log-probs with plain eager attention on each row alone, as a slow oracle."""
+    """Compute the log-probs of each row separately with eager attention, as a slow oracle."""
     model.set_attn_implementation("eager")
     found = []
     for prompt, response in zip(prompts, responses, strict=True):
@@ -107,7 +107,7 @@ def test_B1_B6_any_order_and_any_micro_batches_give_a_row_the_same_log_probs():
 
 
 def test_B5_a_model_that_surely_counts_up_has_log_probs_near_zero():
-    """A shift by one token would give log-probs of about -100."""
+    """If predictions and targets were shifted by one token, the log-probs would be about -100."""
     output = policy_output(Counting(), pack(batch_of([[1, 2], [50]], [[3, 4, 5], [51]])), temperature=1.0)
     assert bool((output.log_probs > -1e-6).all())
     assert (output.entropies, output.full_kl, output.hidden) == (None, None, None)

@@ -1,4 +1,7 @@
-"""One varlen attention kernel for all rows of a pack; on a CPU, a slow one with the same signature stands in (B6)."""
+"""Tests of variable-length attention, in which one kernel call handles all rows of a pack (invariant B6).
+
+On a CPU, a slow function with the kernel's signature replaces the kernel.
+"""
 
 import itertools
 import types
@@ -19,7 +22,10 @@ ROWS = [([5, 6, 7], [20, 21, 22, 23]), ([9], [30]), ([3, 4, 5, 6, 7, 8], []), ([
 
 
 def slow(query, key, value, offsets, longest, scale):
-    """Compute causal attention row by row and head by head, with as many key heads as query heads."""
+    """Compute causal attention row by row and head by head.
+
+    The number of key heads equals the number of query heads.
+    """
     assert offsets.dtype == torch.int32, "kernels take 32-bit offsets"
     bounds = offsets.tolist()
     assert longest == max(end - begin for begin, end in itertools.pairwise(bounds))
@@ -66,7 +72,7 @@ KERNELS = {
 
 
 def outputs(model, rows):
-    """Return the log-probs (R,) of a pack, and the gradients of their weighted sum."""
+    """Return the log-probs of a pack, shape (R,), and the parameter gradients of a weighted sum of the log-probs."""
     batch = {"prompts": [row[0] for row in rows], "responses": [row[1] for row in rows]}
     packed = pack(DataProto.from_dict({name: jagged(ids, torch.int64) for name, ids in batch.items()}))
     found = policy_output(model, packed, temperature=0.7).log_probs
@@ -118,7 +124,7 @@ def test_this_torchs_own_kernel_has_the_signature_that_is_used():
 
 def test_a_torch_that_is_too_old_has_no_kernel():
     def varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, return_aux=None):
-        """Stand in for a kernel of an older torch without the argument for windows."""
+        """Fake attention kernel of an older torch version, which has no argument for attention windows."""
 
     with pytest.raises(NotImplementedError, match="no arguments `window_size`"):
         varlen_attention.of_torch(types.SimpleNamespace(varlen_attn=varlen_attn))

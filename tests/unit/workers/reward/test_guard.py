@@ -1,4 +1,4 @@
-"""The guard of a reward process, which is a separate process, ends all processes below the reward process."""
+"""Tests of the reward guard, a separate process that ends all descendants of a reward process."""
 
 import subprocess
 import sys
@@ -71,7 +71,7 @@ guard.stop()
 
 
 def test_a_process_that_is_ended_takes_nothing_along_of_the_one_beside_it(tmp_path):
-    """A second reward process starts programs all the time, and none of them may be killed."""
+    """A second reward process keeps starting programs, and none of the programs may be killed."""
     (tmp_path / "own.py").write_text(
         "import subprocess, time\n"
         "def score(response):\n"

@@ -1,4 +1,4 @@
-"""The bookkeeping of the reward pool with scripted workers, and the whole pool in one process."""
+"""Tests of the reward pool's bookkeeping with scripted workers, and of the whole pool in one process."""
 
 import asyncio
 import random
@@ -37,9 +37,12 @@ ROUNDS = 20_000
 
 
 class ScriptedWorkers:
-    """Fake workers with scripted answers: `lose(request, function, rng)` decides what a call does to its worker.
+    """Fake workers whose answers and losses follow a script.
 
-    Answers come in random order, some contain only the first results, and a lost worker is away for a while.
+    The function `lose(request, function, rng)` decides whether and how a worker is lost during a call.
+
+    Answers arrive in random order, some answers contain only the first results, and a lost worker stays away for a
+    while.
     """
 
     def __init__(self, size: int, functions: int, lose, seed: int = 0) -> None:
@@ -87,7 +90,8 @@ class ScriptedWorkers:
             SampleScores(r.key, tuple(float(r.response) * 10**function for function in chosen))
             for r in call.requests[:count]
         ]
-        if count < len(call.requests) and call.function is None:  # the time budget ran out between two functions
+        # the last result lacks a score, as if the time budget had run out between two functions
+        if count < len(call.requests) and call.function is None:
             last = results[-1]
             results[-1] = SampleScores(last.key, last.scores[:1])
         return Answer(slot, results)
@@ -108,7 +112,7 @@ def expected(number: int, functions: int) -> SampleScores:
     return SampleScores((number // 8, number % 8), tuple(float(number) * 10**f for f in range(functions)))
 
 
-# Invariant G3: every score belongs to its response
+# Tests of invariant G3: every score belongs to its response
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -130,7 +134,7 @@ async def test_G3_score_i_belongs_to_response_i_under_losses_retries_and_any_ord
         del numbers[:count]
         results += await pool.poll()
     results += await finish(pool)
-    # no result is lost, and none comes twice
+    # no result is lost, and no result arrives twice
     assert Counter(r.key for r in results) == Counter(request(n).key for n in range(512))
     good = {r.key: r for r in results if not r.failed}
     assert good == {(n // 8, n % 8): expected(n, len(functions)) for n in range(512) if n not in deadly}
@@ -159,7 +163,7 @@ async def test_G2_a_lone_sample_that_takes_too_long_is_not_tried_again():
 
 async def test_chunks_grow_while_they_come_back_whole_and_are_shared_out_among_the_workers():
     workers = ScriptedWorkers(2, 1, lambda *_: None)
-    workers._rng.randint = lambda low, high: high  # workers answer whole calls
+    workers._rng.randint = lambda low, high: high  # each worker returns all results of a call at once
     pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit(request(n) for n in range(512))
     assert len(await finish(pool)) == 512
@@ -222,13 +226,13 @@ async def test_poll_waits_until_there_are_results_and_begins_nothing_after_it_wa
     assert sorted(await finish(pool), key=lambda r: r.key) == [expected(n, 1) for n in range(40)]
 
 
-# Calls that take a long time
+# Tests of calls that take a long time
 
 
 class Slow(ScriptedWorkers):
-    """A worker with a spare process.
+    """A fake worker with a spare process.
 
-    Calls for the responses in `fates` are held first, and then end as `fates` says.
+    A call for a response in `fates` is first reported as held, and then ends as `fates` determines.
     """
 
     def __init__(self, functions: int, fates: dict[str, str]) -> None:
@@ -256,7 +260,7 @@ class Slow(ScriptedWorkers):
         return [Lost(slot, timed_out=late, reason="ended its process", results=now[call.requests.index(request) :])]
 
     def _so_far(self, call, row):
-        """Return complete results of the rows before `row`, and the first of two scores of `row` itself."""
+        """Return the complete results of all rows before `row`, and the first of two scores of `row` itself."""
         results = [SampleScores(r.key, (float(r.response), 1.0)[: self._functions]) for r in call.requests[: row + 1]]
         results[-1] = replace(results[-1], scores=results[-1].scores[: self._functions - 1])
         return results if self._functions > 1 else results[:-1]
@@ -283,7 +287,7 @@ async def test_a_call_that_takes_long_and_answers_has_its_score_and_leaves_the_s
     pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit(request(n) for n in range(64))
     assert sorted(await finish(pool), key=lambda r: r.key) == [expected(n, 1) for n in range(64)]
-    # the size of a call grows after calls that returned all results
+    # calls get larger after earlier calls have returned all results
     assert [len(call.requests) for call in workers.log] == [16, 16, 44]
 
 
@@ -363,7 +367,8 @@ async def test_in_process_every_function_scores_every_sample_in_the_order_of_the
 async def test_what_functions_decide_about_correctness_is_kept_if_a_sample_is_scored_in_several_calls(
     rewards, monkeypatch
 ):
-    monkeypatch.setattr("workers.reward.pool._BUDGET_S", 0.0)  # each call scores one sample by one function
+    # with a time budget of 0, each call scores one sample by one function
+    monkeypatch.setattr("workers.reward.pool._BUDGET_S", 0.0)
     pool = RewardPool.in_process(reward(rewards("correct", "number", "length")))
     pool.submit([request(1, "1"), request(2, "2")])
     assert sorted(await finish(pool), key=lambda r: r.key) == [

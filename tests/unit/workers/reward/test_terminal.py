@@ -1,4 +1,4 @@
-"""Reward functions that print, read the terminal or call a debugger, in a child process and in the driver."""
+"""Tests of reward functions that print, read the terminal or call a debugger, in a child process or in the driver."""
 
 import asyncio
 import bdb
@@ -93,7 +93,7 @@ def function(path, name: str) -> RewardFunctionConfig:
 
 
 def in_a_child(path, *names: str, **environment: str) -> list[str]:
-    """Return what a child process answers for one sample of each function, with the lines printed so far."""
+    """Run each function on one sample in a child process, and return the printed lines and answers."""
     command = [sys.executable, "-c", SCRIPT, str(path), *names]
     variables = {"PATH": "/usr/bin:/bin", **environment}
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=110, env=variables)
@@ -127,7 +127,7 @@ def test_the_first_line_that_each_function_prints_in_a_child_process_comes_with_
 
 
 class Printing:
-    """A transport whose functions have printed a line before every answer."""
+    """A fake transport in which a reward function has printed one line before every answer."""
 
     size = 1
 
@@ -161,7 +161,8 @@ def test_the_pool_shows_the_first_printed_line_of_a_function_once(path, caplog):
 
     results = asyncio.run(scored())
     assert len(results) == 40
-    assert all(result.printed == () for result in results)  # nothing of it goes into checkpoints
+    # the results contain no printed text, so checkpoints contain none either
+    assert all(result.printed == () for result in results)
     assert [record.getMessage() for record in caplog.records] == [
         "reward function 'score' printed: \"got abc\"; reward processes drop what functions print, and "
         "placement=inprocess shows it"

@@ -1,4 +1,4 @@
-"""Rollout pools when weight syncs break off, and with idle engines."""
+"""Tests of rollout pools when a weight sync fails, and when engines are idle."""
 
 import time
 
@@ -38,16 +38,16 @@ async def test_after_a_sync_that_a_training_rank_broke_off_engines_are_left_alon
         await pool.load(LOST_RANKS, 1, check=True)
     replicas.told.clear()
     await settled()
-    replicas.processes[1].say()  # the poll was started before the sync
+    replicas.processes[1].say()  # the replica answers a poll that was started before the sync
     # the pool stays idle, as it does while new training ranks start
     assert ([await keys_of(pool), await keys_of(pool)], replicas.told) == ([[], []], [])
-    assert replicas.liveness.scopes == set()  # replicas that may not continue do not count as hanging
+    assert replicas.liveness.scopes == set()  # a replica that has to wait for weights does not count as hanging
     await pool.abort()
-    # the replicas still have the requests from before the sync
+    # the replicas still hold requests that were sent before the sync
     assert sorted(replicas.told) == [(0, "abort"), (1, "abort")]
     monkeypatch.setattr(pool_module, "sync", give_weights)
     await pool.load(RANKS, 1, check=True)
-    await pool.abort()  # the failed sync leaves no error behind
+    await pool.abort()  # the abort raises no error from the failed sync
     pool.submit([[request(0)]])
     await settled()
     replicas.processes[0].answer((0, 0))
@@ -64,7 +64,7 @@ async def test_a_replica_that_dies_in_a_sync_does_not_keep_the_others_from_the_n
             replicas.processes[0].alive = False
             replicas.processes[1].fail_poll()
         else:
-            await settled()  # lets all other tasks run, as while the actor is waited for
+            await settled()  # all other tasks run here, as they do while a sync waits for the actor
         await give_weights(ranks, engines, *arguments, **options)
 
     monkeypatch.setattr(pool_module, "sync", sync)
@@ -116,7 +116,7 @@ async def test_answers_that_came_with_an_error_are_not_lost(made, tasks):
 
 
 async def test_who_had_nothing_to_do_is_seen_before_it_gets_work(made, monkeypatch, tasks):
-    """The time in which nobody looks at a replica must not count towards the hang timeout."""
+    """The time during which no process observes a replica must not count towards the replica's hang timeout."""
     pool, replicas = await made(1)
     process, now = replicas.processes[0], [time.monotonic()]
     monkeypatch.setattr("workers.cluster.liveness.time", type("Clock", (), {"monotonic": lambda: now[0]}))

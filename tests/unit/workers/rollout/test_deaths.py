@@ -1,4 +1,7 @@
-"""Rollout pools when a replica dies; the processes of the fakes die, start and become ready at a test's command."""
+"""Tests of rollout pools when a replica dies.
+
+The fake processes die, start and become ready at points that the tests choose.
+"""
 
 import asyncio
 
@@ -40,7 +43,7 @@ async def test_a_replica_that_dies_is_replaced_and_works_again_with_the_weights_
     assert await keys_of(pool) == []
     assert replicas.states == [ReplicaState.STARTING, ReplicaState.SERVING]
     assert (pool.take_lost(), pool.take_lost()) == ({0}, set())
-    pool.submit([[request(0), request(0, 1)]])  # requests of the lost group go to the other replica
+    pool.submit([[request(0), request(0, 1)]])  # the requests of the lost group are sent to the other replica
     assert replicas.processes[1].keys == [(1, 0), (0, 0), (0, 1)]
     weights = asyncio.Event()
 
@@ -99,7 +102,7 @@ async def test_while_the_actors_weights_change_no_replacement_gets_any(made):
 
 async def test_a_death_in_a_sync_leaves_the_others_with_the_weights(made):
     pool, replicas = await made(3)
-    replicas.processes[1].alive = False  # the death is noticed only in the sync
+    replicas.processes[1].alive = False  # the pool notices the death only during the sync
     await settled()
     assert replicas.states == [ReplicaState.SERVING] * 3
     await pool.load(RANKS, 1, check=True)
@@ -234,7 +237,7 @@ async def test_after_an_abort_nothing_of_before_is_returned_though_it_is_asked_f
     pool, replicas = await made(1)
     pool.submit([[request(0)]])
     await settled()
-    replicas.processes[0].answer((0, 0))  # the answer is still on its way
+    replicas.processes[0].answer((0, 0))  # the pool has not yet received the answer when the abort starts
     await pool.abort()
     pool.submit([[request(0)]])
     assert await keys_of(pool) == []
@@ -243,7 +246,7 @@ async def test_after_an_abort_nothing_of_before_is_returned_though_it_is_asked_f
 
 
 class Deaths(RuleBasedStateMachine):
-    """State machine in any order: groups and answers arrive, replicas die and become ready again, weights change."""
+    """State machine in which new groups, answers, deaths of replicas, restarts and new weights come in any order."""
 
     @initialize(size=st.integers(1, 3))
     def begin(self, size):
@@ -272,11 +275,11 @@ class Deaths(RuleBasedStateMachine):
     def die(self, data, noticed):
         process, dead = self.process(data), sum(not one.alive for one in self.replicas.processes)
         if not process.alive or self.pool._deaths + dead >= REPLACEMENTS * len(self.replicas.all):
-            return  # after more deaths, the pool would give up
+            return  # the pool would give up after one more death
         if noticed:
             process.die()
         elif process.version is not None:
-            process.alive = False  # the process stays dead until the death is noticed
+            process.alive = False  # the process stays dead until the pool notices the death
 
     @rule()
     def deaths_are_noticed(self):
@@ -308,7 +311,7 @@ class Deaths(RuleBasedStateMachine):
     @rule()
     def look(self):
         for one in self.run(answers_of(self.pool)):
-            self.missing[one.key[0]].remove(one.key)  # the removal fails if an answer comes twice
+            self.missing[one.key[0]].remove(one.key)  # `remove` fails if an answer arrives twice
             self.got.append(one)
             assert one.versions[0] <= self.version
         for uid in self.pool.take_lost():

@@ -1,4 +1,4 @@
-"""The running batch of the transformers engine: its cache, its attention, and how rows enter and leave."""
+"""Tests of the transformers engine's running batch: its cache, its attention, and how rows enter and leave."""
 
 import pytest
 import torch

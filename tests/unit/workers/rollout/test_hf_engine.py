@@ -1,4 +1,4 @@
-"""The transformers engine: its samples, its log-probs, and their independence of batches."""
+"""Tests of the transformers engine: its samples and log-probs, and their independence of how requests are batched."""
 
 import dataclasses
 from collections import Counter
@@ -125,7 +125,7 @@ def test_E6_after_a_sync_it_decodes_with_the_new_weights(start, process_group, t
 
 
 def shaken(start: str, seed: int) -> torch.nn.Module:
-    """Return the model with slightly changed weights."""
+    """Return a copy of the model with slightly changed weights."""
     model, generator = AutoModelForCausalLM.from_pretrained(start), torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape, generator=generator)
@@ -140,7 +140,7 @@ def bucket_of(model: torch.nn.Module, version: int) -> Bucket:
 
 @torch.no_grad()
 def one_by_one(models: list[torch.nn.Module], request: Request) -> tuple[list[int], list[float]]:
-    """Return tokens and log-probs of an answer whose token t is sampled with `models[t]`, without a cache."""
+    """Return the tokens and log-probs of an answer whose token t is sampled by `models[t]` without a KV cache."""
     tokens, log_probs = [], []
     stream = stream_draws(torch.full((request.max_tokens,), request.seed), torch.arange(request.max_tokens))
     for model, uniform in zip(models, stream, strict=False):
@@ -155,7 +155,7 @@ def one_by_one(models: list[torch.nn.Module], request: Request) -> tuple[list[in
 def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_further_tokens(
     start, process_group, together
 ):
-    """Every token has the version and log-prob of the weights that sampled it, and the draw of its own position."""
+    """Each token has the version and log-prob of the weights that sampled it, and the random draw of its position."""
     models = {0: AutoModelForCausalLM.from_pretrained(start), 3: shaken(start, 1), 4: shaken(start, 2)}
     made, asked = engine(start, f"rollout.max_concurrent_sequences={together}"), requests(temperature=1.5)
     made.add(asked)
@@ -244,11 +244,11 @@ def test_a_model_whose_attention_cannot_be_exchanged_is_refused(tmp_path):
         engine(str(tmp_path))
 
 
-# Top-p and top-k
+# Tests of top-p and top-k
 
 
 def kept_tokens(logits: torch.Tensor, *, top_p: float, top_k: int) -> set[int]:
-    """Return which tokens may be sampled, by going through the tokens from the most to the least likely one."""
+    """Return the tokens that top-p and top-k keep, going through all tokens in order of falling probability."""
     probabilities, kept, total = logits.double().softmax(-1), set[int](), 0.0
     order = probabilities.argsort(descending=True).tolist()[: top_k or None]
     whole = float(probabilities[order].sum())
@@ -306,13 +306,16 @@ def test_a_top_k_of_one_is_greedy(start):
 
 
 def ends_of(answer: Completion, stop: str) -> int | None:
-    """Return after how many tokens the text of an answer has a stop string. One token is one character here."""
+    """Return the number of tokens up to the end of the stop string, or None if the answer lacks the stop string.
+
+    Each token is one character.
+    """
     at = char_tokenizer().decode(answer.token_ids).find(stop)
     return None if at < 0 else at + len(stop)
 
 
 def common_pair(found: dict[tuple[int, int], Completion]) -> str:
-    """Return two characters that follow each other in several answers, but not in all."""
+    """Return a pair of adjacent characters that occurs in several answers, but not in all answers."""
     texts = [char_tokenizer().decode(answer.token_ids, skip_special_tokens=True) for answer in found.values()]
     pairs = Counter(pair for text in texts for pair in {text[at : at + 2] for at in range(1, len(text) - 1)})
     return next(

@@ -1,4 +1,4 @@
-"""Several rollout replicas as one: slow replicas, whose polls stay open until they have answers."""
+"""Tests of pools of several rollout replicas, including slow replicas whose polls stay open until answers exist."""
 
 import asyncio
 
@@ -67,7 +67,7 @@ async def test_a_replica_that_said_nothing_is_asked_again(made):
 
 
 class LocalEngine:
-    """A fake engine in the same process, which answers only its third poll."""
+    """A fake engine in the driver's process, which returns an answer only at the third poll."""
 
     def __init__(self):
         self.patience, self.key = [], None
@@ -123,7 +123,7 @@ async def test_an_answer_to_what_was_aborted_is_not_passed_on(made):
     pool, replicas = await made(1)
     pool.submit([[request(0), request(0, 1)]])
     await settled()
-    replicas.processes[0].answer((0, 0))  # the answer is on its way when the abort comes
+    replicas.processes[0].answer((0, 0))  # the pool has not yet received the answer when the abort starts
     await pool.abort()
     assert (pool.pending, await keys_of(pool)) == (0, [])
     pool.submit([[request(1)]])
@@ -175,7 +175,7 @@ async def test_an_abort_ends_when_no_poll_of_before_is_open_that_could_take_answ
 
 
 class Traffic(RuleBasedStateMachine):
-    """State machine in any order: groups arrive, replicas finish and return answers, polls and aborts happen."""
+    """State machine in which new groups, answers, polls and aborts come in any order."""
 
     @initialize(size=st.integers(1, 3))
     def begin(self, size):
@@ -241,7 +241,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.pool.pending == len(self.wanted) - len(self.got)
 
     def teardown(self):
-        """Check that after any history, every answer arrives exactly once when the replicas finish all requests."""
+        """Check that every answer arrives exactly once when the replicas finish all requests after any history."""
         if not hasattr(self, "pool"):
             return
         for process in self.processes:

@@ -1,4 +1,7 @@
-"""Replicas that die while engines and ranks share devices in turns: no engine is built beside computing ranks."""
+"""Tests of replicas that die while engines and training ranks take turns on shared devices.
+
+No replacement engine is built while training ranks compute.
+"""
 
 import asyncio
 
@@ -11,9 +14,9 @@ from workers.rollout.replica import ReplicaState
 
 @pytest.fixture
 async def made(monkeypatch, tasks):
-    """Return a pool of two engines that may sleep, and its replicas.
+    """Return a pool of two engines that can sleep, and the pool's replicas.
 
-    A test decides when replacement engines are built.
+    The test decides when replacement engines are built.
     """
     pool, replicas = await pool_of(2, monkeypatch, tasks)
     pool.sleeps = True

@@ -1,4 +1,4 @@
-"""The search for stop strings in the tokens of an answer, against a search of the whole text after every token."""
+"""Tests that searching tokens for stop strings gives the results of searching the whole text after every token."""
 
 import json
 import random
@@ -15,7 +15,7 @@ TEXT = ["the cat sat. the end", "### ## answer ###", "naïve café € 日本 ##
 
 
 def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with tokens of several characters, and with tokens that are parts of one character."""
+    """Return a tokenizer in which a token can be several characters or a part of one character."""
     made, alphabet = Tokenizer(BPE(unk_token="<unk>")), []
     if kind == "metaspace":
         made.pre_tokenizer = pre_tokenizers.Metaspace()
@@ -27,7 +27,7 @@ def tokenizer_of(kind: str) -> PreTrainedTokenizerFast:
     special = ["<unk>", "<pad>"]
     trainer = BpeTrainer(vocab_size=400, special_tokens=special, initial_alphabet=alphabet, show_progress=False)
     made.train_from_iterator(TEXT, trainer)
-    if kind == "metaspace":  # characters that the vocabulary lacks are written as tokens of single bytes
+    if kind == "metaspace":  # characters that the vocabulary lacks are encoded as tokens of single bytes
         learned = json.loads(made.to_str())["model"]
         vocab = learned["vocab"] | {f"<0x{byte:02X}>": len(learned["vocab"]) + byte for byte in range(256)}
         merges = [tuple(pair) for pair in learned["merges"]]

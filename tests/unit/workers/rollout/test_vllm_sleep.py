@@ -1,4 +1,7 @@
-"""The calls that put vLLM to sleep and wake it, and their order (invariant E6), recorded by a fake."""
+"""Tests of the order of calls that put vLLM to sleep and wake it (invariant E6).
+
+A fake vLLM core records the calls.
+"""
 
 import asyncio
 import time
@@ -15,7 +18,7 @@ LOAD = ["start_weight_update", "update_weights", "finish_weight_update", "reset_
 
 
 class Core:
-    """A fake vLLM core that holds memory by tag, and refuses calls whose memory is asleep."""
+    """A fake vLLM core that tracks memory by tag, and refuses calls that need released memory."""
 
     def __init__(self, log):
         self.log, self.asleep, self.paused, self.arguments = log, set(), False, {}
@@ -50,7 +53,7 @@ class Core:
 
 
 class AsyncCore:
-    """The calls of `Core` as coroutines, and the additional calls of AsyncLLM."""
+    """The methods of `Core` as coroutines, and the additional methods of AsyncLLM."""
 
     def __init__(self, core):
         self.core = core
@@ -85,7 +88,7 @@ class AsyncCore:
 
 @pytest.fixture(params=["inprocess", "async"])
 def made(request, monkeypatch, start):
-    """Return a function that makes an engine on a fake GPU, the core below it, and the log."""
+    """Return a function that makes (engine, fake core below the engine, log of calls) on a fake GPU."""
     log: list[str] = []
     core = Core(log)
 
@@ -168,7 +171,7 @@ def test_on_a_cpu_nothing_sleeps(made, monkeypatch):
 
 @pytest.mark.parametrize("made", ["async"], indirect=True)
 def test_what_was_aborted_never_answers_for_a_request_of_the_same_key(made, monkeypatch):
-    """Some answers are never fetched, and vLLM may end an aborted request with an answer at any later time."""
+    """vLLM may end an aborted request with an answer at any later time, and some answers are never fetched."""
     engine, _, _ = made()
     queues, requests = {}, [Request((0, number), [1], 1.0, 4, 0) for number in range(2)]
 

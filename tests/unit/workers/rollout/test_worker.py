@@ -1,4 +1,4 @@
-"""A rollout worker: the thread of its engine, and which calls are allowed at which time."""
+"""Tests of a rollout worker: its engine's thread, and the calls that are allowed in each state."""
 
 import sys
 import time
@@ -14,7 +14,7 @@ from workers.rollout.worker import RolloutWorker
 
 
 class BusyEngine:
-    """A fake engine that always has work, and notes steps between the beginning and the end of a weight sync."""
+    """A fake engine that always has work, and counts its steps between the beginning and the end of a weight sync."""
 
     busy = True
 
@@ -78,7 +78,7 @@ def test_an_engine_whose_step_failed_says_why_to_whoever_asks_next(worker):
 
 
 class AnsweringEngine(BusyEngine):
-    """A fake engine that finishes an answer every few milliseconds, and the last answer when `left` is 0."""
+    """A fake engine that finishes one answer in each step of 2 ms, until `left` is 0."""
 
     left = 40
 
@@ -121,7 +121,7 @@ def test_they_are_gathered_for_a_fiftieth_of_that_time_within_bounds(worker, mon
 
 
 class SpeakingEngine(AnsweringEngine):
-    """A fake engine that answers one request, whose answer has two stop strings."""
+    """A fake engine that returns one answer, whose text contains two stop strings."""
 
     def step(self):
         self.busy = False

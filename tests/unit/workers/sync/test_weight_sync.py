@@ -1,4 +1,7 @@
-"""The order of a weight sync, and the cleanup when the sync breaks off, with fakes that run at once."""
+"""Tests of the order of calls in a weight sync, and of the cleanup after a failed sync.
+
+The fakes run all calls at once.
+"""
 
 import pytest
 
@@ -11,7 +14,7 @@ from workers.sync.sender import Offer
 
 
 class Engine:
-    """A fake engine that records its calls, and fails in the call `fail`."""
+    """A fake engine that records its calls, and raises an error in the call named `fail`."""
 
     def __init__(self, log, fail=""):
         self.log, self.fail = log, fail
@@ -32,7 +35,7 @@ class Engine:
 
 
 class Process:
-    """A fake process that calls its own methods at once."""
+    """A fake process that runs each call at once as a call of its own method."""
 
     concurrent, how_lost = True, ""
 
@@ -41,7 +44,7 @@ class Process:
 
 
 class Rank(Process):
-    """A fake training rank. Only the first rank records its calls, and fails in the call `fail`."""
+    """A fake training rank. Only the first rank records its calls, and raises `error` in the call named `fail`."""
 
     def __init__(self, number, log, buckets, where, fail, error):
         self.number, self.log, self.buckets, self.where, self.fail, self.error = (
@@ -70,12 +73,12 @@ class Rank(Process):
 
 
 def ranks(log, buckets=3, wheres=("here", "here"), fail="", error=WorkerError):
-    """Return two fake ranks, whose hosts may differ."""
+    """Return one fake rank for each host in `wheres`."""
     return [Role(Rank(n, log, buckets, where, fail, error), "actor") for n, where in enumerate(wheres)]
 
 
 class Replica(Process):
-    """A fake rollout worker with a real receiver and no other part."""
+    """A fake rollout worker that consists of a real receiver and a fake engine."""
 
     def __init__(self, engine, where):
         self.engine, self.where, self.receiver = engine, where, Receiver()
@@ -96,7 +99,7 @@ class Replica(Process):
 
 
 class Replicas:
-    """Fake rollout workers, and their receivers."""
+    """Fake rollout workers and their receivers."""
 
     def __init__(self, engines, wheres=None):
         self.roles = [
@@ -159,7 +162,7 @@ async def test_the_death_of_a_rank_in_the_middle_is_a_sync_error_and_stops_all_e
 
 
 async def test_the_death_of_a_daemon_of_ray_stays_what_it_is(monkeypatch):
-    """If the daemon's death counted as a sync error, another sync would start with processes that are about to die."""
+    """If a Ray daemon's death counted as a sync error, a new sync would start with processes that are about to die."""
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
     with pytest.raises(ClusterLost):

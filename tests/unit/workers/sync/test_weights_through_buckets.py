@@ -1,4 +1,4 @@
-"""Buckets, checksums and probes without an engine: what one or several ranks write, and what an engine reads."""
+"""Tests of weight buckets, checksums and probes: what one or several ranks write, and what an engine would read."""
 
 import dataclasses
 import os
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("process_group")
 
 
 class Model(nn.Module):
-    """A model with a matrix of odd sizes, a vector, and a second matrix under two names."""
+    """A model with two matrices of odd sizes and a vector, where the second matrix may have two names."""
 
     def __init__(self, tied: bool = False):
         super().__init__()
@@ -38,7 +38,7 @@ class Model(nn.Module):
 
 
 def sent(dtype="float32", check=True, model=None, path=None) -> list[Bucket]:
-    """Return all buckets of one rank."""
+    """Return all buckets that a single rank sends."""
     sender = Sender(model or Model(), version=3, dtype=dtype, check=check)
     sender.offer(path)
     return [join([sender.write(number, path)]) for number in range(len(sender.layout))]
@@ -79,14 +79,14 @@ def test_the_file_holds_two_buckets_in_turn(folder, monkeypatch):
     path = new_path()
     sender = Sender(Model(), version=3, dtype="float32", check=True)
     assert sender.offer(path).buckets == 3
-    # a slot holds the largest tensor: 7 x 5 numbers of 4 bytes, aligned
+    # a slot has room for the largest tensor, 7 x 5 numbers of 4 bytes, rounded up to 192 bytes
     assert os.path.getsize(path) == 2 * sender.slot == 2 * 192
     written = [sender.write(number, path) for number in range(2)]
     assert [bucket.offset for bucket in written] == [0, 192]
     assert os.path.exists(path)
     third = sender.write(2, path)
     assert third.offset == 0
-    # all participants have the file open, so its name can be removed and nothing is left behind
+    # the file's name is already removed, because all participants have the file open
     assert not os.path.exists(path)
     reader = Reader()
     reader.file = sender.file
@@ -99,7 +99,10 @@ def test_the_file_holds_two_buckets_in_turn(folder, monkeypatch):
 
 
 def of_ranks(size: int, shared: bool) -> tuple[Bucket, dict[str, torch.Tensor]]:
-    """Return a bucket that `size` ranks wrote, with rows split as torch.chunk does, and the whole tensors."""
+    """Return a bucket that `size` ranks wrote, and the unsharded tensors.
+
+    The rows of each tensor are split over ranks as torch.chunk splits them.
+    """
     path, parts, whole = new_path() if shared else None, [], dict(Model().named_parameters())
     for rank in range(size):
         sender = Sender(Model(), version=3, dtype="float32", check=True)
@@ -142,7 +145,7 @@ def test_what_is_cut_by_rows_is_sent_by_who_holds_it_and_the_rest_by_the_first_r
 
     assert torch.equal(rows(Replicate(), Shard(0))[0], matrix)
     assert rows(Replicate(), Shard(0))[1] == 0
-    # a tensor that is not sharded by rows is gathered, and sent by the first rank alone
+    # a tensor that is not sharded by rows is gathered, and only the first rank sends the tensor
     assert rows(Replicate(), Shard(1)) is None
     assert rows(Shard(0), Shard(0)) is None
     assert own_rows(matrix, False) is None
@@ -166,7 +169,7 @@ def test_E5_any_flipped_bit_is_seen_also_after_a_trip_through_pickle(dtype):
 
 
 def test_E5_checksum_and_probe_are_those_of_the_whole_whatever_is_copied_at_once(monkeypatch):
-    model = nn.Linear(3, 101)  # a row has 12 bytes
+    model = nn.Linear(3, 101)  # each row of the weight has 3 numbers of 4 bytes, which is 12 bytes
     (whole,) = sent(model=model)
     monkeypatch.setattr("workers.sync.sender.CHUNK_BYTES", 100)
     (chunked,) = sent(model=model)
@@ -225,7 +228,7 @@ def test_an_engine_that_shows_other_layers_or_nonsense_is_refused(change):
         check_outputs(outputs, probes, version=1, dtype="float32")
 
 
-# The file in shared memory
+# Tests of the file in shared memory
 
 
 def test_the_file_is_this_users_alone_and_goes_with_its_sender(folder):

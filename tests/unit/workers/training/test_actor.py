@@ -21,7 +21,7 @@ CONSTANT = ["actor.lr_schedule=constant", "trainer.prompts_per_step=3", "trainer
 
 
 class Run:
-    """A freshly started actor, with a reference if the config asks for one."""
+    """A newly started actor, with a reference model if the config needs one."""
 
     def __init__(self, path, *overrides):
         self.config = compose([*CONSTANT, *overrides])[0]
@@ -32,7 +32,7 @@ class Run:
         self.worker = self.process.host.roles["actor"]
 
     async def referred(self, batch: DataProto) -> DataProto:
-        """Return the columns that the reference computes for a batch."""
+        """Return the columns that the reference model computes for a batch."""
         return await self.reference.rows(ReferenceWorker.compute_log_probs, batch, FORWARD, max_tokens=8192)
 
     async def log_probs(self, batch: DataProto) -> DataProto:
@@ -59,17 +59,17 @@ def apart(first, second) -> float:
 
 
 def moved(batch: DataProto, by: float) -> DataProto:
-    """Shift the engine's log-probs by `by`, up for every second token and down for the tokens between."""
+    """Set the engine's log-probs to the old log-probs, alternately plus `by` and minus `by`."""
     sign = 1 - 2 * (torch.arange(len(batch.values("responses"))) % 2)
     return batch.with_values("responses", rollout_log_probs=batch.values("old_log_probs") + by * sign)
 
 
-# The decoupled form of the policy loss
+# Tests of the decoupled form of the policy loss
 
 
 @pytest.mark.parametrize("loss", ["vanilla", "reinforce", "gspo"])
 async def test_D8_a_correction_multiplies_the_loss_of_each_token_by_its_weight(start, sampled_batch, loss):
-    """For a loss that is linear in the advantage, weighting the loss is the same as weighting the advantage."""
+    """If the loss is linear in the advantage, weighting the loss is equivalent to weighting the advantage."""
     run = Run(start, f"algorithm.loss_mode={loss}", "algorithm.correction.level=token")
     batch = moved(await run.prepared(sampled_batch), 0.3)
     weighted = await run.update(batch)
@@ -155,7 +155,7 @@ async def test_D5_the_bonus_is_multiplied_by_the_coefficient_that_the_actor_is_g
     batch = sampled_batch.with_values("responses", advantages=nothing)
     norms = {}
     for coef in (0.0, 0.01, 0.03):
-        # 0.005 is only the initial coefficient
+        # with an entropy target, 0.005 is only the initial entropy coefficient
         run = Run(start, "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.005")
         metrics = await run.update(await run.prepared(batch), coef)
         norms[coef] = metrics["grad_norm"]
@@ -179,7 +179,7 @@ async def test_entropy_is_measured_only_where_something_reads_it(start, sampled_
     assert "entropy" not in await run.update(await run.prepared(sampled_batch), 0.0)
 
 
-# Log-probs of the old policy
+# Tests of the log-probs of the old policy
 
 
 async def test_D1_without_the_column_the_old_policy_is_the_current_one(start, sampled_batch):
@@ -206,7 +206,7 @@ async def test_entropies_of_the_old_policy_are_there_for_selectors_only(start, s
 
 
 def test_a_selector_sees_the_rows_of_its_mini_batch_and_no_others():
-    """The two tokens of highest entropy in rows 0 and 2 are selected, although row 1 has a higher entropy."""
+    """The two trained tokens of highest entropy in rows 0 and 2 are selected, although row 1 has more entropy."""
     from rltrain.batch.data_proto import jagged
 
     config = compose(["algorithm.loss_mode=top_entropy", "algorithm.loss.entropy_fraction=0.4"])[0].algorithm
@@ -233,7 +233,7 @@ async def test_a_mini_batch_has_its_share_selected_whatever_the_rest_of_the_batc
     assert metrics["selected_fraction"] == pytest.approx((1 + int(0.5 * (tokens - 1))) / tokens)
 
 
-# KL to the reference policy
+# Tests of the KL to the reference policy
 
 KL_LOSS = "algorithm.kl_loss.kl_loss_coef=0.5"
 FULL = [KL_LOSS, "algorithm.kl_loss.kl_estimator=full"]
@@ -262,7 +262,7 @@ async def test_a_reference_in_bfloat16_holds_no_more_and_agrees_with_the_actor_t
 
 
 async def test_D5_the_exact_kl_pulls_back_to_the_reference(start, sampled_batch):
-    """A policy that has moved away returns towards the reference when the KL is the only loss term."""
+    """A policy far from the reference moves back towards the reference when the KL is the only loss term."""
     run = Run(start, *FULL, "actor.lr=3e-4")
     for _ in range(3):
         await run.update(await run.prepared(sampled_batch))

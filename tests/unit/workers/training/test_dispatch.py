@@ -53,7 +53,10 @@ def test_work_not_tokens_decides_which_rank_a_row_goes_to():
 
 
 def test_of_a_plan_it_is_said_what_stands_in_and_how_long_ranks_wait():
-    """Two ranks have 6 and 4 units of work in the first micro-batch; in the second, a rank without rows gets row 2."""
+    """In the first micro-batch, the two ranks have 6 and 4 units of work.
+
+    In the second micro-batch, one rank has no rows, so the rank gets row 2 as a filler.
+    """
     ranks = [[Minibatch([0, 1, 3], [[0], [3]], 9, 3)], [Minibatch([0, 1, 3], [[1], []], 9, 3)]]
     found = overhead_metrics(ranks, [6, 4, 1, 5], [6, 4, 1, 5])
     assert found == pytest.approx({"filler_fraction": 1 / 16, "idle_fraction": 1 - 15 / (2 * 6 + 2 * 5)})

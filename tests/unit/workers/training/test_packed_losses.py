@@ -1,4 +1,4 @@
-"""Invariant B6 for every loss: actor and critic on a pack, compared with plain attention on each row alone."""
+"""Tests of invariant B6: for every loss, actor and critic give equal results on packs and on separate rows."""
 
 from dataclasses import replace
 
@@ -25,18 +25,22 @@ TOKENS = sum(map(len, RESPONSES))
 TERMS = ["algorithm.kl_loss.kl_loss_coef=0.5", "algorithm.entropy_coef=0.3"]
 # all attention functions that rltrain registers
 ATTENTIONS = [name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("rltrain")]
-PACKS = ([[0, 1, 2, 3, 4]], [[3, 0], [4, 2, 1]])  # plans of one and of two micro-batches
+# PACKS has one plan of a single micro-batch, and one plan of two micro-batches
+PACKS = ([[0, 1, 2, 3, 4]], [[3, 0], [4, 2, 1]])
 
 
 def model_of(kind):
-    """Return a model in float64, except for norms, rotations and the critic's values, which are always float32."""
+    """Return a model in float64, except for norms, rotary embeddings and critic values, which are always float32."""
     torch.manual_seed(0)
     model = kind(LlamaConfig(**SIZES, num_labels=1, initializer_range=0.2, attn_implementation="eager"))
     return model.double().eval()
 
 
 def batch_of() -> DataProto:
-    """Return a batch with every column that a loss may ask for; tool tokens in row 3 are not trained on."""
+    """Return a batch with every column that a loss may read.
+
+    The tokens from tools in row 3 are not trained.
+    """
     generator = torch.Generator().manual_seed(1)
 
     def normal():
@@ -55,7 +59,7 @@ def batch_of() -> DataProto:
 
 
 def alone(model, row):
-    """Return the logits that predict a row's response tokens, from the row alone with eager attention."""
+    """Compute the logits that predict the response tokens of one row, with eager attention on that row only."""
     prompt, response = PROMPTS[row], RESPONSES[row]
     return model(torch.tensor([prompt + response]), use_cache=False).logits[0][len(prompt) - 1 : -1]
 
@@ -70,7 +74,7 @@ def gradients(loss, model):
 
 
 def assert_equal(found, expected):
-    # with values near 0, the comparison would prove nothing
+    # the comparison is meaningful only if some values are not near 0
     assert max(float(want.abs().max()) for want in expected) > 1e-3
     for got, want in zip(found, expected, strict=True):
         assert (got - want).abs().max() <= 3e-6 * max(float(want.abs().max()), 1e-3)
@@ -93,7 +97,7 @@ def actor_columns(batch, rows, model, *, packed):
 
 @pytest.fixture(scope="module", params=ATTENTIONS)
 def forwards(request):
-    """Return the columns of each way to compute a batch, with their graphs: row by row, and in packs."""
+    """Return (model, columns row by row, columns pack by pack, token counts) for a batch, with autograd graphs."""
     model, batch = model_of(LlamaForCausalLM), batch_of()
     for name in TOKEN_SELECTORS.names():
         algorithm = compose([f"algorithm.loss_mode={name}"])[0].algorithm
@@ -126,7 +130,7 @@ def test_B6_editing_one_row_of_a_pack_leaves_every_other_as_it_was_bit_for_bit(e
         assert torch.equal(before[row_of != edited], after[row_of != edited])
         assert not torch.equal(before[row_of == edited], after[row_of == edited])
     for before, after in zip(found[0][2], found[1][2], strict=True):
-        # the gradients of all other rows do not change with the edit
+        # editing one row does not change the gradients of any other row
         assert torch.allclose(before, after, rtol=1e-5, atol=1e-6)
 
 

@@ -1,4 +1,4 @@
-"""Correction and rejection remove only the policy term of a token from the actor's loss."""
+"""Tests that correction and rejection remove only a token's policy term from the actor's loss."""
 
 import functools
 import math
@@ -14,14 +14,15 @@ from workers.training.actor import actor_loss, policy_term
 
 ROWS, TOKENS = 2, 4
 COUNTS = {"num_tokens": ROWS * TOKENS, "num_sequences": ROWS, "max_response_length": 16}
-# Weight of a kept token in the mean over two answers of four tokens.
+# Weight of a kept token in each aggregation of the loss over two answers of four tokens.
 SHARE = {
     "token-mean": 1 / 8, "token-sum": 1.0, "seq-mean-token-sum": 1 / 2, "seq-mean-token-mean": 1 / 8,
     "seq-mean-token-sum-norm": 1 / 32,
 }  # fmt: skip
-# log(engine / actor) of the tokens that make a preset drop tokens; 0 elsewhere. Icepop keeps weights in [0.5, 5], and
-# decoupled_ppo weights up to 5, so a log-ratio of -2 (a weight of 7.4) is outside. Sequence masking drops a row with a
-# negative advantage and a mean log-ratio above 0.5.
+# Log-ratios log(engine / actor) of the tokens of two rows, where values other than 0 make the preset drop tokens.
+# Icepop keeps weights in [0.5, 5], and decoupled_ppo keeps weights up to 5.
+# A log-ratio of -2 gives a weight of 7.4, which is outside the limits of icepop and decoupled_ppo.
+# Sequence masking drops a row with a negative advantage and a mean log-ratio above 0.5.
 FAR = {
     "icepop": [[0, 0, -2, -2], [0, 0, -2, -2]],
     "decoupled_ppo": [[0, 0, 0, -2], [0, 0, 0, -2]],
@@ -35,7 +36,10 @@ def algorithm_of(preset, *overrides):
 
 
 def columns_of_batch(far, *, advantage=1.0):
-    """Return the columns of two answers at ratio 1; `far` is the engine's log-prob minus the actor's."""
+    """Return the columns of two answers whose policy ratio is 1.
+
+    The argument `far` is the engine's log-probs minus the actor's log-probs.
+    """
     far = torch.tensor(far, dtype=torch.float64)
     log_probs = torch.full((ROWS, TOKENS), -3.0, dtype=torch.float64, requires_grad=True)
     old = log_probs.detach()
@@ -60,9 +64,9 @@ def test_A4_dropping_some_tokens_leaves_the_gradient_of_a_kept_token_as_it_was(p
     kept = torch.tensor(FAR[preset]) == 0
     assert torch.allclose(gradient, kept.double() * SHARE[mode], rtol=1e-12)
     name = "rejection" if preset == "sequence_masking" else "correction"
-    # a sum over tokens; dividing it by the number of trained tokens gives the fraction
+    # the metric is a sum over tokens, and dividing it by the number of trained tokens gives the fraction
     assert sums[f"{name}_dropped_fraction"].item() == (~kept).sum()
-    assert sums["ratio_mean"].item() == ROWS * TOKENS  # the loss's own metrics include dropped tokens
+    assert sums["ratio_mean"].item() == ROWS * TOKENS  # the metrics of the loss itself include dropped tokens
 
 
 @pytest.mark.parametrize("preset", FAR)
@@ -74,7 +78,7 @@ def test_A4_the_presets_own_aggregation_gives_an_eighth_to_each_of_eight_tokens(
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 @pytest.mark.parametrize("preset", FAR)
 def test_A4_dropped_tokens_keep_their_kl_and_entropy_terms(preset, mode):
-    """For k2 at a gap of 0.5 nats, the gradient of a token's KL term is 0.5."""
+    """With the k2 estimator and a gap of 0.5 nats to the reference, the gradient of a token's KL term is 0.5."""
     terms = ["kl_loss.kl_loss_coef=0.1", "kl_loss.kl_estimator=k2", f"loss_agg_mode={mode}"]
     columns = columns_of_batch(FAR[preset], advantage=-1.0)
     algorithm = algorithm_of(preset, *terms)
@@ -95,7 +99,7 @@ def test_dropping_every_token_leaves_kl_and_entropy_alone():
 
 
 def test_a_dropped_token_whose_loss_is_not_a_number_adds_exactly_nothing():
-    """A user's loss may divide by 0 where engine and actor differ a lot, and NaN times a weight of 0 is NaN."""
+    """A custom loss may divide by 0 where engine and actor differ a lot, and NaN times a weight of 0 is still NaN."""
     far = torch.tensor(FAR["icepop"]) != 0
 
     def broken(log_probs, old_log_probs, advantages, response_mask):
@@ -113,7 +117,10 @@ def test_a_dropped_token_whose_loss_is_not_a_number_adds_exactly_nothing():
 
 
 def test_the_sequence_mask_compares_the_engine_with_the_policy_of_each_update():
-    """Row 1 is near the engine before the update and far from it in its second mini-batch; row 0 is the reverse."""
+    """The policy update moves row 0 towards the engine and row 1 away from the engine.
+
+    Row 0 is too far from the engine only before the update, and row 1 only after the update.
+    """
     algorithm = algorithm_of("sequence_masking")
     columns = columns_of_batch([[0.6] * TOKENS, [0.4] * TOKENS], advantage=-1.0)
     assert gradients(columns, algorithm)[0][0].abs().sum(-1).tolist() == pytest.approx([0, 0.5])
@@ -130,7 +137,7 @@ def test_the_sequence_mask_never_drops_a_good_answer():
 
 
 def test_the_sequence_mask_goes_with_the_engines_log_probs_as_the_old_ones():
-    """In arXiv 2512.02556 too, the ratio is relative to the policy that sampled the tokens."""
+    """As in arXiv 2512.02556, the ratio is relative to the policy that sampled the tokens."""
     algorithm = algorithm_of("sequence_masking", "old_log_probs=rollout")
     columns = columns_of_batch([[0.1] * TOKENS, [0.6] * TOKENS], advantage=-1.0)
     columns["old_log_probs"] = columns["rollout_log_probs"]
@@ -143,7 +150,7 @@ def test_the_sequence_mask_goes_with_the_engines_log_probs_as_the_old_ones():
 
 
 def test_stale_answers_weigh_by_how_likely_the_actor_still_finds_them_up_to_two():
-    """With a single optimizer step, the ratio is 1, and only the weight depends on the sampling policy."""
+    """With a single optimizer step, the policy ratio is 1, and only the correction depends on the sampling policy."""
     stale = compose(["trainer.max_staleness=4"])[0].algorithm
     columns = columns_of_batch([[0, math.log(2), math.log(4), 0], [0, -math.log(1.5), -math.log(4), 0]])
     (gradient,), sums = gradients(columns, stale)
@@ -154,7 +161,7 @@ def test_stale_answers_weigh_by_how_likely_the_actor_still_finds_them_up_to_two(
     assert torch.equal(uncorrected, torch.full_like(expected, -1 / 8))
 
 
-# Every loss with every split into micro-batches
+# Tests of every loss with every split into micro-batches
 
 
 SETTINGS = {
@@ -169,9 +176,9 @@ SETTINGS = {
 
 
 def uneven_batch(name):
-    """Return six rows with masked tokens between trained ones; row 4 has no trained token.
+    """Return six rows with masked tokens between trained tokens, where row 4 has no trained token.
 
-    The columns are all that the loss and its token selector read.
+    The batch has every column that the loss and its token selector read.
     """
     generator = torch.Generator().manual_seed(3)
 
@@ -193,7 +200,7 @@ def uneven_batch(name):
 
 
 def split_gradient(batch, algorithm, parts):
-    """Return the gradient to the log-probs of all rows and the metric sums, both summed over micro-batches."""
+    """Return the gradient with respect to all rows' log-probs, and the metrics, both summed over micro-batches."""
     log_probs = batch["log_probs"].clone().requires_grad_()
     mask, totals = batch["response_mask"], {}
     counts = {"num_tokens": int(mask.sum()), "num_sequences": int(mask.any(-1).sum()), "max_response_length": 16}
@@ -224,7 +231,7 @@ def test_A1_what_is_dropped_does_not_depend_on_the_split_into_micro_batches(name
 
 @pytest.mark.parametrize("name", POLICY_LOSSES.names())
 def test_A4_a_kept_token_has_the_term_that_it_has_without_rejection(name):
-    """A loss of a whole row, such as gspo, still covers all trained tokens of the row."""
+    """A sequence-level loss, such as gspo, still covers all trained tokens of a row."""
     batch = uneven_batch(name)
     plain, _ = policy_term(batch, algorithm_of("grpo", f"loss_mode={name}"))
     some, sums = policy_term(batch, algorithm_of("grpo", f"loss_mode={name}", *SETTINGS["rejected tokens"]))

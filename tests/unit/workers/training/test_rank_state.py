@@ -1,4 +1,4 @@
-"""A rank's state on disk: every reader gets what was written, and nothing in a foreign file is run."""
+"""Tests of a rank's state on disk: loading returns what was saved, and no code in a file of unknown origin runs."""
 
 import io
 import os
@@ -49,7 +49,7 @@ def learn(made, steps=2):
 
 
 def write(made, url) -> dict:
-    """Save the state, wait for the end, and return the files that were written."""
+    """Save the state, wait until the save ends, and return the written files."""
     made.save_state(str(url))
     while (found := made.saved_state()) is None:
         time.sleep(0.01)
@@ -198,7 +198,7 @@ def test_a_full_disk_is_told_in_one_line(start):
 
 @pytest.fixture
 def small_disk(tmp_path):
-    """Mount a separate disk with little space."""
+    """Mount a separate disk of 8 MB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
@@ -228,7 +228,7 @@ async def test_on_a_full_disk_the_run_goes_on_the_checkpoint_before_stays_and_th
     assert "No space left on device" in said or "the disk seems to be full" in said
 
 
-# Files of unknown origin
+# Tests of files of unknown origin
 
 
 class Evil:
@@ -284,7 +284,7 @@ def test_tensors_are_read_without_running_what_is_in_them(start, tmp_path):
     assert not mark.exists()
 
 
-# Export with python -m rltrain.export
+# Tests of the export with `python -m rltrain.export`
 
 
 async def test_the_command_exports_a_checkpoint_and_refuses_others(start, tmp_path, capsys):

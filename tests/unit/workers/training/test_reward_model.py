@@ -1,4 +1,4 @@
-"""A reward model's workers in one process give the same scores as transformers itself."""
+"""Tests that the workers of a reward model, run in one process, give the scores of the transformers library."""
 
 import dataclasses
 import json
@@ -25,12 +25,16 @@ from workers.placement import start as start_workers
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
-# Samples of several lengths; in the last one, the answer spells padding tokens, which count as text.
+# Samples of several lengths as (prompt, answer).
+# In the last sample, the answer spells the padding token, which counts as text.
 SAMPLES = [(f"{n * 37}=", "x" * (n % 5) + str(n)) for n in range(12)] + [("~", ""), ("", "~"), ("1", "<pad><pad>")]
 
 
 def one_at_a_time(path: str, samples=SAMPLES, *, end: str = "") -> list[float]:
-    """Return transformers' scores of texts; control tokens are recognised only in the template's `end`."""
+    """Return the scores that the transformers library gives to the samples.
+
+    Control tokens are recognised only in `end`, the end of the template.
+    """
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1).eval(), char_tokenizer()
     with torch.no_grad():
         last = tokenizer(end)["input_ids"] if end else []
@@ -55,7 +59,7 @@ def prompts_of(samples=SAMPLES):
 async def test_B6_packed_scores_are_those_of_transformers_one_at_a_time(reward_model, budget):
     found, expected = await model_of(reward_model, budget).scores(prompts_of()), one_at_a_time(reward_model)
     assert found == pytest.approx(expected, abs=1e-5)
-    assert max(expected) - min(expected) > 0.1  # the scores differ, so that equality is meaningful
+    assert max(expected) - min(expected) > 0.1  # the scores differ between samples, so the comparison is meaningful
 
 
 async def test_behind_padding_tokens_at_the_end_nobody_looks_as_in_transformers(reward_model):
@@ -83,7 +87,7 @@ async def test_E10_its_positions_are_its_limit(reward_model):
 
 def test_a_model_that_is_no_linear_function_of_a_causal_state_is_refused(start, reward_model, tmp_path):
     with pytest.raises(ConfigError, match=r"its weights lack score\.weight"):
-        model_of(start)  # a language model has no score head, so its head would be random
+        model_of(start)  # a language model has no score head, so a score head would have random weights
     from transformers import BertConfig, BertForSequenceClassification
 
     config = BertConfig(

@@ -1,4 +1,4 @@
-"""A batch is split over ranks: every row is sent to exactly one rank, and the results return in order."""
+"""Tests that each row of a batch is sent to exactly one rank, and that the results keep the order of the rows."""
 
 import pickle
 
@@ -27,13 +27,13 @@ def batch(rows: int = 5) -> DataProto:
 
 
 class Worker:
-    """A role without a model, which doubles tokens."""
+    """A role without a model, which doubles token ids."""
 
     def __init__(self, rank=0):
         self.rank, self.seen = rank, []
 
     def double(self, batch, microbatches):
-        """Return the tokens times two, with rows in the order of the micro-batches."""
+        """Return the doubled response tokens, with rows in the order of the micro-batches."""
         rows = [row for part in microbatches for row in part]
         self.seen.append((batch, microbatches))
         part = batch[rows]
@@ -54,14 +54,14 @@ class Worker:
 
 
 class Stored:
-    """A fake object store entry, which pickles its value."""
+    """A fake entry of Ray's object store, which pickles its value."""
 
     def __init__(self, value):
         self.pickled = pickle.dumps(value)
 
 
 class Method:
-    """A fake actor method, which receives the values of references among its arguments."""
+    """A fake method of a Ray actor, which replaces references among its arguments by the stored values."""
 
     def __init__(self, method):
         self.method = method
@@ -85,7 +85,7 @@ class Rank(RayProcess):
 
 
 def group_of(size, work=None):
-    """Return a group of `size` ranks, and their workers."""
+    """Return a worker group of `size` ranks, and the workers of the ranks."""
     ranks = [Rank(rank) for rank in range(size)]
     return WorkerGroup([Role(rank, "actor") for rank in ranks], work), [rank.worker for rank in ranks]
 
@@ -98,7 +98,7 @@ async def test_a_pass_over_all_rows_comes_back_in_order_from_any_number_of_ranks
     assert result.keys() == ["doubled"]
     assert result.values("doubled").tolist() == [2 * token for token in made.values("responses").tolist()]
     assert made.union(result).offsets("doubled") is made.offsets("responses")
-    # the batch is put into the object store once, not per rank
+    # the batch is put into the object store only once, not once per rank
     assert sum(rank.process.shared for rank in group.ranks) == 1
     for worker in workers:
         sizes = [sum(row_lengths(made)[row] for row in rows) for rows in worker.seen[0][1]]
@@ -119,7 +119,10 @@ async def test_an_update_covers_every_row_of_the_plan_once_over_all_ranks(size):
 
 
 async def test_rows_go_to_ranks_by_the_work_of_the_groups_own_model():
-    """If a row costs the square of its length, the longest row gets its own rank; by tokens, it shares a rank."""
+    """If a row costs the square of its length, the longest row gets a rank for itself.
+
+    If a row costs its number of tokens, the longest row shares a rank.
+    """
     lengths, square = [9, 5, 5, 5], RowWork(token=0, attention=((None, 2),))
     made = DataProto.from_dict(
         {"prompts": jagged([[1] * n for n in lengths], torch.int64), "responses": jagged([[2]] * 4, torch.int64)}
