@@ -358,8 +358,7 @@ class RolloutConfig:
     """Settings for the generation of answers."""
 
     engine: str = key(
-        "Source of the answers. vllm: vLLM generates them. hf: transformers generates them. stored: the answers of an "
-        "earlier run are used again.",
+        "Source of the answers. vllm: vLLM. hf: transformers. stored: the answers of an earlier run.",
         values="`vllm`, `hf` or `stored`",
     )
     run: str | None = key(

@@ -154,7 +154,7 @@ def test_the_keys_of_sections_and_of_the_entries_of_a_list_get_comments_too():
     assert commented(text, "rollout.").splitlines()[2:] == [
         "vllm:  # Settings that only vLLM uses. null: another engine.",
         "  kv_cache_mb: 1  # Size of an engine's KV cache. Only for CPUs. Unit: MB.",
-        "engine: vllm  # Program that generates the answers. vllm: vLLM. hf: transformers.",
+        "engine: vllm  # Source of the answers. vllm: vLLM. hf: transformers. stored: the answers of an earlier run.",
     ]
     entries = "# Head.\n\nfunctions:\n  - name: a\n    weight: 1.0\n  - name: b\nmodels: []\n"
     assert [line.partition("  # ")[2] for line in commented(entries, "reward.").splitlines()[2:]] == [
