@@ -344,11 +344,9 @@ async def _train(
                 signals.stop_with(tasks)
                 tasks.start(display.heartbeat(lambda: trainer.timer.phase), "display")
                 workers.daemons.patient = True
-                if events is not None:
-                    events.workers = workers.recorded
+                events.workers = workers.recorded
                 status = await fit(trainer, checkpoint, display.console)
-                if events is not None:
-                    await events.update()
+                await events.update()
                 return status
 
 

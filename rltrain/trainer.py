@@ -71,7 +71,7 @@ class Trainer:
             lost.
         restart: function that ends all processes of the training ranks and starts new processes; None if the ranks
             cannot be restarted.
-        timeline: collects the events of all processes after each step; None if the run has no timeline.
+        timeline: collects the events of all processes after each step; None is a timeline without a file.
 
     Attributes:
         step: number of training steps taken, which is also the version of the weights.
@@ -100,7 +100,7 @@ class Trainer:
         timeline: Timeline | None = None,
     ) -> None:
         self.config, self.collector, self.tracker, self.checkpoints = config, collector, tracker, checkpoints
-        self.tasks, self.timeline = tasks, timeline
+        self.tasks, self.timeline = tasks, timeline or Timeline()
         self.actor, self.reference, self.critic = actor, reference, critic
         self.val_prompts = val_prompts
         self.needs_actor_pass = needs_actor_pass(config)
@@ -150,8 +150,7 @@ class Trainer:
             for alarm in self.alarms.look(self.step, metrics):
                 self.tracker.log_alarm(self.step, alarm)
             await self.between_steps()
-            if self.timeline is not None:
-                await self.timeline.update()
+            await self.timeline.update()
         await self.checkpoints.finish()
 
     async def between_steps(self) -> None:

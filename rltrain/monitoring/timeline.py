@@ -23,24 +23,26 @@ class Timeline:
     If the file cannot be written, the timeline ends with a warning, and the run continues.
 
     Args:
-        file: the file to which the events are written.
+        file: the file to which the events are written; None if the run has no timeline.
 
     Attributes:
         workers: async function that removes the recorded events from the worker processes and returns the events; None
             before the worker processes are started.
     """
 
-    def __init__(self, file: TraceFile) -> None:
+    def __init__(self, file: TraceFile | None = None) -> None:
         self.file = file
         self.workers: Callable[[], Awaitable[Sequence[Recorded]]] | None = None
 
     async def update(self) -> None:
         """Write all events that the processes have recorded since the previous update to the file."""
-        if trace.on():
+        if self.file is not None and trace.on():
             self.write([] if self.workers is None else await self.workers())
 
     def write(self, recorded: Sequence[Recorded] = ()) -> None:
-        """Add the driver's events and the given events of other processes to the file."""
+        """Add the driver's events and the given events of other processes to the file, if there is one."""
+        if self.file is None:
+            return
         driver = trace.take()
         try:
             self.file.write([*([driver] if driver else []), *recorded])
@@ -50,8 +52,8 @@ class Timeline:
 
 
 @contextlib.contextmanager
-def timeline(folder: Path, *, wanted: bool) -> Iterator[Timeline | None]:
-    """Record the events of the driver during the `with` block.
+def timeline(folder: Path, *, wanted: bool) -> Iterator[Timeline]:
+    """Record the events of the driver during the `with` block, if `wanted` is true.
 
     The current asyncio task becomes the row "steps" of the timeline. Worker processes that are started in the `with`
     block record events too.
@@ -61,10 +63,10 @@ def timeline(folder: Path, *, wanted: bool) -> Iterator[Timeline | None]:
         wanted: whether the run has a timeline (`trainer.trace`).
 
     Yields:
-        The timeline, or None if `wanted` is false.
+        The timeline.
     """
     if not wanted:
-        yield None
+        yield Timeline()
         return
     if (task := asyncio.current_task()) is not None:
         task.set_name(STEPS)

@@ -10,14 +10,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from rltrain.base.storage import Folder
-from rltrain.data.prompts import load_prompts
 from rltrain.run.checkpoints import Checkpoints
 from rltrain.settings.compose import compose
-from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
-from rltrain.trajectories.collector import Collector
+from tests.in_process_trainer import in_process_trainer
 from tests.policy_weights import weights_of
-from workers.placement import start as start_workers
 
 STEPS = 12
 BASE = [
@@ -34,17 +31,8 @@ def score(response):
 async def trainer(model, tmp_path, tasks, *overrides) -> Trainer:
     (tmp_path / "odd.py").write_text(REWARD)
     config = compose([*BASE, f"reward.functions=[{tmp_path / 'odd.py'}:score]", *overrides])[0]
-    workers = await start_workers(config, model, [EOS_ID], tasks, needs_critic=False)
-    prompts = load_prompts(
-        config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse", limit=64
-    )
-    collector = Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts, tasks=tasks)
-    collector.start()
-    made = Trainer(
-        config, collector=collector, actor=workers.actor, reference=workers.reference, critic=workers.critic,
-        tracker=None, checkpoints=Checkpoints(Folder(str(tmp_path / "checkpoints")), "", keep=0, best=None),
-        val_prompts={}, tasks=tasks,
-    )  # fmt: skip
+    checkpoints = Checkpoints(Folder(str(tmp_path / "checkpoints")), "", keep=0, best=None)
+    made = await in_process_trainer(config, model, tasks, checkpoints=checkpoints)
     await made.sync_weights()
     return made
 

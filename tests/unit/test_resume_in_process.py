@@ -18,15 +18,11 @@ import torch
 from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.errors import RewardError, Stopped
 from rltrain.base.storage import Folder
-from rltrain.data.prompts import load_prompts
 from rltrain.monitoring.tracking import Tracker
 from rltrain.run.checkpoints import Checkpoints
 from rltrain.settings.compose import compose
-from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
-from rltrain.trainer import Trainer
-from rltrain.trajectories.collector import Collector
+from tests.in_process_trainer import in_process_trainer
 from tests.unit.test_trainer_in_process import BASE, REWARD
-from workers.placement import start as start_workers
 from workers.training.rank_state import RankState
 
 COMMON = ["trainer.prompts_per_minibatch=2", "rollout.max_response_length=8", "trainer.save_every=1"]
@@ -64,21 +60,11 @@ async def new_run(model, folder, *overrides, prompts=64, steps=4):
     (folder / "parity.py").write_text(REWARD)
     reward = f"reward.functions=[{{name: parity, path: '{folder}/parity.py:score', weight: 1.0}}]"
     config = compose([*BASE, *COMMON, reward, f"trainer.total_steps={steps}", *overrides])[0]
-    critic = config.algorithm.advantage_estimator == "gae"
-    tasks = BackgroundTasks()
-    workers = await start_workers(config, model, [EOS_ID], tasks, needs_critic=critic)
-    loaded = load_prompts(
-        config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse",
-        limit=prompts,
-    )  # fmt: skip
-    collector = Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=loaded, tasks=tasks)
-    collector.start()
-    trainer = Trainer(
-        config, collector=collector, actor=workers.actor, reference=workers.reference, critic=workers.critic,
-        tracker=Tracker(folder, Silent(), ["parity"]),
-        checkpoints=Checkpoints(Folder(str(folder / "checkpoints")), "", keep=0, best=None), val_prompts={},
-        tasks=tasks,
-    )  # fmt: skip
+    checkpoints = Checkpoints(Folder(str(folder / "checkpoints")), "", keep=0, best=None)
+    tracker = Tracker(folder, Silent(), ["parity"])
+    trainer = await in_process_trainer(
+        config, model, BackgroundTasks(), prompts=prompts, tracker=tracker, checkpoints=checkpoints
+    )
     OPEN.append(run := Run(folder, trainer))
     return run
 

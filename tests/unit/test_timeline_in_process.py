@@ -7,18 +7,14 @@ import pytest
 
 from rltrain.base import trace
 from rltrain.base.storage import Folder
-from rltrain.data.prompts import load_prompts
 from rltrain.monitoring.timeline import timeline
 from rltrain.monitoring.tracking import Tracker
 from rltrain.run.checkpoints import Checkpoints
 from rltrain.settings.compose import compose
-from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
-from rltrain.trainer import Trainer
-from rltrain.trajectories.collector import Collector
+from tests.in_process_trainer import in_process_trainer, train_prompts
 from tests.traces import drawn, require_nested
 from tests.unit.test_resume_in_process import Silent
 from tests.unit.test_trainer_in_process import BASE
-from workers.placement import start as start_workers
 
 STEPS, ROWS = 2, 16  # ROWS is prompts_per_step * samples_per_prompt
 
@@ -27,17 +23,10 @@ async def run(model, folder, tasks, *, wanted):
     """Train for two steps with an evaluation, and return the trainer."""
     config = compose([*BASE, "trainer.prompts_per_minibatch=2", f"trainer.total_steps={STEPS}"])[0]
     with timeline(folder, wanted=wanted) as events:
-        workers = await start_workers(config, model, [EOS_ID], tasks, needs_critic=False)
-        prompts = load_prompts(
-            config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse", limit=8
-        )
-        collector = Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts, tasks=tasks)
-        collector.start()
-        made = Trainer(
-            config, collector=collector, actor=workers.actor, reference=None, critic=None,
+        made = await in_process_trainer(
+            config, model, tasks, prompts=8, timeline=events, val_prompts={"": train_prompts(config, 8)[:4]},
             tracker=Tracker(folder, Silent(), config.reward.names),
             checkpoints=Checkpoints(Folder(str(folder / "checkpoints")), "", keep=0, best=None),
-            val_prompts={"": prompts[:4]}, tasks=tasks, timeline=events,
         )  # fmt: skip
         made.tracker.restore(0, {})
         await made.fit()

@@ -7,14 +7,12 @@ from transformers import AutoModelForTokenClassification
 from rltrain.algorithms import ADVANTAGE_ESTIMATORS
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.batch.row_assignment import minibatches
-from rltrain.data.prompts import load_prompts
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
-from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.prompt_groups import stream_seed
 from rltrain.trajectories.scoring import zero_spread
-from tests.fakes import NoCheckpoints
+from tests.in_process_trainer import in_process_trainer, train_prompts
 from tests.policy_weights import weights_of
 from workers.models.fsdp import full
 from workers.placement import start as start_workers
@@ -47,18 +45,7 @@ def reward(tmp_path_factory):
 
 
 async def trainer(tasks, model, *overrides) -> Trainer:
-    config = compose([*BASE, *overrides])[0]
-    critic = config.algorithm.advantage_estimator == "gae"
-    workers = await start_workers(config, model, [EOS_ID], tasks, needs_critic=critic)
-    prompts = load_prompts(
-        config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse", limit=64
-    )
-    collector = Collector(config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts, tasks=tasks)
-    collector.start()
-    made = Trainer(
-        config, collector=collector, actor=workers.actor, reference=workers.reference, critic=workers.critic,
-        tracker=None, checkpoints=NoCheckpoints(), val_prompts={}, tasks=tasks,
-    )  # fmt: skip
+    made = await in_process_trainer(compose([*BASE, *overrides])[0], model, tasks)
     await made.sync_weights()
     return made
 
@@ -170,9 +157,7 @@ async def sequential(tasks, model, steps, *overrides):
     workers = await start_workers(config, model, [EOS_ID], tasks, needs_critic=False)
     engine = workers.rollout.replicas[0].role.process.host.roles["rollout"].engine
     samples, budget = 4, config.actor.max_tokens_per_microbatch
-    prompts = load_prompts(
-        config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse", limit=64
-    )
+    prompts = train_prompts(config)
     trained = []
     for step in range(steps):
         current = await weights_of(workers.actor)

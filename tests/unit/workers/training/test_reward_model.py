@@ -11,17 +11,15 @@ from transformers import AutoModelForSequenceClassification
 
 from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.base.errors import ConfigError
-from rltrain.data.prompts import Prompt, load_prompts
+from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
-from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+from rltrain.tasks.tokenizer import char_tokenizer
 from rltrain.trainer import Trainer
-from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.reward_models import RewardModel, reward_models
-from tests.fakes import NoCheckpoints
+from tests.in_process_trainer import in_process_trainer
 from workers.cluster.processes import LocalProcess, Role
 from workers.cluster.worker_process import Host
 from workers.placement import ROLES
-from workers.placement import start as start_workers
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -112,18 +110,7 @@ async def trainer(start: str, tasks: BackgroundTasks, *overrides: str) -> Traine
         ["placement=inprocess", "rollout=hf", "trainer.prompts_per_step=4", "trainer.prompts_per_minibatch=4",
          "rollout.samples_per_prompt=4", "rollout.max_response_length=12", *overrides]
     )  # fmt: skip
-    workers = await start_workers(config, start, [EOS_ID], tasks, needs_critic=False)
-    prompts = load_prompts("builtin:median", char_tokenizer(), split="train", seed=0, max_prompt_length=16,
-                           overlong="refuse", limit=64)  # fmt: skip
-    models = reward_models(config, workers.reward_models)
-    collector = Collector(
-        config, rollout=workers.rollout, rewards=workers.rewards, prompts=prompts, tasks=tasks, models=models
-    )
-    collector.start()
-    made = Trainer(
-        config, actor=workers.actor, reference=None, critic=None, tracker=None, checkpoints=NoCheckpoints(),
-        val_prompts={}, collector=collector, tasks=tasks,
-    )  # fmt: skip
+    made = await in_process_trainer(config, start, tasks)
     await made.sync_weights()
     return made
 

@@ -1,0 +1,55 @@
+"""A trainer whose workers are all in the test process, with the tokenizer of the built-in tasks."""
+
+from typing import Any
+
+from rltrain.base.background_tasks import BackgroundTasks
+from rltrain.data.prompts import PromptSet, load_prompts
+from rltrain.settings.algorithm_rules import needs_critic
+from rltrain.settings.schema import Config
+from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+from rltrain.trainer import Trainer
+from rltrain.trajectories.collector import Collector
+from rltrain.trajectories.reward_models import reward_models
+from tests.fakes import NoCheckpoints
+from workers.placement import start
+
+
+def train_prompts(config: Config, limit: int = 64) -> PromptSet:
+    """Load the first `limit` training prompts of a config."""
+    return load_prompts(
+        config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse", limit=limit
+    )
+
+
+async def in_process_trainer(
+    config: Config, model: str, tasks: BackgroundTasks, *, prompts: int = 64, **parts: Any
+) -> Trainer:
+    """Start the workers of a config in the test process, and return a trainer for them.
+
+    Args:
+        config: The whole config, with `placement=inprocess`.
+        model: Model directory.
+        tasks: The background tasks that the workers and the collector use.
+        prompts: Number of training prompts.
+        parts: Further arguments of `Trainer`. The default is no tracker, no checkpoints and no evaluation prompts.
+    """
+    workers = await start(config, model, [EOS_ID], tasks, needs_critic=needs_critic(config.algorithm))
+    collector = Collector(
+        config,
+        rollout=workers.rollout,
+        rewards=workers.rewards,
+        prompts=train_prompts(config, prompts),
+        tasks=tasks,
+        models=reward_models(config, workers.reward_models),
+    )
+    collector.start()
+    arguments: dict[str, Any] = {"tracker": None, "checkpoints": NoCheckpoints(), "val_prompts": {}} | parts
+    return Trainer(
+        config,
+        collector=collector,
+        actor=workers.actor,
+        reference=workers.reference,
+        critic=workers.critic,
+        tasks=tasks,
+        **arguments,
+    )
