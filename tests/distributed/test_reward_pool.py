@@ -13,6 +13,7 @@ import ray
 from rltrain.base.errors import WorkerError
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
+from tests.reward_configs import reward_function
 from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.pool import RewardPool
 from workers.reward.worker import RewardWorker
@@ -61,16 +62,9 @@ def functions(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def configs(*names: str) -> list[RewardFunctionConfig]:
-        return [function(name, f"rewards.py:{name}") for name in names]
+        return [reward_function(name, f"rewards.py:{name}") for name in names]
 
     return configs
-
-
-def function(name: str, path: str, **changes) -> RewardFunctionConfig:
-    return RewardFunctionConfig(
-        **{"name": name, "path": path, "weight": 1.0, "gate": False, "outcome": True, "success": None, "kwargs": {}}
-        | changes
-    )
 
 
 def on_ray(functions, *, workers: int = 1, spares: int = 0, runtime_env=None, **changes) -> RewardPool:
@@ -101,7 +95,7 @@ GOLDEN = [
 
 
 async def test_G1_a_golden_set_scores_the_same_here_in_an_actor_and_in_the_pool():
-    config = function("final", "rltrain.rewards.final_answer:final_answer")
+    config = reward_function("final", "rltrain.rewards.final_answer:final_answer")
     requests = [request(i, r, answer=a, finish_reason=f) for i, (r, a, f, _) in enumerate(GOLDEN)]
     expected = [SampleScores(r.key, (score,)) for r, (*_, score) in zip(requests, GOLDEN, strict=True)]
     here = RewardWorker([config]).score(requests)
@@ -194,7 +188,7 @@ async def test_G2_a_reward_that_misbehaves_is_failed_in_time_and_the_pool_is_who
 async def test_G2_a_slow_start_does_not_count_as_a_call_that_takes_too_long(functions, tmp_path):
     slow = tmp_path / "slow_start.py"
     slow.write_text("import time\ntime.sleep(1.5)\ndef score(response):\n    return float(response)\n")
-    config = function("slow", f"{slow}:score")
+    config = reward_function("slow", f"{slow}:score")
     with on_ray([config], timeout_s=0.5) as pool:
         pool.submit([request(1, "4")])
         assert await finish(pool) == [SampleScores((0, 1), (4.0,))]
@@ -222,7 +216,7 @@ async def test_G3_scores_belong_to_their_responses_while_workers_are_killed(func
 async def test_a_worker_that_cannot_start_stops_the_run_with_its_reason(tmp_path):
     path = tmp_path / "picky.py"
     path.write_text("import sys\nif 'ray' not in sys.modules:\n    raise OSError('no key')\ndef score(): ...\n")
-    with on_ray([function("picky", f"{path}:score")]) as pool:
+    with on_ray([reward_function("picky", f"{path}:score")]) as pool:
         pool.submit([request(1, "4")])
         with pytest.raises(WorkerError, match=r"did not start in 3 attempts: .*picky.py does not import .*no key"):
             await finish(pool)
@@ -231,7 +225,7 @@ async def test_a_worker_that_cannot_start_stops_the_run_with_its_reason(tmp_path
 async def test_the_runtime_env_reaches_the_workers(tmp_path):
     path = tmp_path / "env.py"
     path.write_text("import os\ndef score():\n    return int(os.environ['RLTRAIN_TEST_SCORE'])\n")
-    config = function("env", f"{path}:score")
+    config = reward_function("env", f"{path}:score")
     with on_ray([config], runtime_env={"env_vars": {"RLTRAIN_TEST_SCORE": "17"}}) as pool:
         pool.submit([request(1, "")])
         assert await finish(pool) == [SampleScores((0, 1), (17.0,))]
@@ -275,7 +269,7 @@ async def patient(response):
 @pytest.fixture
 def slow(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
-    return lambda *names: [function(name, f"{tmp_path}/slow.py:{name}") for name in names]
+    return lambda *names: [reward_function(name, f"{tmp_path}/slow.py:{name}") for name in names]
 
 
 @pytest.mark.parametrize("names", [["hangs"], ["quick", "hangs"]])
@@ -320,7 +314,7 @@ async def test_a_spare_process_that_cannot_start_is_done_without(tmp_path):
         f"import os, sys, time\nif 'ray' not in sys.modules:\n    os.mkdir('{tmp_path}/taken')\n"
         "def score(response):\n    if response == 'slow':\n        time.sleep(1.5)\n    return 1.0\n"
     )
-    with on_ray([function("once", f"{tmp_path}/once.py:score")], spares=2, timeout_s=6.0) as pool:
+    with on_ray([reward_function("once", f"{tmp_path}/once.py:score")], spares=2, timeout_s=6.0) as pool:
         pool.submit([request(0, "slow"), *(request(n, "") for n in range(1, 6))])
         assert [r.scores for r in await finish(pool)] == [(1.0,)] * 6
 

@@ -12,7 +12,7 @@ import pytest_asyncio
 import ray
 
 from rltrain.settings.compose import compose
-from rltrain.settings.reward_config import RewardFunctionConfig
+from tests.reward_configs import reward_function
 from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.pool import RewardPool
 
@@ -34,9 +34,7 @@ def session(ray_here):
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def pool(session):
-    function = RewardFunctionConfig(
-        name="torture", path=f"{FILE}:score", weight=1.0, gate=False, outcome=True, success=None, kwargs={}
-    )
+    function = reward_function("torture", f"{FILE}:score")
     reward = replace(compose([])[0].reward, functions=[function], timeout_s=LIMIT_S, memory_mb=1024)
     with RewardPool.on_ray(reward, workers=1, spares=2, start_timeout_s=60.0) as made:
         yield made
@@ -114,9 +112,7 @@ async def test_what_a_file_starts_when_it_is_imported_stays(session, tmp_path):
         "if 'ray' not in sys.modules:\n    HELPER = subprocess.Popen(['sleep', '3600'])\n"  # only in a reward process
         "def score():\n    subprocess.Popen(['sleep', '3600'])\n    return float(HELPER.poll() is None)\n"
     )
-    function = RewardFunctionConfig(
-        name="helped", path=f"{path}:score", weight=1.0, gate=False, outcome=True, success=None, kwargs={}
-    )
+    function = reward_function("helped", f"{path}:score")
     with RewardPool.on_ray(
         replace(compose([])[0].reward, functions=[function]), workers=1, start_timeout_s=60.0
     ) as pool:
@@ -127,9 +123,7 @@ async def test_what_a_file_starts_when_it_is_imported_stays(session, tmp_path):
 
 
 async def test_closing_the_pool_ends_a_call_that_runs_and_all_that_it_started(session):
-    function = RewardFunctionConfig(
-        name="torture", path=f"{FILE}:score", weight=1.0, gate=False, outcome=True, success=None, kwargs={}
-    )
+    function = reward_function("torture", f"{FILE}:score")
     others = {process.pid for process in children_of_the_pool()}
     with RewardPool.on_ray(
         replace(compose([])[0].reward, functions=[function], timeout_s=60.0), workers=1, start_timeout_s=60.0

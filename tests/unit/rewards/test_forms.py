@@ -11,6 +11,7 @@ from rltrain.rewards import loading
 from rltrain.rewards.result import RewardResult, ScoreError
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
+from tests.reward_configs import reward_function
 from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.pool import RewardPool
 from workers.reward.worker import RewardWorker
@@ -69,9 +70,7 @@ def path(tmp_path):
 
 
 def function(path, name: str, **kwargs) -> RewardFunctionConfig:
-    return RewardFunctionConfig(
-        name=name, path=f"{path}:{name}", weight=1.0, gate=False, outcome=True, success=None, kwargs=kwargs
-    )
+    return reward_function(name, f"{path}:{name}", kwargs=kwargs)
 
 
 def requests(*responses: str, **columns) -> list[RewardRequest]:

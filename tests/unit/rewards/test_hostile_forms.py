@@ -8,6 +8,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.rewards import loading
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
+from tests.reward_configs import reward_function
 from workers.reward.messages import RewardRequest
 from workers.reward.worker import RewardWorker
 
@@ -95,9 +96,7 @@ SAID = {
 
 
 def function(path, name: str, **kwargs) -> RewardFunctionConfig:
-    return RewardFunctionConfig(
-        name=name, path=f"{path}:{name}", weight=1.0, gate=False, outcome=True, success=None, kwargs=kwargs
-    )
+    return reward_function(name, f"{path}:{name}", kwargs=kwargs)
 
 
 def requests(*responses: str) -> list[RewardRequest]:

@@ -13,7 +13,7 @@ import pytest
 from rltrain.rewards.judge import judge
 from rltrain.rewards.loading import check_columns, finish, load_function
 from rltrain.settings.compose import compose
-from rltrain.settings.reward_config import RewardFunctionConfig
+from tests.reward_configs import reward_function
 from workers.reward.messages import RewardRequest
 from workers.reward.worker import RewardWorker
 
@@ -92,10 +92,7 @@ def ask(server_or_url, prompt="2+2=", response="4", **options):
 
 def worker(url, concurrency=64, **kwargs) -> RewardWorker:
     options = {"base_url": url, "model": "m", **kwargs}
-    function = RewardFunctionConfig(
-        name="judge", path=PATH, weight=1.0, gate=False, outcome=True, success=None, kwargs=options
-    )
-    return RewardWorker([function], concurrency=concurrency)
+    return RewardWorker([reward_function("judge", PATH, kwargs=options)], concurrency=concurrency)
 
 
 def requests(count):

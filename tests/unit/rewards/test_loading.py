@@ -17,7 +17,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.rewards.loading import BUILTIN as BUILTIN_NAMES
 from rltrain.rewards.loading import absolute, bind, call, check_aggregation, check_columns, load_function
 from rltrain.rewards.result import ScoreError
-from rltrain.settings.reward_config import RewardFunctionConfig
+from tests.reward_configs import reward_function
 from workers.reward.messages import RewardRequest
 from workers.reward.worker import RewardWorker
 
@@ -274,13 +274,7 @@ def test_what_a_function_raises_goes_through():
 
 def test_what_a_failed_sample_says_can_be_written_to_a_file(tmp_path):
     path = write(tmp_path, "def score():\n    raise ValueError('bad \\ud800')\n")
-    worker = RewardWorker(
-        [
-            RewardFunctionConfig(
-                name="mine", path=f"{path}:score", weight=1.0, gate=False, outcome=True, success=None, kwargs={}
-            )
-        ]
-    )
+    worker = RewardWorker([reward_function("mine", f"{path}:score")])
     (result,) = worker.score([RewardRequest((0, 0), "p", "r", {})])
     assert result.error.encode().startswith(b"reward function 'mine' raised ValueError: bad \\ud800 (")
 

@@ -10,6 +10,7 @@ from rltrain.rewards.loading import call, check_columns, load_function
 from rltrain.rewards.signatures import is_async, is_batched, trainer_of
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
+from tests.reward_configs import reward_function
 from workers.reward.messages import RewardRequest
 from workers.reward.pool import RewardPool
 from workers.reward.worker import RewardWorker
@@ -128,9 +129,7 @@ def path(tmp_path):
 
 
 def function(path, name: str, **kwargs) -> RewardFunctionConfig:
-    return RewardFunctionConfig(
-        name=name, path=f"{path}:{name}", weight=1.0, gate=False, outcome=True, success=None, kwargs=kwargs
-    )
+    return reward_function(name, f"{path}:{name}", kwargs=kwargs)
 
 
 def requests(*responses: str, messages=None, **columns) -> list[RewardRequest]:

@@ -9,21 +9,21 @@ from rltrain.base.errors import RewardError
 from rltrain.batch.data_proto import DataProto
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
-from rltrain.settings.reward_config import RewardFunctionConfig
 from rltrain.trajectories.batch_building import to_batch
 from rltrain.trajectories.collector import EVAL_SEED, Collector
 from rltrain.trajectories.prompt_groups import Group, GroupState, stream_seed
 from rltrain.trajectories.scoring import on_last_token
 from tests.collecting import collect
 from tests.fakes import Immortal, Waiting
+from tests.reward_configs import reward_function
 from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
 PROMPTS = [Prompt(n, f"prompt {n}", [1, n], {"answer": str(n)}) for n in range(10)]
-ONE = [RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, outcome=True, success=None, kwargs={})]
+ONE = [reward_function("exact", "x:y")]
 TWO = [
     *ONE,
-    RewardFunctionConfig(name="style", path="x:z", weight=0.5, gate=False, outcome=True, success=None, kwargs={}),
+    reward_function("style", "x:z", weight=0.5),
 ]
 
 

@@ -10,7 +10,7 @@ from rltrain.base.errors import ConfigError, RewardError
 from rltrain.batch.data_proto import DataProto
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
-from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConfig
+from rltrain.settings.reward_config import RewardModelConfig
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trajectories.batch_building import to_batch
 from rltrain.trajectories.collector import Collector
@@ -18,11 +18,12 @@ from rltrain.trajectories.prompt_groups import Group, GroupState
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
 from tests.collecting import collect, collect_with_metrics
 from tests.fakes import Waiting
+from tests.reward_configs import reward_function
 from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 from workers.training.reward_model import RewardModelWorker
 
-FUNCTION = RewardFunctionConfig(name="exact", path="x:y", weight=1.0, gate=False, outcome=True, success=None, kwargs={})
+FUNCTION = reward_function("exact", "x:y")
 CHAT = [{"role": "user", "content": "hi"}]
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
 

@@ -12,6 +12,7 @@ import pytest
 from rltrain.base.errors import ConfigError
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
+from tests.reward_configs import reward_function
 from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.pool import RewardPool
 from workers.reward.transport import Answer, Call, Held, Lost
@@ -21,10 +22,7 @@ UNUSED = "rltrain.rewards.final_answer:final_answer"  # scripted workers never c
 
 
 def function(name: str, path: str = UNUSED, **changes) -> RewardFunctionConfig:
-    return RewardFunctionConfig(
-        **{"name": name, "path": path, "weight": 1.0, "gate": False, "outcome": True, "success": None, "kwargs": {}}
-        | changes
-    )
+    return reward_function(name, path, **changes)
 
 
 def reward(functions: list[RewardFunctionConfig], **changes) -> RewardConfig:

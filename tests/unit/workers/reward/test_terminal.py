@@ -10,6 +10,7 @@ import pytest
 
 from rltrain.settings.compose import compose
 from rltrain.settings.reward_config import RewardFunctionConfig
+from tests.reward_configs import reward_function
 from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.pool import RewardPool
 from workers.reward.transport import Answer, Call
@@ -87,9 +88,7 @@ def path(tmp_path):
 
 
 def function(path, name: str) -> RewardFunctionConfig:
-    return RewardFunctionConfig(
-        name=name, path=f"{path}:{name}", weight=1.0, gate=False, outcome=True, success=None, kwargs={}
-    )
+    return reward_function(name, f"{path}:{name}")
 
 
 def in_a_child(path, *names: str, **environment: str) -> list[str]:
