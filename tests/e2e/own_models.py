@@ -1,0 +1,49 @@
+"""Tiny models with random weights and a tokenizer of bytes, in the form in which users have models of their own."""
+
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+TEMPLATE = (
+    "{{ bos_token }}{% for message in messages %}<|{{ message['role'] }}|>{{ message['content'] }}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+SPECIAL = ["<|bos|>", "<|end|>", "<|pad|>", "<|system|>", "<|user|>", "<|assistant|>"]
+SIZES = {
+    "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 32,
+    "num_key_value_heads": 2,
+}  # fmt: skip
+ARCHITECTURES = {"llama": (LlamaForCausalLM, LlamaConfig), "qwen3": (Qwen3ForCausalLM, Qwen3Config)}
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """Return a tokenizer with one token for each byte, and a chat template."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *alphabet])}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|bos|>", eos_token="<|end|>", pad_token="<|pad|>",
+        additional_special_tokens=SPECIAL[3:],
+    )  # fmt: skip
+    fast.chat_template = TEMPLATE
+    return fast
+
+
+def save_model(folder: Path, architecture: str, *, positions: int) -> Path:
+    """Save a model with its tokenizer.
+
+    Args:
+        folder: The model's directory.
+        architecture: A key of `ARCHITECTURES`.
+        positions: Maximum number of tokens of a prompt and its answer.
+    """
+    kind, config = ARCHITECTURES[architecture]
+    tokenizer = byte_tokenizer()
+    sizes = SIZES | {"max_position_embeddings": positions}
+    model = kind(config(vocab_size=len(tokenizer), eos_token_id=1, pad_token_id=2, bos_token_id=0, **sizes))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
