@@ -1,5 +1,13 @@
 """Code that the fakes of engines, reward workers and checkpoints share."""
 
+import asyncio
+
+
+async def turns(count: int = 10) -> None:
+    """Let all other tasks run for `count` iterations of the event loop."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
 
 class Immortal:
     """Fake engines that never die and need no weights.

@@ -16,7 +16,7 @@ from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
 from tests.collecting import collect_with_metrics
-from tests.fakes import Immortal, NoCheckpoints
+from tests.fakes import Immortal, NoCheckpoints, turns
 from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
@@ -136,12 +136,6 @@ def collector(tasks):
         return made
 
     return make
-
-
-async def turns(count):
-    """Let other tasks run for `count` iterations of the event loop, as they do during a training step."""
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 async def step(made, version, *, looks=4):

@@ -6,6 +6,7 @@ import contextvars
 import pytest
 
 from rltrain.base.background_tasks import BackgroundTasks, Changes, cancelled, outside_event_loop
+from tests.fakes import turns
 
 
 async def fails(error):
@@ -19,12 +20,6 @@ async def fails_after(event, error):
 
 async def value(found):
     return found
-
-
-async def turns(count=10):
-    """Let all other tasks run until they only wait for events that the test itself causes."""
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 # Tests of waits in the main coroutine

@@ -14,7 +14,7 @@ from rltrain.trajectories.collector import EVAL_SEED, Collector
 from rltrain.trajectories.prompt_groups import Group, GroupState, stream_seed
 from rltrain.trajectories.scoring import on_last_token
 from tests.collecting import collect
-from tests.fakes import Immortal, Waiting
+from tests.fakes import Immortal, Waiting, turns
 from tests.reward_configs import reward_function
 from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
@@ -96,12 +96,6 @@ def collector(tasks):
         return made
 
     return make
-
-
-async def turns(count):
-    """Let other tasks run for `count` iterations of the event loop."""
-    for _ in range(count):
-        await asyncio.sleep(0)
 
 
 def at_once(coroutine):
