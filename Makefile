@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm test check browser-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean
+.PHONY: help setup demo demo-llm test test-broad check browser-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -55,7 +55,10 @@ test: setup  ## Unit, end-to-end and distributed tests; each line and branch of 
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit/algorithms --cov=rltrain.algorithms --cov-branch \
 	--cov-report=term-missing:skip-covered --cov-fail-under=100
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/fuzz --ignore=tests/unit/algorithms -n auto --dist loadfile
-	@$(TEST_ENV) $(BIN)/python -m pytest tests/e2e tests/distributed
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/e2e tests/distributed -m "not broad"
+
+test-broad: setup  ## The end-to-end and distributed tests that make test leaves out, because they take long
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/e2e tests/distributed -m broad $(ARGS)
 
 check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
 	$(BIN)/ruff check

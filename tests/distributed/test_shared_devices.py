@@ -99,6 +99,7 @@ def told(code: str, *arguments: str) -> dict:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.broad
 def test_a_rank_shares_its_gpu_with_its_replica_and_with_no_other_rank_whoever_is_replaced():
     said = told(PAIRS)
     assert sorted(said["ranks"]) == [0, 1]
@@ -106,6 +107,7 @@ def test_a_rank_shares_its_gpu_with_its_replica_and_with_no_other_rank_whoever_i
     assert said["free"] == 2
 
 
+@pytest.mark.broad
 def test_gpus_that_are_not_free_in_time_are_an_error_and_nothing_stays_reserved():
     said = told(FEW)
     assert said["error"].startswith("starting: 3 GPUs were not free within placement.start_timeout_s=1 s; use fewer")

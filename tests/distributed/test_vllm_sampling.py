@@ -77,6 +77,7 @@ def common_pair(found: dict[tuple[int, int], Completion]) -> str:
     return next(pair for pair, count in pairs.most_common() if count < len(found))
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize(("top_p", "top_k"), [(0.7, 0), (0.9, 4), (1.0, 1)])
 async def test_vllm_samples_and_weighs_what_the_transformers_engine_keeps(start, top_p, top_k):
     """Each sampled token passes the filters top-p and top-k, and its log-prob is renormalised over the kept tokens.
@@ -105,7 +106,7 @@ async def test_vllm_samples_and_weighs_what_the_transformers_engine_keeps(start,
     assert dropped
 
 
-@pytest.mark.parametrize("process", ["inprocess", "async"])
+@pytest.mark.parametrize("process", ["inprocess", pytest.param("async", marks=pytest.mark.broad)])
 async def test_an_answer_is_exactly_the_tokens_up_to_the_one_that_completes_a_stop_string(start, plain, process):
     stop, model = common_pair(plain), AutoModelForCausalLM.from_pretrained(start)
     search, cut, split = StopStrings([stop], char_tokenizer()), 0, 0

@@ -62,13 +62,17 @@ def start(output: Path, *overrides: str, **options) -> subprocess.Popen[str]:
     environment = {**os.environ, "RLTRAIN_TEST_RUN": str(output), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True, preexec_fn=_listen_to_ctrl_c, **options,
+        start_new_session=True, preexec_fn=_default_signals, **options,
     )  # fmt: skip
 
 
-def _listen_to_ctrl_c() -> None:
-    """Restore the default action of SIGINT, because a shell makes background programs and their children ignore it."""
+def _default_signals() -> None:
+    """Restore the default actions of SIGINT and SIGHUP.
+
+    A shell lets background programs ignore SIGINT, `nohup` lets programs ignore SIGHUP, and children inherit both.
+    """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen[str], output: Path, timeout_s: float = 240) -> Run:

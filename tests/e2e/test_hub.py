@@ -89,6 +89,7 @@ def test_a_model_that_cannot_be_had_ends_the_start_in_one_line(hub, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.broad
 def test_ranks_and_engines_in_processes_of_their_own_use_the_downloaded_model(hub, tmp_path):
     under_ray = [option for option in QUICK if option != "placement=inprocess"]
     run = train(tmp_path / "run", *under_ray, "placement=local", "model.path=org/tiny", "trainer.total_steps=1")

@@ -4,7 +4,7 @@ import json
 
 import pyarrow.parquet as pq
 import pytest
-from own_models import ARCHITECTURES, SPECIAL, save_model
+from own_models import SPECIAL, save_model
 from runs import train
 
 pytestmark = pytest.mark.slow
@@ -33,7 +33,7 @@ def folder(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("name", sorted(ARCHITECTURES))
+@pytest.mark.parametrize("name", [pytest.param("llama", marks=pytest.mark.broad), "qwen3"])
 def test_another_architecture_trains_through_vllm_with_a_chat_template_and_a_reward_file(folder, name):
     save_model(folder / "model", name, positions=128)
     run = train(

@@ -216,6 +216,7 @@ def unexplained(run):
     return [name for name in sorted(names) if not any(metric.matches(name) for metric in METRICS)]
 
 
+@pytest.mark.broad
 @pytest.mark.slow
 def test_the_recipe_that_compares_algorithms_ends_with_a_table(tmp_path):
     printed = script("compare_algorithms.sh", ALGORITHMS="ppo gspo", OUT=str(tmp_path))

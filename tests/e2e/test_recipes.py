@@ -24,8 +24,8 @@ SMALL = [
     "rollout.max_response_length=12", "data.val_size=2",
 ]  # fmt: skip
 ONE_PROCESS = [
-    "placement=inprocess", "rollout=hf", "rollout.vllm=null", "placement.actor_ranks=1",
-    "placement.rollout_replicas=1", "placement.reward_workers=1", "reward.sandbox=limits",
+    "placement=inprocess", "rollout=hf", "placement.actor_ranks=1",
+    "placement.rollout_replicas=1", "placement.reward_workers=1", "reward.sandbox=auto",
 ]  # fmt: skip
 GSM8K = {"question": "What is 2 + {n}?", "answer": "2 + {n} = <<2+{n}=5>>5\n#### 5"}
 DATA_SETS = {
@@ -96,6 +96,7 @@ def components(name: str) -> list[str]:
     return [path.rpartition(":")[2] for path in paths]
 
 
+@pytest.mark.broad
 @pytest.mark.parametrize("name", [name for name in NAMES if name != "gsm8k"])
 def test_a_recipe_trains(hub, tmp_path, name):
     run = recipe(name, tmp_path / "run", *ONE_PROCESS, "model.dtype=float32")

@@ -97,6 +97,7 @@ def test_F4_sigterm_saves_a_checkpoint_says_how_to_go_on_and_a_new_folder_can_ta
     assert other.stderr.startswith("error: actor.lr=1e-05: the checkpoint has 0.0004")
 
 
+@pytest.mark.broad
 def test_ray_ranks_go_on_from_a_checkpoint_also_as_another_number_of_them(tmp_path):
     output, common = tmp_path / "run", [*SMALL, "rollout=hf", "data.val=null", "algorithm=ppo", "trainer.save_every=1"]
     first = train(output, *common, "trainer.total_steps=2", "placement.actor_ranks=2")

@@ -43,6 +43,7 @@ def test_another_loss_trains_on_the_same_answers_to_other_weights(earlier, tmp_p
     assert not any(other[name].equal(first[name]) for name in first)
 
 
+@pytest.mark.broad
 def test_engines_and_ranks_in_processes_of_their_own_train_on_stored_answers(earlier, tmp_path):
     run = train(
         tmp_path / "run", *RUN, "placement=local", "placement.actor_ranks=2", "rollout=stored",

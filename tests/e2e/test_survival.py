@@ -107,6 +107,7 @@ def mapped(processes: list[psutil.Process]) -> set[Path]:
     return {Path("/dev/shm") / name for name in names if name.startswith(("psm_", "vllm_dist_"))}
 
 
+@pytest.mark.broad
 def test_an_engine_of_several_processes_is_replaced_as_a_whole_whichever_of_them_dies(tmp_path):
     """The replica has two tensor-parallel workers.
 

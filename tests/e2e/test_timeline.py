@@ -69,6 +69,7 @@ def require_right_places(events, metrics):
 
 
 @pytest.mark.timeout(600)
+@pytest.mark.broad
 def test_a_killed_run_leaves_a_timeline_of_its_steps_and_the_resumed_run_writes_another_file(tmp_path):
     output, common = tmp_path / "run", [*COMMON, "placement=inprocess", "trainer.eval_every=0", "trainer.save_every=1"]
     process = start(output, *common, "trainer.total_steps=500")

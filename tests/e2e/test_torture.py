@@ -23,6 +23,7 @@ def expected(prompt: str, response: str) -> float | None:
 
 
 @pytest.mark.slow
+@pytest.mark.broad
 def test_a_run_finishes_while_one_call_in_twenty_does_something_bad(tmp_path):
     run = train(
         tmp_path / "run", "rollout=hf", f"trainer.total_steps={STEPS}", "trainer.prompts_per_step=8",
