@@ -429,8 +429,10 @@ class RolloutConfig:
     @property
     def restriction(self) -> str:
         """The settings that restrict sampling, such as `rollout.top_p=0.9`; "" if sampling is not restricted."""
-        parts = [("top_p", self.top_p, self.top_p < 1), ("top_k", self.top_k, self.top_k > 0)]
-        return ", ".join(f"rollout.{name}={value:g}" for name, value, on in parts if on)
+        parts = [f"rollout.top_p={self.top_p:g}"] * (self.top_p < 1) + [f"rollout.top_k={self.top_k}"] * (
+            self.top_k > 0
+        )
+        return ", ".join(parts)
 
     @property
     def devices(self) -> int:

@@ -108,11 +108,19 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     good = isinstance(value, (int, float) if hint is float else hint) and (hint is bool or not isinstance(value, bool))
     # The value is compared without conversion to float, because an int may be too large. NaN fails the comparison.
     good = good and (hint is not float or abs(value) <= sys.float_info.max)
+    good = good and (hint is not int or abs(value) <= LARGEST_INT)
     require(good, _wrong_type(key, value, _KINDS.get(hint, hint.__name__)))
     return float(value) if hint is float else value
 
 
-_KINDS: dict[Any, str] = {int: "a whole number", float: "a finite number", str: "text", bool: "true or false"}
+LARGEST_INT = 2**63 - 1  # largest number in a tensor of whole numbers
+
+_KINDS: dict[Any, str] = {
+    int: "a whole number below 2^63",
+    float: "a finite number",
+    str: "text",
+    bool: "true or false",
+}
 
 
 def _wrong_type(key: str, value: Any, wanted: str) -> str:

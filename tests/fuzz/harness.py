@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 import rltrain.data.row_sources
 import rltrain.main
 from rltrain.base.errors import ConfigError
+from rltrain.run.sweep import Job
 
 # Total number of cases of all fuzz tests; each test gets a fixed share.
 COUNT = int(os.environ.get("FUZZ_COUNT", "0"))
@@ -83,6 +84,7 @@ def status_of(overrides: Sequence[str]) -> int | None:
     with (
         mock.patch.object(rltrain.main, "train", train),
         mock.patch.object(rltrain.main, "join_cluster", return_value=None),
+        mock.patch.object(Job, "__call__", train),  # what a sweep calls for each of its runs
         read_once(),
     ):
         try:

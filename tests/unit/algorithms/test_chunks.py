@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from rltrain.algorithms.chunks import GradientSums, RunningSoftmax, chunks
+from rltrain.algorithms.chunks import GradientSums, RunningSoftmax, chunks, default_chunk_size
 
 
 @pytest.mark.parametrize("wanted", list(itertools.product([False, True], repeat=3)))
@@ -37,3 +37,8 @@ def test_the_mean_distance_to_the_largest_logit_is_that_of_all_words_whatever_th
         softmax.add(slice(0, 2), logits[:, columns].clone())
     assert torch.allclose(softmax.log_sum, logits.logsumexp(-1), rtol=1e-12)
     assert torch.allclose(softmax.mean, (share * distance).sum(-1), rtol=1e-12)
+
+
+@pytest.mark.parametrize(("device", "logits"), [("cpu", 2_097_152), ("cuda", 67_108_864)])
+def test_a_chunk_has_two_million_logits_on_a_cpu_and_67_million_elsewhere(device, logits):
+    assert default_chunk_size(torch.device(device)) == logits

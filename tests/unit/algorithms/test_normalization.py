@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rltrain.algorithms import combine_rewards, normalize_advantages, normalize_rewards
+from rltrain.algorithms.normalization import statistics_of
 
 UID = torch.tensor([3, 1, 3, 3, 1, 8, 6, 6])
 VALID = torch.tensor([True, True, True, True, True, True, True, False])
@@ -356,3 +357,17 @@ def test_normalize_advantages_refuses_what_it_cannot_do(levels, complaint):
 def test_every_component_says_whether_it_is_a_gate():
     with pytest.raises(ValueError, match=r"gates has shape \(1,\) for 2 components; give one gate per component"):
         combine_rewards(torch.ones(3, 2), weights=[1.0, 1.0], gates=[True])
+
+
+def test_the_std_of_a_population_of_one_is_0():
+    scores, one = torch.tensor([3.0, 5.0]), torch.tensor([0, 1])
+    assert statistics_of(scores, one, torch.tensor([True, True])).std.tolist() == [0.0, 0.0]
+
+
+def test_three_components_of_two_groups_are_six_populations():
+    scores = torch.tensor([[0.0, 0.0, 0.0], [2.0, 4.0, 6.0], [1.0, 3.0, 5.0], [7.0, 5.0, 3.0]], dtype=torch.float64)
+    found = combine_rewards(
+        scores, torch.tensor([0, 0, 1, 1]), weights=[1.0, 10.0, 100.0], aggregation="normalize_then_sum"
+    )
+    unit = 0.5**0.5  # two values are half their distance, which is std / sqrt(2), away from their mean
+    assert torch.allclose(found, torch.tensor([-111.0, 111.0, 89.0, -89.0], dtype=torch.float64) * unit, rtol=1e-5)

@@ -1,3 +1,4 @@
+import inspect
 import subprocess
 import sys
 
@@ -177,3 +178,9 @@ def test_the_package_loads_alone_and_brings_no_framework():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("name", sorted(name for name in algorithms.__all__ if name.islower()))
+def test_every_parameter_of_a_public_function_can_be_passed_by_name(name):
+    parameters = inspect.signature(getattr(algorithms, name)).parameters.values()
+    assert [p.name for p in parameters if p.kind is inspect.Parameter.POSITIONAL_ONLY] == []

@@ -104,6 +104,8 @@ def changed(values, key, value):
         ("trainer.total_steps", 3.0, "trainer.total_steps=3.0: must be a whole number"),
         ("trainer.total_steps", True, "trainer.total_steps=True: must be a whole number"),
         ("trainer.total_steps", None, "trainer.total_steps=null: must be a whole number"),
+        ("trainer.total_steps", 2**63, "trainer.total_steps=9223372036854775808: must be a whole number below 2^63"),
+        ("rollout.top_k", 10**400, "000: must be a whole number below 2^63"),
         ("trainer.total_steps", 0, "trainer.total_steps must be >= 1, got 0"),
         ("trainer.resume", " ", "trainer.resume is empty; give never, auto, or the folder of a checkpoint"),
         ("trainer.checkpoint_dir", "", "trainer.checkpoint_dir is empty; give a folder"),
