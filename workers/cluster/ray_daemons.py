@@ -6,7 +6,9 @@ connected processes continue until Ray ends them after 60 s, but no new process 
 died can still save a checkpoint.
 """
 
+import contextlib
 import logging
+import select
 import socket
 import struct
 import time
@@ -76,22 +78,50 @@ class RemoteDaemon:
     def __init__(self, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port
         self.asked = time.monotonic()
+        self.connection: socket.socket | None = None  # the connection that is being opened, if any
         self.silent_since: float | None = None
 
     def ended(self) -> bool:
-        """Return whether connections to the daemon have failed for too long. See `Daemon.ended`."""
+        """Return whether connections to the daemon have failed for too long. See `Daemon.ended`.
+
+        Connections are opened without blocking, because this method runs in the driver's event loop.
+        """
         now = time.monotonic()
-        if now >= self.asked + _ASK_EVERY_S:
+        if self.connection is None and now >= self.asked + _ASK_EVERY_S:
             self.asked = now
-            try:
-                socket.create_connection((self.host, self.port), timeout=_ANSWER_S).close()
-                self.silent_since = None
-            except OSError:
-                self.silent_since = self.silent_since or now
+            self.connection = _connecting(self.host, self.port)
+        if self.connection is not None:
+            self._look_at(self.connection, now)
         return self.silent_since is not None and now >= self.silent_since + _SILENT_S
+
+    def _look_at(self, connection: socket.socket, now: float) -> None:
+        """Note whether a connection that is being opened has succeeded, has failed or has timed out."""
+        settled = bool(select.select([], [connection], [], 0)[1])
+        if not settled and now < self.asked + _ANSWER_S:
+            return
+        self.silent_since = None if settled and _is_open(connection) else self.silent_since or self.asked
+        connection.close()
+        self.connection = None
 
     def __str__(self) -> str:
         return f"Ray's {self.name} on node {self.host} no longer answers at port {self.port}"
+
+
+def _connecting(host: str, port: int) -> socket.socket:
+    """Start to open a TCP connection, without waiting until it is open."""
+    connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    connection.setblocking(False)
+    with contextlib.suppress(OSError):  # a connection that fails at once counts as failed when it is looked at
+        connection.connect((host, port))
+    return connection
+
+
+def _is_open(connection: socket.socket) -> bool:
+    try:
+        connection.getpeername()
+    except OSError:
+        return False
+    return True
 
 
 class Daemons:

@@ -1,5 +1,6 @@
 """Tests that a Ray daemon's death is reported by name, after saving a checkpoint if that is still possible."""
 
+import contextlib
 import logging
 import os
 import socket
@@ -108,6 +109,33 @@ def test_a_gcs_server_elsewhere_counts_as_dead_when_nobody_answers_there_for_a_w
     clock[0] += 5
     assert daemon.ended()
     assert "gcs_server on node 127.0.0.1 no longer answers" in str(daemon)
+
+
+def test_a_host_that_does_not_answer_is_not_waited_for_and_counts_as_silent_after_a_second(clock):
+    with contextlib.ExitStack() as opened:
+        server = opened.enter_context(socket.create_server(("127.0.0.1", 0), backlog=0))
+        address = server.getsockname()
+        for _ in range(3):  # once the queue of the server is full, a new connection stays half open
+            waiting = opened.enter_context(socket.socket())
+            waiting.setblocking(False)
+            waiting.connect_ex(address)
+        daemon = RemoteDaemon(GCS, *address)
+        for seconds, silent in ((6, False), (0.5, False), (1, True)):
+            clock[0] += seconds
+            assert not daemon.ended()
+            assert (daemon.silent_since is not None) == silent
+        clock[0] += 10
+        assert daemon.ended()
+        opened.enter_context(daemon.connection)  # the attempt that is under way
+
+
+def test_a_host_without_a_server_counts_as_silent(clock):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        daemon = RemoteDaemon(GCS, "::1", server.getsockname()[1])
+        for _ in range(4):
+            clock[0] += 5
+            ended = daemon.ended()
+        assert ended
 
 
 def test_only_the_gcs_server_of_the_runs_own_ray_session_counts():
