@@ -54,8 +54,8 @@ def k3_unbounded(log_ratio: Tensor) -> Tensor:
     """Compute e^x - 1 - x, which is never negative.
 
     For tokens sampled from q and x = log(p / q), e^x - 1 - x is the k3 estimate of KL(q || p). `k3_unbounded` grows as
-    e^x without a bound, so it is suitable for metrics. For a penalty in a loss, use `rltrain.algorithms.kl.k3`, which
-    has a bound.
+    e^x without a bound, so it is suitable for metrics. For a penalty in a loss, use `rltrain.algorithms.kl.k3`, whose
+    value is at most 10.
     """
     return log_ratio.expm1() - log_ratio
 

@@ -9,7 +9,7 @@ control-token name, encoding has three steps:
    After the replacement, all control-token names in the template's output come from the template itself.
 2. In a copy of the tokenizer, the control tokens have private names instead of their usual names. In the template's
    output, private names replace the usual names, and the original names replace the stand-ins. The copied tokenizer
-   encodes the text with the private names.
+   encodes the resulting text.
 3. The method is checked: for the text in which stand-ins replace the control-token names, the copied tokenizer must
    give the same ids as the original tokenizer. For the text with the private names of control tokens, the copied
    tokenizer must give the same control tokens as for the text with stand-ins. A `ControlTokenError` is raised if one of

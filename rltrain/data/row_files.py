@@ -172,7 +172,7 @@ def _csv_rows(path: Path, where: str) -> Rows:
     except Exception as error:  # pyarrow raises many exception types for a damaged file
         raise ConfigError(
             f"{where}: not a readable CSV file ({_reason(error)}); write the column names into the first line, and "
-            "the same number of values into every other line"
+            "the same number of values into each line after it"
         ) from None
     return table_rows(table, where)
 

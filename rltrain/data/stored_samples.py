@@ -64,7 +64,8 @@ def stored_groups(folder: Path) -> Mapping[int, StoredGroup]:
         ConfigError: a table cannot be read.
     """
     groups: dict[int, StoredGroup] = {}
-    # A step that failed and was repeated after a resume has two tables. Its table of trained samples comes first.
+    # A step that failed and was repeated after a resume has two tables.
+    # Of the two tables, `sample_files` returns the table of trained samples first.
     for file in sample_files(folder):
         try:
             uids: list[int] = pq.read_table(file.path, columns=["uid"])["uid"].to_pylist()

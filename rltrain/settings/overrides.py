@@ -49,7 +49,7 @@ class Choice:
 class Setting:
     """A value that the user sets for one key.
 
-    If the value is a mapping, it replaces the whole mapping in the chosen YAML file.
+    A mapping is not merged with the mapping that the chosen YAML file has under the same key, but replaces it.
 
     Attributes:
         key: dotted name of the key.

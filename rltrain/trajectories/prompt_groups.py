@@ -205,7 +205,8 @@ class PromptGroups:
     def generated(self, completion: Completion) -> RewardRequest | None:
         """Record one finished answer and return the request to score it.
 
-        Return None if the group no longer exists or is pending, or if the answer is a duplicate.
+        Return None if the group does not exist any more, if the group's requests are not sent at the moment, or if
+        the answer is a duplicate.
         """
         uid, number = completion.key
         group = self.groups.get(uid)

@@ -258,7 +258,7 @@ class RewardPool:
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
         # `hold_s` is at least `_BUDGET_S`, after which a worker begins no further sample.
         # No sample is scored twice if the remaining samples of a held call (see `Held`) are queued again.
-        # Calls of async functions are never held, because they are cancelled at their time limit.
+        # A call of async functions never becomes a held call, because it is cancelled at its time limit.
         # A second call at the same time as a call of async functions would exceed `reward.concurrency`.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}

@@ -58,7 +58,7 @@ class Held:
     the result of the continued request. All later requests of a held stepwise call must be scored in another call.
 
     Attributes:
-        slot: Number of the process.
+        slot: Index of the process among the reward processes, from 0.
         results: The results of a stepwise call so far, where the last result may lack some scores, or None if the call
             is not stepwise.
     """
@@ -72,7 +72,7 @@ class Lost:
     """Event: a call has ended without an answer.
 
     Attributes:
-        slot: Number of the process.
+        slot: Index of the process among the reward processes, from 0.
         timed_out: Whether the process took too long.
         reason: What ended the call, if it did not time out.
         outside: Whether the cause is probably not a reward function, because the whole worker was lost, or because

@@ -75,8 +75,8 @@ class StoredEngine:
             )
         if len(row["response_ids"]) > request.max_tokens:
             raise ConfigError(
-                f"{where}: it has stored an answer of {len(row['response_ids'])} tokens; raise "
-                f"rollout.max_response_length={request.max_tokens}"
+                f"{where}: a stored answer has {len(row['response_ids'])} tokens, but rollout.max_response_length is "
+                f"{request.max_tokens}; raise it to the value of that run"
             )
         return Completion(
             request.key,

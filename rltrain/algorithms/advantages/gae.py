@@ -12,7 +12,9 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def gae(
     token_level_rewards: Tensor, response_mask: Tensor, values: Tensor, *, gamma: float = 1.0, lam: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_t = sum_l (gamma lam)^l delta_t+l, delta_t = r_t + gamma V_t+1 - V_t; arXiv 1506.02438 eq. 11 and 16.
+    """Compute generalised advantages from token rewards and a critic's values; GAE, arXiv 1506.02438 eq. 11 and 16.
+
+        A_t = sum_l (gamma lam)^l delta_(t+l),    delta_t = r_t + gamma V_(t+1) - V_t
 
     The index t counts only trained tokens: t + 1 is the next trained token. Tool-output tokens between two trained
     tokens cause no discount, and the critic's values at tool-output tokens are not used. The value V is 0 after the

@@ -16,7 +16,7 @@ def dro(
     *,
     beta: float = 0.1,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the negative of advantage times log-ratio minus a quadratic penalty; DRO, arXiv 2405.19107.
+    """Compute minus advantage times log-ratio, plus a quadratic penalty on the log-ratio; DRO, arXiv 2405.19107.
 
         l = -(A rho - beta/2 rho^2),    rho = log(pi(y_t) / pi_old(y_t)), clamped to [-20, 20]
 

@@ -318,8 +318,8 @@ class Chunk:
     def _numbers(self) -> dict[str, np.ndarray]:
         """Return the columns of real numbers by name.
 
-        Instead of the log-probs of the actor and of the reference, the dict contains differences between log-probs,
-        because smaller numbers take less space.
+        For the actor and the reference, the dict contains log-prob differences: actor minus engine, and policy minus
+        reference. Small differences need fewer digits in the page than the log-probs themselves.
         """
         rollout, old, ref = (self._column(f"{name}_log_probs") for name in ("rollout", "old", "ref"))
         found = {"advantage": self._column("advantages"), "log_prob": rollout, "entropy": self._column("entropies")}
