@@ -153,6 +153,10 @@ PRESETS = {
     "skywork_or1": {**NO_CAP, "dynamic_sampling": 1, "entropy_target": 0.2},
     "tis": {**NO_CAP, "correction.level": "token", "correction.upper": 2.0},
     "top_entropy": {"loss_mode": "top_entropy", **DAPO},
+    "topr": {
+        "advantage_estimator": "reinforce", "loss_mode": "topr", **EACH_ANSWER, "old_log_probs": "rollout",
+        "reward_shaping.bias": -0.5, "reward_shaping.scale": 2.0,
+    },
 }  # fmt: skip
 
 
@@ -235,7 +239,7 @@ def test_without_stale_answers_auto_is_off_and_bounds_have_nothing_to_bound():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_with_a_correction_of_its_own_keeps_it_and_the_others_get_one(name):
     stale, fresh = (correction_of(f"algorithm={name}", f"trainer.max_staleness={age}") for age in (3, 0))
-    own = {"tis", "icepop", "decoupled_ppo"} | {"sequence_masking", "dppo_tv", "dppo_kl"}
+    own = {"tis", "icepop", "decoupled_ppo"} | {"sequence_masking", "dppo_tv", "dppo_kl", "topr"}
     assert stale == (fresh if name in own else TIS)
     assert (fresh == OFF) is (name not in {"tis", "icepop", "decoupled_ppo"})
 
