@@ -127,7 +127,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/gate_mean", "`sapo`: mean of the gate, 1 where the policy has not moved", "number"),
         Metric(
             "actor/selected_fraction",
-            "tokens that the loss's selector chose: to drop (`clip_cov`), penalise (`kl_cov`) or keep (`top_entropy`)",
+            "tokens that the loss's selector chose: to drop (`clip_cov`, `m2po`), penalise (`kl_cov`) or keep "
+            "(`top_entropy`)",
             "share",
         ),
         Metric(

@@ -134,6 +134,7 @@ PRESETS = {
     "icepop": {**EACH_ANSWER, **NO_CAP, "correction.level": "token", "correction.mode": "mask",
                "correction.lower": 0.5, "correction.upper": 5.0},
     "kl_cov": {"loss_mode": "kl_cov"},
+    "m2po": {"loss_mode": "m2po", "correction.level": "token", "correction.upper": 1000.0},
     "opo": {"advantage_estimator": "opo", **WHOLE_ANSWER, **NO_CAP},
     "otb": {"advantage_estimator": "optimal_token_baseline", **NO_CAP},
     "ppo": {"advantage_estimator": "gae", "advantage.gamma": 1.0, "advantage.lam": 0.95, **NO_CAP, **WHITENED},
@@ -239,9 +240,9 @@ def test_without_stale_answers_auto_is_off_and_bounds_have_nothing_to_bound():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_with_a_correction_of_its_own_keeps_it_and_the_others_get_one(name):
     stale, fresh = (correction_of(f"algorithm={name}", f"trainer.max_staleness={age}") for age in (3, 0))
-    own = {"tis", "icepop", "decoupled_ppo"} | {"sequence_masking", "dppo_tv", "dppo_kl", "topr"}
+    own = {"tis", "icepop", "decoupled_ppo", "m2po"} | {"sequence_masking", "dppo_tv", "dppo_kl", "topr"}
     assert stale == (fresh if name in own else TIS)
-    assert (fresh == OFF) is (name not in {"tis", "icepop", "decoupled_ppo"})
+    assert (fresh == OFF) is (name not in {"tis", "icepop", "decoupled_ppo", "m2po"})
 
 
 def test_the_resolved_yaml_says_what_auto_came_to():
