@@ -42,6 +42,14 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
     return difference.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
 
+def row_log_ratio(log_ratio: Tensor) -> Tensor:
+    """Sum the safe log-ratios of each row, as (B, 1), clamped to [-20, 20] and without gradient.
+
+    The exponential of the result is the ratio of the whole row, pi(y) / pi_old(y).
+    """
+    return log_ratio.detach().sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
 def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     """Compute log pi (B, T) as log pi_old + the safe log-ratio.
 

@@ -120,13 +120,15 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/clip_fraction_c", "trained tokens whose gradient the dual clip removed", "share", "near 0"),
         Metric(
             "actor/weight_clip_fraction",
-            "`cispo`, `dppo_tv`, `dppo_kl`: tokens whose weight is at its bound; they keep their gradient",
+            "`cispo`, `dppo_tv`, `dppo_kl`, `topr`, `ce_gppo`: tokens whose weight is at its bound; they keep their gradient",
             "share",
         ),
+        Metric("actor/weight_mean", "`topr`: mean weight of a token's gradient", "number"),
         Metric("actor/gate_mean", "`sapo`: mean of the gate, 1 where the policy has not moved", "number"),
         Metric(
             "actor/selected_fraction",
-            "tokens that the loss's selector chose: to drop (`clip_cov`), penalise (`kl_cov`) or keep (`top_entropy`)",
+            "tokens that the loss's selector chose: to drop (`clip_cov`, `m2po`), penalise (`kl_cov`) or keep "
+            "(`top_entropy`)",
             "share",
         ),
         Metric(

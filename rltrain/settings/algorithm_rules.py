@@ -148,8 +148,11 @@ def _check_columns(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_engine_log_probs(config: Config) -> None:
-    """Raise ConfigError if top-p or top-k is on and the estimator or the loss reads the engine's log-probs."""
-    from rltrain.algorithms import required_columns
+    """Raise ConfigError if top-p or top-k is on and the estimator or the loss reads the engine's log-probs.
+
+    Raise ConfigError also if a token selector compares the engine's log-probs with old log-probs that are the engine's.
+    """
+    from rltrain.algorithms import columns_of, loss_functions, required_columns
 
     algorithm, rollout = config.algorithm, config.rollout
     require(
@@ -158,6 +161,12 @@ def _check_engine_log_probs(config: Config) -> None:
         f"{rollout.restriction} with algorithm.loss_mode={algorithm.loss_mode}, advantage_estimator="
         f"{algorithm.advantage_estimator}: one reads the engine's log-probs, which are of the restricted distribution; "
         "use rollout.top_p=1 rollout.top_k=0",
+    )
+    selector = {name for function in loss_functions(algorithm.loss_mode)[1:] for name in columns_of(function)}
+    require(
+        algorithm.old_log_probs == "actor" or not {"old_log_probs", "rollout_log_probs"} <= selector,
+        f"algorithm.old_log_probs={algorithm.old_log_probs} with loss_mode={algorithm.loss_mode}: the loss selects "
+        "tokens by the ratio of actor and engine, which would always be 1; use algorithm.old_log_probs=actor",
     )
 
 

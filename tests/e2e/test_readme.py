@@ -196,7 +196,7 @@ def test_the_algorithm_of_contributing_works(tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stdout
-    assert "topr" in subprocess.run(
+    assert "spo" in subprocess.run(
         [sys.executable, "-m", "rltrain.main", "--help"], cwd=tmp_path, env=environment, capture_output=True, text=True
     ).stdout  # fmt: skip
 

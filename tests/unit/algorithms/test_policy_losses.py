@@ -186,7 +186,7 @@ def test_the_aggregations_that_a_loss_is_defined_for_exist():
 def test_a_loss_says_what_it_does_with_selected_tokens_and_has_a_selector_if_it_reads_them():
     reads = {name for name in POLICY_LOSSES.names() if "selected" in columns_of(POLICY_LOSSES.get(name))}
     assert reads == {name for name in POLICY_LOSSES.names() if POLICY_LOSSES.metadata(name).get("selected")}
-    assert reads == set(TOKEN_SELECTORS.names()) == {"clip_cov", "kl_cov", "top_entropy"}
+    assert reads == set(TOKEN_SELECTORS.names()) == {"clip_cov", "kl_cov", "m2po", "top_entropy"}
 
 
 @pytest.mark.parametrize("name", LOSSES)

@@ -438,3 +438,12 @@ def test_a_loss_that_reads_the_engines_log_probs_is_refused_with_top_p_or_top_k(
             check_algorithm(compose(["algorithm.loss_mode=reading", "rollout.top_k=5"])[0])
     finally:
         del POLICY_LOSSES._entries["reading"]
+
+
+def test_a_selector_that_compares_actor_and_engine_needs_the_actors_old_log_probs():
+    accepted("loss_mode=m2po")
+    assert refusal("loss_mode=m2po", "old_log_probs=rollout") == (
+        "algorithm.old_log_probs=rollout with loss_mode=m2po: the loss selects tokens by the ratio of actor and "
+        "engine, which would always be 1; use algorithm.old_log_probs=actor"
+    )
+    accepted("loss_mode=kl_cov", "old_log_probs=rollout")

@@ -114,6 +114,7 @@ NO_CAP = {"loss.clip_ratio_c": math.inf}
 DR_GRPO = {"advantage.norm_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm", **NO_CAP}
 DAPO = {"loss.clip_ratio_high": 0.28, **NO_CAP, "dynamic_sampling": 10, "reward_shaping.overlong_buffer": 3}
 PRESETS = {
+    "ce_gppo": {"loss_mode": "ce_gppo"},
     "cispo": {"loss_mode": "cispo"},
     "clip_cov": {"loss_mode": "clip_cov", "loss.clip_ratio_low": 1.0, "loss.clip_ratio_high": 1.0},
     "dapo": DAPO,
@@ -134,6 +135,7 @@ PRESETS = {
     "icepop": {**EACH_ANSWER, **NO_CAP, "correction.level": "token", "correction.mode": "mask",
                "correction.lower": 0.5, "correction.upper": 5.0},
     "kl_cov": {"loss_mode": "kl_cov"},
+    "m2po": {"loss_mode": "m2po", "correction.level": "token", "correction.upper": 1000.0},
     "opo": {"advantage_estimator": "opo", **WHOLE_ANSWER, **NO_CAP},
     "otb": {"advantage_estimator": "optimal_token_baseline", **NO_CAP},
     "ppo": {"advantage_estimator": "gae", "advantage.gamma": 1.0, "advantage.lam": 0.95, **NO_CAP, **WHITENED},
@@ -153,6 +155,10 @@ PRESETS = {
     "skywork_or1": {**NO_CAP, "dynamic_sampling": 1, "entropy_target": 0.2},
     "tis": {**NO_CAP, "correction.level": "token", "correction.upper": 2.0},
     "top_entropy": {"loss_mode": "top_entropy", **DAPO},
+    "topr": {
+        "advantage_estimator": "reinforce", "loss_mode": "topr", **EACH_ANSWER, "old_log_probs": "rollout",
+        "reward_shaping.bias": -0.5, "reward_shaping.scale": 2.0,
+    },
 }  # fmt: skip
 
 
@@ -177,9 +183,10 @@ def test_a_preset_starts_from_grpo_and_states_only_what_differs(name):
 
 
 @pytest.mark.parametrize("name", PRESETS)
-def test_the_dual_clip_is_on_in_grpo_alone_for_no_papers_loss_has_it(name):
+def test_the_dual_clip_is_on_in_grpo_and_where_the_authors_program_has_it(name):
     knobs = with_all_knobs(compose([f"algorithm={name}"])[0]).algorithm.loss
-    assert knobs.get("clip_ratio_c") in ((3.0,) if name == "grpo" else (None, math.inf))
+    own = {"grpo": (3.0,), "ce_gppo": (10.0,)}
+    assert knobs.get("clip_ratio_c") in own.get(name, (None, math.inf))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -235,9 +242,9 @@ def test_without_stale_answers_auto_is_off_and_bounds_have_nothing_to_bound():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_with_a_correction_of_its_own_keeps_it_and_the_others_get_one(name):
     stale, fresh = (correction_of(f"algorithm={name}", f"trainer.max_staleness={age}") for age in (3, 0))
-    own = {"tis", "icepop", "decoupled_ppo"} | {"sequence_masking", "dppo_tv", "dppo_kl"}
+    own = {"tis", "icepop", "decoupled_ppo", "m2po"} | {"sequence_masking", "dppo_tv", "dppo_kl", "topr"}
     assert stale == (fresh if name in own else TIS)
-    assert (fresh == OFF) is (name not in {"tis", "icepop", "decoupled_ppo"})
+    assert (fresh == OFF) is (name not in {"tis", "icepop", "decoupled_ppo", "m2po"})
 
 
 def test_the_resolved_yaml_says_what_auto_came_to():

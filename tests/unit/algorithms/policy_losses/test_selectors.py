@@ -11,6 +11,7 @@ NAMES = TOKEN_SELECTORS.names()
 SOME = {
     "clip_cov": {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.1, "clip_cov_ub": 2.0},
     "kl_cov": {"kl_cov_ratio": 0.2},
+    "m2po": {"m2_threshold": 0.04},
     "top_entropy": {"entropy_fraction": 0.3},
 }
 
@@ -180,16 +181,22 @@ def test_B2_what_masked_slots_hold_changes_nothing_and_they_are_never_selected(n
 
 @pytest.mark.parametrize("name", NAMES)
 def test_A6_nothing_is_selected_where_nothing_is_trained_and_one_token_at_least_elsewhere(name, select, make_batch):
-    """With a single trained token, kl_cov selects nothing, because the token's covariance is 0."""
+    """With a single trained token, kl_cov selects nothing, because the token's covariance is 0.
+
+    m2po selects by a limit and not by a share. The token (2, 1) is not a candidate of m2po, and a small limit selects
+    all candidates.
+    """
     batch = make_batch()
     nothing = torch.zeros_like(batch["response_mask"])
     assert not select(name, {**batch, "response_mask": nothing}).any()
     one = nothing.clone()
     one[2, 1] = True
     knobs = {"clip_cov_lb": 0.0, "clip_cov_ub": 0.0} if name == "clip_cov" else {}  # a single token has covariance 0
-    assert torch.equal(select(name, {**batch, "response_mask": one}, **knobs), one & (name != "kl_cov"))
+    assert torch.equal(select(name, {**batch, "response_mask": one}, **knobs), one & (name not in ("kl_cov", "m2po")))
     small = {knob: 1e-9 for knob in SOME[name] if "lb" not in knob and "ub" not in knob}
-    assert select(name, batch, **small).sum() == 1
+    moved = batch["advantages"] * (batch["old_log_probs"] - batch["rollout_log_probs"]) > 0
+    everything = int((moved & batch["response_mask"]).sum())
+    assert select(name, batch, **small).sum() == (everything if name == "m2po" else 1)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -208,6 +215,7 @@ CHANGES = [
     ("clip_cov", {"clip_cov_ratio": 1.0}, {"clip_cov_lb": 0.5}),
     ("clip_cov", {"clip_cov_ratio": 1.0}, {"clip_cov_ub": 0.6}),
     ("kl_cov", {}, {"kl_cov_ratio": 0.1}),
+    ("m2po", {}, {"m2_threshold": 0.2}),
     ("top_entropy", {}, {"entropy_fraction": 0.15}),
 ]
 

@@ -1,0 +1,93 @@
+"""M2PO policy loss: a limit on the second moment of log importance weights, for answers of much older policies."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.policy_losses.vanilla import vanilla
+from rltrain.algorithms.ratio import as_mask, check_positive, masked, metric_sum, safe_log_ratio
+from rltrain.algorithms.registry import POLICY_LOSSES, TOKEN_SELECTORS
+
+
+@POLICY_LOSSES.register("m2po", selected="dropped")
+def m2po(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    selected: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute PPO's clipped loss without the tokens that the second-moment rule drops; M2PO, arXiv 2510.01161.
+
+        l = 0 where selected, else -min(r A, clip(r, 1-low, 1+high) A)
+
+    r = pi(y_t) / pi_old(y_t), and A is the advantage. pi_old is the actor's policy before the update, not the policy
+    that sampled the answer. The M2PO paper has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping. That ratio is r
+    times pi_old / pi_rollout, which is the weight of `algorithm.correction` at level token: with a correction, l is
+    M2PO's term for the policy that sampled, up to the upper bound of the weight.
+
+    The selection is known before the update and therefore only covers the distance from the sampling policy to pi_old.
+    The clip range bounds the distance from pi_old that the update adds. AReaL's M2PO splits the two distances in the
+    same way. Where a mini-batch is the first after the recomputation of pi_old, r = 1, and the clip has no effect.
+
+    A selected token has no loss and no gradient, but still counts in the denominators of the aggregation, as in the
+    M2PO paper. All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The
+    metrics are sums: `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (dropped tokens), `ratio_mean`
+    and `ppo_kl`.
+    """
+    mask = as_mask(response_mask)
+    dropped = as_mask(selected)
+    kept = masked(advantages, mask & ~dropped)  # a token with advantage 0 has no loss and no gradient
+    bounds = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": math.inf}
+    losses, metrics = vanilla(log_probs, old_log_probs, kept, mask, **bounds)
+    del metrics["clip_fraction_c"]
+    return losses, metrics | {"selected_fraction": metric_sum(dropped, mask)}
+
+
+@TOKEN_SELECTORS.register("m2po")
+def select_m2po(
+    old_log_probs: Tensor,
+    rollout_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    m2_threshold: float = 0.04,
+) -> Tensor:
+    """Select the tokens to drop, so that the rest keeps a small second moment of log-ratios; M2PO, arXiv 2510.01161.
+
+        x_t = log(pi_old(y_t) / pi_rollout(y_t))
+        candidates: A_t > 0 and x_t > 0, or A_t < 0 and x_t < 0
+        selected = the candidates with the largest x_t^2, as few as possible, such that the mean of x_t^2 over the
+                   remaining candidates is at most m2_threshold
+
+    A candidate is a token that has already moved in the direction of its advantage; only such tokens can be clipped in
+    PPO. All other tokens are never dropped. The mean is over the candidates of the whole mini-batch. If the smallest
+    x_t^2 is above the threshold, all candidates are dropped. A token whose x_t^2 equals that of a dropped token is also
+    dropped, so the order of rows does not matter and the limit holds.
+
+    The selector runs once before the update. x_t therefore compares the policy before the update, pi_old, with the
+    policy that sampled. In the M2PO paper, x_t has the current policy in place of pi_old; the two agree in the first
+    mini-batch after the recomputation of pi_old. In a synchronous run x_t is 0 up to the numerical differences between
+    engine and actor, and few tokens or none are dropped.
+
+    All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
+
+    Raises:
+        ValueError: if `m2_threshold` is not finite and positive.
+    """
+    check_positive(m2_threshold=m2_threshold)
+    mask = as_mask(response_mask)
+    advantage = masked(advantages.detach(), mask)
+    log_ratio = safe_log_ratio(old_log_probs.detach(), rollout_log_probs, mask)
+    candidates = advantage * log_ratio > 0
+    squares = log_ratio.square()
+    ordered = squares[candidates].sort().values
+    means = ordered.cumsum(0) / torch.arange(1, len(ordered) + 1, device=ordered.device)
+    kept = int((means <= m2_threshold).sum())
+    if kept == len(ordered):
+        return candidates & False
+    return candidates & (squares >= ordered[kept])

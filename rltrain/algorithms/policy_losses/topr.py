@@ -1,0 +1,58 @@
+"""Tapered off-policy REINFORCE (TOPR): bad answers weigh less as the policy moves away from them."""
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.ratio import (
+    as_mask,
+    check_positive,
+    masked,
+    metric_sum,
+    policy_metrics,
+    row_log_ratio,
+    safe_log_prob,
+    safe_log_ratio,
+)
+from rltrain.algorithms.registry import POLICY_LOSSES
+
+
+@POLICY_LOSSES.register("topr")
+def topr(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    ratio_max: float = 1.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute REINFORCE with the truncated sequence ratio as weight of bad answers; TOPR, arXiv 2503.14286 eq. 8.
+
+        l_t = -sg[w] A_t log pi(y_t),    w = 1 where A_t >= 0, else min(s, ratio_max)          sg: stop-gradient
+        s = prod_t pi(y_t) / pi_old(y_t) over the trained tokens of the row
+
+    The gradient is -w A_t grad log pi(y_t). A good answer (A_t >= 0) is learnt with full weight, however unlikely it
+    has become. A bad answer loses its weight as its probability falls, so the update needs no KL term. In the TOPR
+    paper, the denominator of s is the policy that sampled the answer, which `algorithm.old_log_probs=rollout` gives.
+
+    s is a product over all tokens, without normalisation by the length. The sum of the log-ratios is clamped to [-20,
+    20]. Every row must be complete: under sequence parallelism, gather the log-probs of a row before the call. The
+    ratio of a row that is one turn of a longer trajectory covers this turn only. `topr` computes log pi as log pi_old +
+    log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is outside of [-20, 20].
+
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
+    (always 0, because the truncation removes no gradient), `weight_clip_fraction` (tokens of bad answers with s above
+    the bound), `weight_mean` (w), `ratio_mean` (of the tokens) and `ppo_kl`.
+
+    Raises:
+        ValueError: if `ratio_max` is not finite and positive.
+    """
+    check_positive(ratio_max=ratio_max)
+    mask = as_mask(response_mask)
+    advantage = masked(advantages.detach(), mask)
+    log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)
+    ratio = row_log_ratio(log_ratio).exp().expand_as(log_ratio)
+    weight = torch.where(advantage < 0, ratio.clamp(max=ratio_max), torch.ones_like(ratio))
+    metrics = policy_metrics(log_ratio, log_ratio.detach().exp(), torch.zeros_like(mask), mask)
+    metrics["weight_clip_fraction"] = metric_sum((advantage < 0) & (ratio > ratio_max), mask)
+    metrics["weight_mean"] = metric_sum(weight, mask)
+    return -weight * advantage * safe_log_prob(log_ratio, old_log_probs, mask), metrics
