@@ -134,6 +134,7 @@ PRESETS = {
     "icepop": {**EACH_ANSWER, **NO_CAP, "correction.level": "token", "correction.mode": "mask",
                "correction.lower": 0.5, "correction.upper": 5.0},
     "kl_cov": {"loss_mode": "kl_cov"},
+    "maxrl": {"advantage_estimator": "maxrl", **WHOLE_ANSWER, **NO_CAP},
     "opo": {"advantage_estimator": "opo", **WHOLE_ANSWER, **NO_CAP},
     "otb": {"advantage_estimator": "optimal_token_baseline", **NO_CAP},
     "ppo": {"advantage_estimator": "gae", "advantage.gamma": 1.0, "advantage.lam": 0.95, **NO_CAP, **WHITENED},
