@@ -15,6 +15,7 @@ Every registered function follows a contract with these rules:
 * A policy loss states its special properties when it is registered. `uses_ratio=False` means that the loss's gradient
   does not depend on `old_log_probs`. `aggregations` lists the modes of `aggregate_loss` that the loss supports, if the
   loss does not support all modes.
+* An advantage estimator states with `scores_from_zero=True` that it is defined only for scores that are at least 0.
 
 **Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call.
 Metric sums add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the

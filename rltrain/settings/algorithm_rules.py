@@ -274,6 +274,12 @@ def _check_rewards_act(config: Config) -> None:
         "scores and baseline would be on different scales; use algorithm.advantage_normalization",
     )
     require(
+        not _takes_scores_from_zero(estimator) or not _may_fall_below_zero(algorithm),
+        f"algorithm.advantage_estimator={estimator} with reward_normalization, a KL penalty, or shaping that "
+        "lowers or negates scores: it divides by the mean score of the group, so scores must be >= 0; remove this "
+        "setting, or use algorithm.kl_loss for a KL term",
+    )
+    require(
         not algorithm.exclude_truncated or not algorithm.suppress_truncated,
         "algorithm.exclude_truncated=true with suppress_truncated=true: the second implies the first; set only one "
         "of them",
@@ -284,6 +290,20 @@ def _check_rewards_act(config: Config) -> None:
         f"algorithm.exclude_truncated=true with {estimator} and no normalisation: there are no statistics to exclude "
         "answers from; use suppress_truncated or mask_truncated",
     )
+
+
+def _takes_scores_from_zero(estimator: str) -> bool:
+    """Return whether the estimator is defined only for scores that are at least 0."""
+    from rltrain.algorithms import ADVANTAGE_ESTIMATORS
+
+    return bool(ADVANTAGE_ESTIMATORS.metadata(estimator).get("scores_from_zero", False))
+
+
+def _may_fall_below_zero(algorithm: AlgorithmConfig) -> bool:
+    """Return whether a setting can turn a score that is at least 0 into a token reward sum below 0."""
+    shaping = algorithm.reward_shaping
+    lowered = shaping.bias < 0 or shaping.scale < 0 or shaping.overlong_buffer > 0
+    return lowered or algorithm.reward_normalization.on or algorithm.kl_in_reward.kl_coef > 0
 
 
 def _check_bootstrap(algorithm: AlgorithmConfig) -> None:

@@ -1,4 +1,4 @@
-"""Estimators that compare whole responses: OPO, GPG, GRPO for pass@k, and GDPO."""
+"""Estimators that compare whole responses: OPO, GPG, GRPO for pass@k, MaxRL, and GDPO."""
 
 import pytest
 import torch
@@ -8,6 +8,7 @@ from rltrain.algorithms import ADVANTAGE_ESTIMATORS
 opo = ADVANTAGE_ESTIMATORS.get("opo")
 gpg = ADVANTAGE_ESTIMATORS.get("gpg")
 grpo_passk = ADVANTAGE_ESTIMATORS.get("grpo_passk")
+maxrl = ADVANTAGE_ESTIMATORS.get("maxrl")
 gdpo = ADVANTAGE_ESTIMATORS.get("gdpo")
 NAN = torch.nan
 
@@ -128,6 +129,40 @@ def test_grpo_passk_equals_a_slow_oracle(norm_by_std, make_batch):
 @pytest.mark.parametrize("norm_by_std", [True, False])
 def test_two_best_rows_of_a_group_add_nothing_to_its_maximum(norm_by_std):
     assert (per_row(grpo_passk, *rows([1, 5, 5, 0], [0] * 4), norm_by_std=norm_by_std) == 0).all()
+
+
+def test_maxrl_on_a_case_worked_by_hand():
+    columns = rows([1, 0, 0, 0, 1, 1, 0, 0, 5, 1], [0] * 4 + [1] * 2 + [2] * 2 + [3, 0], [True] * 9 + [False])
+    # Group 0 has the mean 1/4. All answers of group 1 are correct, and all answers of group 2 are wrong.
+    # Row 8 is alone in its group, and row 9 is invalid.
+    assert torch.equal(per_row(maxrl, *columns), tensor(3, -1, -1, -1, 0, 0, 0, 0, 0, 0))
+
+
+def test_maxrl_gives_exactly_zero_where_the_mean_is_zero_or_below():
+    columns = rows([1, -1, -3, 1, 2, 4], [0, 0, 1, 1, 2, 2])
+    assert torch.equal(per_row(maxrl, *columns), tensor(0, 0, 0, 0, -1 / 3, 1 / 3))
+
+
+@pytest.mark.parametrize("seed", [0, 3, 11])
+def test_maxrl_equals_a_slow_oracle(seed, make_batch):
+    batch = make_batch(seed=seed)
+    batch["token_level_rewards"] = batch["token_level_rewards"].abs()
+    scores, _, counted, peers = parts(batch)
+    means = [sum(scores[j] for j in peers[i]) / max(len(peers[i]), 1) for i in range(8)]
+    wanted = [scores[i] / means[i] - 1 if counted[i] and len(peers[i]) > 1 else 0 for i in range(8)]
+    assert_rows(maxrl(*outcome_columns(batch))[0], batch["response_mask"], wanted)
+
+
+@pytest.mark.parametrize("correct", [1, 2, 3])
+def test_the_gradient_of_maxrl_is_the_mean_log_likelihood_of_the_correct_answers_minus_that_of_all(correct):
+    logits = tensor(0.3, -0.2, 0.9, 0.1).requires_grad_()
+    log_probs = logits.log_softmax(0)
+    advantages = per_row(maxrl, *rows([1.0] * correct + [0.0] * (4 - correct), [0] * 4))
+    (found,) = torch.autograd.grad((advantages * log_probs).mean(), logits, retain_graph=True)
+    # arXiv 2602.02710: the mean score function of the successes, with the mean of all as the control variate
+    (wanted,) = torch.autograd.grad(log_probs[:correct].mean() - log_probs.mean(), logits)
+    assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-15)
+    assert found.abs().max() > 0.1
 
 
 def gdpo_columns(components, uid, valid=None):

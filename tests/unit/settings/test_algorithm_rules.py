@@ -281,6 +281,22 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
     accepted(gdpo, "advantage_normalization.std_level=batch", "suppress_truncated=true")
 
 
+def test_maxrl_divides_by_the_mean_score_so_settings_that_lower_scores_are_refused():
+    maxrl = "advantage_estimator=maxrl"
+    for setting in (
+        "reward_shaping.bias=-0.5", "reward_shaping.scale=-1", "reward_shaping.overlong_buffer=4",
+        "reward_normalization.mean_level=batch", "reward_normalization.std_level=group", "kl_in_reward.kl_coef=0.1",
+    ):  # fmt: skip
+        assert refusal(maxrl, setting) == (
+            "algorithm.advantage_estimator=maxrl with reward_normalization, a KL penalty, or shaping that "
+            "lowers or negates scores: it divides by the mean score of the group, so scores must be >= 0; remove this "
+            "setting, or use algorithm.kl_loss for a KL term"
+        ), setting
+        accepted(setting)
+    accepted(maxrl, "reward_shaping.bias=1", "reward_shaping.scale=2", "reward_shaping.clip=5")
+    accepted(maxrl, "kl_loss.kl_loss_coef=0.1", "suppress_truncated=true")
+
+
 # Tests of truncated answers whose return ends with the critic's value
 
 CONTRADICTIONS = [
@@ -326,7 +342,8 @@ def test_bounds_of_the_rejection_must_let_data_that_agree_through():
 
 # Advantage estimators that read the column `uid`, because they compare the answers to one prompt.
 IN_GROUPS = [
-    "gdpo", "gpg", "grpo", "grpo_passk", "opo", "optimal_token_baseline", "reinforce_plus_plus_baseline", "rloo",
+    "gdpo", "gpg", "grpo", "grpo_passk", "maxrl", "opo", "optimal_token_baseline",
+    "reinforce_plus_plus_baseline", "rloo",
 ]  # fmt: skip
 
 

@@ -136,6 +136,7 @@ PRESETS = {
                "correction.lower": 0.5, "correction.upper": 5.0},
     "kl_cov": {"loss_mode": "kl_cov"},
     "m2po": {"loss_mode": "m2po", "correction.level": "token", "correction.upper": 1000.0},
+    "maxrl": {"advantage_estimator": "maxrl", **WHOLE_ANSWER, **NO_CAP},
     "opo": {"advantage_estimator": "opo", **WHOLE_ANSWER, **NO_CAP},
     "otb": {"advantage_estimator": "optimal_token_baseline", **NO_CAP},
     "ppo": {"advantage_estimator": "gae", "advantage.gamma": 1.0, "advantage.lam": 0.95, **NO_CAP, **WHITENED},
