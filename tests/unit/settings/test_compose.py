@@ -154,6 +154,10 @@ PRESETS = {
     "skywork_or1": {**NO_CAP, "dynamic_sampling": 1, "entropy_target": 0.2},
     "tis": {**NO_CAP, "correction.level": "token", "correction.upper": 2.0},
     "top_entropy": {"loss_mode": "top_entropy", **DAPO},
+    "w_reinforce": {
+        "advantage_estimator": "w_reinforce", "advantage.positive_weight": 0.1, "advantage.negative_weight": 1.0,
+        **NO_CAP,
+    },
 }  # fmt: skip
 
 
