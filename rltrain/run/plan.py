@@ -223,6 +223,7 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         f"length penalty over the last {shaping.overlong_buffer} tokens": shaping.overlong_buffer > 0,
         f"scores normalised ({_levels(algorithm.reward_normalization)})": algorithm.reward_normalization.on,
         f"advantages normalised ({_levels(algorithm.advantage_normalization)})": algorithm.advantage_normalization.on,
+        f"advantages limited to +-{algorithm.advantage_clip or 0:g}": algorithm.advantage_clip is not None,
         "cut answers earn nothing": algorithm.suppress_truncated,
         "cut answers in no statistic": algorithm.exclude_truncated,
         "cut answers not trained on": algorithm.mask_truncated,

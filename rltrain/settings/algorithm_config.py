@@ -266,6 +266,9 @@ class AlgorithmConfig:
     advantage_normalization: NormalizationConfig = key(
         "Normalisation of the advantages of trained tokens, after the advantage estimator."
     )
+    advantage_clip: float | None = key(
+        "Limit of the absolute value of an advantage, after the normalisation. null: no limit.", above=0
+    )
     kl_in_reward: KLInRewardConfig = key("Penalty in the reward for the KL to the reference.")
     kl_loss: KLLossConfig = key("Term of the loss for the KL to the reference.")
     correction: CorrectionConfig = key(

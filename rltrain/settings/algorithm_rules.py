@@ -191,6 +191,11 @@ def _check_kl(algorithm: AlgorithmConfig) -> None:
         f"algorithm.kl_in_reward.kl_coef={algorithm.kl_in_reward.kl_coef}: {algorithm.advantage_estimator} reads the "
         "reward functions one by one and not the token rewards; use algorithm.kl_loss",
     )
+    require(
+        algorithm.kl_in_reward.kl_coef == 0 or "successes" not in _columns(algorithm),
+        f"algorithm.kl_in_reward.kl_coef={algorithm.kl_in_reward.kl_coef}: {algorithm.advantage_estimator} reads only "
+        "whether an answer is correct and not the token rewards; use algorithm.kl_loss",
+    )
 
 
 def _check_rejection(algorithm: AlgorithmConfig) -> None:
@@ -272,6 +277,11 @@ def _check_rewards_act(config: Config) -> None:
         "baseline_rewards" not in columns or not algorithm.reward_normalization.on,
         f"algorithm.reward_normalization with {estimator}: the greedy answer's score is not in the statistics, so "
         "scores and baseline would be on different scales; use algorithm.advantage_normalization",
+    )
+    require(
+        "successes" not in columns or not (changes_scores or algorithm.reward_normalization.on),
+        f"algorithm.reward_shaping or reward_normalization with {estimator}: this estimator reads only whether an "
+        "answer is correct, so they would have no effect; remove them",
     )
     require(
         not _takes_scores_from_zero(estimator) or not _may_fall_below_zero(algorithm),

@@ -197,7 +197,10 @@ def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
 
 
 def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
-    """Add the columns `advantages` and `returns` from the configured estimator. Normalise the advantages if configured.
+    """Add the columns `advantages` and `returns` from the configured estimator.
+
+    If configured, the advantages are normalised and then clamped to [-c, c], with c = `advantage_clip`. The returns
+    change in neither case.
 
     With `bootstrap_truncated`, gamma times `bootstrap_values` is added to the rewards of the last trained tokens that
     the estimator receives. With `bootstrap_truncated`, the estimator gae thus includes the value of the state after the
@@ -227,6 +230,8 @@ def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[D
     mask = batch.padded("response_mask")
     if algorithm.advantage_normalization.on:
         advantages = _normalized(batch, advantages, algorithm)
+    if algorithm.advantage_clip is not None:
+        advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
     trained = advantages[mask]
     metrics = {"actor/advantage_abs_mean": float(trained.abs().mean()) if len(trained) else 0.0}
     if "values" in batch and len(trained):

@@ -17,6 +17,21 @@ def response_scores(token_level_rewards: Tensor, response_mask: Tensor, valid: T
     return scores, counted_rows(response_mask, valid)
 
 
+def known_successes(successes: Tensor, counted: Tensor) -> Tensor:
+    """Return the mask (B,) of the `counted` rows of which it is known whether the answer is correct.
+
+    Raises:
+        ValueError: if no counted row is known to be correct or wrong.
+    """
+    known = counted & ~successes.isnan()
+    if bool(counted.any()) and not bool(known.any()):
+        raise ValueError(
+            "successes=NaN in all rows: no reward function decides whether an answer is correct, so nothing is learnt; "
+            "set `success` for a reward function, or return RewardResult.success"
+        )
+    return known
+
+
 def spread(row_advantages: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
     """Give each trained token the advantage of its row: (B,) -> advantages (B, T) and returns (B, T).
 

@@ -11,6 +11,7 @@ from rltrain.algorithms import columns_of
 
 Batch = dict[str, Tensor]
 UID = [5, 9, 5, 9, 5, 9, 5, 7]  # the group id of each row: interleaved groups of 4, 3 and 1 rows
+SUCCESSES = [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, 0.0]  # 1 = the answer of the row is correct
 VALID = [True, True, True, True, True, True, False, True]
 
 
@@ -38,6 +39,7 @@ def build_batch(seed: int = 0, *, length: int = 9, spread: float = 0.8) -> Batch
         "token_level_rewards": normal(rows, length),
         "reward_components": normal(rows, 2),
         "baseline_rewards": normal(rows),
+        "successes": torch.tensor(SUCCESSES, dtype=torch.float64),
         "selected": torch.rand(rows, length, generator=generator) < 0.5,
         "entropies": normal(rows, length).abs(),
         "random_draws": torch.rand(rows, length, generator=generator, dtype=torch.float64),

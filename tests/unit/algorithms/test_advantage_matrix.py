@@ -16,8 +16,8 @@ def with_statistics(*levels):
 
 ALL, GROUPED, ALONE = with_statistics("group", "batch", "none"), with_statistics("group"), with_statistics("none")
 EXCLUDING = [n for n in ALL if "valid" in columns_of(ADVANTAGE_ESTIMATORS.get(n))]
-BY_ROW = ["gdpo", "gpg", "grpo", "grpo_passk", "maxrl", "opo", "reinforce_plus_plus_baseline", "rloo"]
-WITH_GROUP_BASELINE = sorted({*GROUPED, *BY_ROW})
+BY_ROW = ["gdpo", "gpg", "grpo", "grpo_passk", "maxrl", "opo", "reinforce_plus_plus_baseline", "rloo", "w_reinforce"]
+WITH_GROUP_BASELINE = sorted({*GROUPED, *BY_ROW} - {"w_reinforce"})
 
 
 def advantages_of(name, batch, call):
@@ -43,7 +43,7 @@ def with_scores(batch, scores, uid, valid=None):
 
 def test_every_estimator_but_gae_knows_which_rows_count():
     assert sorted(set(ALL) - set(EXCLUDING)) == ["gae"]
-    assert sorted(ALONE) == ["gae", "reinforce", "remax"]
+    assert sorted(ALONE) == ["gae", "reinforce", "remax", "w_reinforce"]
 
 
 @pytest.mark.parametrize("name", ALL)

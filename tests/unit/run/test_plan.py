@@ -64,6 +64,7 @@ def test_the_algorithm_shows_knobs_kl_and_entropy():
         "KL in loss 0.1 (k3); advantages normalised (batch mean, batch std); entropy bonus 0.02; old log-probs of the "
         "engine; AdamW, lr 0.0004 linear"
     )
+    assert "; advantages limited to +-5; " in row("algorithm", "algorithm.advantage_clip=5")
     assert "(clip_ratio_high 0.28, clip_ratio_c inf)" in row("algorithm", "algorithm=dapo")
 
 

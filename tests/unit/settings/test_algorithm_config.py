@@ -27,6 +27,7 @@ def algorithm(*overrides):
         (["reward_shaping.overlong_buffer=-1"], "algorithm.reward_shaping.overlong_buffer must be >= 0, got -1"),
         (["reward_shaping.scale=0"], "reward_shaping.scale=0.0: every score would become 0; use another factor"),
         (["reward_shaping.clip=0"], "algorithm.reward_shaping.clip must be > 0 or null, got 0.0"),
+        (["advantage_clip=0"], "algorithm.advantage_clip must be > 0 or null, got 0.0"),
         (["reward_shaping.clip=-1"], "algorithm.reward_shaping.clip must be > 0 or null, got -1.0"),
         (["reward_shaping.overlong_penalty=0"], "reward_shaping.overlong_penalty must be > 0, got 0.0"),
         (["kl_in_reward.kl_coef=-1"], "algorithm.kl_in_reward.kl_coef must be >= 0, got -1.0"),

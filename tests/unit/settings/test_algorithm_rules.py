@@ -281,6 +281,25 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
     accepted(gdpo, "advantage_normalization.std_level=batch", "suppress_truncated=true")
 
 
+@pytest.mark.parametrize(
+    "setting", ["reward_shaping.bias=1", "reward_shaping.overlong_buffer=4", "reward_normalization.mean_level=batch"]
+)
+def test_an_estimator_that_reads_only_successes_takes_no_change_of_scores(setting):
+    assert refusal("advantage_estimator=w_reinforce", setting) == (
+        "algorithm.reward_shaping or reward_normalization with w_reinforce: this estimator reads only whether an "
+        "answer is correct, so they would have no effect; remove them"
+    )
+    accepted("advantage_estimator=w_reinforce", "advantage_normalization.std_level=batch")
+
+
+def test_an_estimator_that_reads_only_successes_takes_no_kl_penalty_in_the_reward():
+    assert refusal("advantage_estimator=w_reinforce", "kl_in_reward.kl_coef=0.1") == (
+        "algorithm.kl_in_reward.kl_coef=0.1: w_reinforce reads only whether an answer is correct and not the token "
+        "rewards; use algorithm.kl_loss"
+    )
+    accepted("advantage_estimator=w_reinforce", "kl_loss.kl_loss_coef=0.1")
+
+
 def test_maxrl_divides_by_the_mean_score_so_settings_that_lower_scores_are_refused():
     maxrl = "advantage_estimator=maxrl"
     for setting in (

@@ -160,6 +160,10 @@ PRESETS = {
         "advantage_estimator": "reinforce", "loss_mode": "topr", **EACH_ANSWER, "old_log_probs": "rollout",
         "reward_shaping.bias": -0.5, "reward_shaping.scale": 2.0,
     },
+    "w_reinforce": {
+        "advantage_estimator": "w_reinforce", "advantage.positive_weight": 0.1, "advantage.negative_weight": 1.0,
+        **NO_CAP,
+    },
 }  # fmt: skip
 
 

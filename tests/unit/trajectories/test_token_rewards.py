@@ -294,6 +294,27 @@ def test_C4_under_gae_a_row_in_no_statistic_is_moved_and_scaled_by_the_others():
     assert result.values("advantages").tolist() == pytest.approx([0.5**0.5, 5 / 2**0.5, -(0.5**0.5)], abs=1e-4)
 
 
+def test_advantages_are_clipped_on_both_sides_and_returns_are_not():
+    made = batch([9.0, 1.0, 2.0, 0.0], uid=[0, 0, 0, 0])
+    config = algorithm("algorithm.advantage.norm_by_std=false", "algorithm.advantage_clip=2.5")
+    result, metrics = estimate_advantages(made, config)
+    assert result.padded("advantages")[:, 0].tolist() == [2.5, -2.0, -1.0, -2.5]
+    assert result.padded("returns")[:, 0].tolist() == [6.0, -2.0, -1.0, -3.0]
+    assert metrics["actor/advantage_abs_mean"] == 2.0
+
+
+def test_advantages_are_clipped_after_they_are_normalised():
+    made = batch([30.0, 10.0], uid=[0, 0])
+    levels = [NORMALIZE_ADVANTAGES + "std_level=batch", "algorithm.advantage.norm_by_std=false"]
+    found = [
+        estimate_advantages(made, algorithm(*levels, f"algorithm.advantage_clip={clip}"))[0].padded("advantages")[:, 0]
+        for clip in ("null", 0.5, 8)
+    ]
+    assert found[0].tolist() == found[2].tolist()  # the normalised advantages are below 8, those before are +-10
+    assert 0.5 < float(found[0][0]) < 8
+    assert found[1].tolist() == [0.5, -0.5]
+
+
 @pytest.mark.parametrize("name", ["grpo", "ppo"])
 def test_a_row_that_will_not_be_trained_on_is_in_no_statistic_of_the_advantages(name):
     found = []

@@ -1,0 +1,45 @@
+"""Advantages that depend only on whether an answer is correct: PSR, NSR and W-REINFORCE."""
+
+from torch import Tensor
+
+from rltrain.algorithms.advantages.outcome import counted_rows, known_successes, spread
+from rltrain.algorithms.ratio import as_float
+from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register("w_reinforce", statistics="none")
+def w_reinforce(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    valid: Tensor,
+    successes: Tensor,
+    *,
+    positive_weight: float = 0.1,
+    negative_weight: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute A_t = positive_weight for a correct answer, -negative_weight for a wrong one; arXiv 2506.01347.
+
+    The defaults are those of W-REINFORCE. With `positive_weight` 0, only wrong answers are learnt from: negative sample
+    reinforcement (NSR). With `negative_weight` 0, only correct answers are learnt from: positive sample reinforcement
+    (PSR). There is no baseline, so the result of a row does not depend on other rows.
+
+    `successes` is 1 for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the answer
+    is correct. A row that is not `valid`, or that is undecided, gets an advantage of 0. `w_reinforce` does not read
+    `token_level_rewards`, so shaping and KL penalties have no effect.
+
+    token_level_rewards and response_mask are (B, T); valid and successes are (B,). The advantages are (B, T) and 0 in
+    masked slots. The returns equal the advantages.
+
+    Raises:
+        ValueError: if a weight is negative or not finite, if both weights are 0, or if all valid rows are undecided.
+    """
+    for name, weight in (("positive_weight", positive_weight), ("negative_weight", negative_weight)):
+        if not 0 <= weight < float("inf"):
+            raise ValueError(f"{name}={weight} must be finite and >= 0; use 0 to learn nothing from these answers")
+    if positive_weight == negative_weight == 0:
+        raise ValueError("positive_weight=0 with negative_weight=0: nothing is learnt; set at least one above 0")
+    decided = known_successes(successes, counted_rows(response_mask, valid))
+    correct = decided & (successes > 0)
+    advantages = as_float(token_level_rewards.detach()).new_zeros(len(successes))
+    advantages = advantages.masked_fill(correct, positive_weight).masked_fill(decided & ~correct, -negative_weight)
+    return spread(advantages, response_mask)
