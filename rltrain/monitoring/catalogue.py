@@ -120,7 +120,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/clip_fraction_c", "trained tokens whose gradient the dual clip removed", "share", "near 0"),
         Metric(
             "actor/weight_clip_fraction",
-            "`cispo`, `dppo_tv`, `dppo_kl`, `topr`, `ce_gppo`: tokens whose weight is at its bound; they keep their gradient",
+            "`cispo`, `dppo_tv`, `dppo_kl`, `topr`, `ce_gppo`: tokens whose weight is at its bound; they keep their "
+            "gradient",
             "share",
         ),
         Metric("actor/weight_mean", "`topr`: mean weight of a token's gradient", "number"),
