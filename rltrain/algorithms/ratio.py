@@ -113,9 +113,16 @@ def metric_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def policy_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the metric sums that every policy loss reports.
+    """Return the metric sums that every policy loss reports: `clip_fraction`, `ratio_mean` and `ppo_kl`.
 
     `ppo_kl` estimates KL(pi_old || pi) by r - 1 - log r, which is never negative.
+
+    Args:
+        log_ratio: log r (B, T), as returned by `safe_log_ratio`.
+        ratio: r (B, T), of which `ratio_mean` is the sum.
+        clipped: bool mask (B, T) of the tokens that have no gradient because of clipping. A loss that removes no
+            gradient passes a mask of zeros.
+        mask: bool mask (B, T) of the trained tokens.
     """
     return {
         "clip_fraction": metric_sum(clipped, mask),

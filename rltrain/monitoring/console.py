@@ -396,7 +396,7 @@ def next_command(overrides: Sequence[str], output_dir: Path) -> str:
     python = Path(sys.executable)
     python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
     board = shlex.quote(str(python.with_name("tensorboard")))
-    return (
-        f"{shlex.quote(str(python))} -m rltrain.main {command}\n"
-        f"{'':<16}{board} --logdir {shlex.quote(str(output_dir.parent))}"
-    )
+    lines = [f"{shlex.quote(str(python))} -m rltrain.main {command}"]
+    if (output_dir / "tensorboard").is_dir():  # missing if `trainer.trackers` leaves out tensorboard
+        lines.append(f"{'':<16}{board} --logdir {shlex.quote(str(output_dir.parent))}")
+    return "\n".join(lines)

@@ -26,9 +26,8 @@ class Sink(Protocol):
     of the same run sent, because the method `restore` decides what is kept. A sink may also implement the interfaces
     `TakesConfig` and `TakesSamples`.
 
-    Sinks that write files in the output folder are called directly by the trainer, so an exception in such a sink ends
-    the run. Each sink except `JsonLines` and `TensorBoard` is called in a separate thread (`BackgroundSink`), and an
-    exception in the sink is reported as an alarm.
+    The trainer calls `JsonLines` and `TensorBoard` directly, so an exception in one of these two ends the run. Every
+    other sink is called in a thread of its own (`BackgroundSink`), and an exception in it is reported as an alarm.
     """
 
     def log_step(self, step: int, metrics: Metrics) -> None:

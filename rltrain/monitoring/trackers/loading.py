@@ -85,7 +85,10 @@ def _class(path: str) -> Callable[[Path], Sink]:
     try:
         found: Callable[[Path], Sink] = load_function(path)
     except ConfigError as error:
-        raise ConfigError(str(error).replace("reward function '", f"{KEY} '", 1)) from error
+        text = str(error).replace("reward function '", f"{KEY} '", 1)
+        if " has no function '" in text:  # the hint names the functions of the file, of which none is a class
+            text = text.rpartition("; ")[0].replace(" has no function '", " has no class '", 1)
+        raise ConfigError(text) from error
     return found
 
 

@@ -339,12 +339,14 @@ def test_the_summary_says_what_was_learnt_and_where_it_lies(tmp_path):
     assert ["answer", "length", "9.0", "7.5"] in rows
     assert ["model:", str(tmp_path / "model")] in rows
     assert "learning curve" not in text
+    assert "tensorboard" not in text
     assert "Stopped early after 3 steps" in summary_of(tmp_path / "b", finished=False)
 
 
 def test_brackets_in_paths_and_overrides_are_printed_as_they_are(tmp_path):
     folder = tmp_path / "[red] run :smile: 1"
     overrides = ["reward.functions=[my_reward.py:score]", "trainer.seed=3"]
+    (folder / "tensorboard").mkdir(parents=True)
     text = summary_of(folder, overrides=overrides)
     assert str(folder / "model") in text
     (command,) = [line for line in text.splitlines() if line.startswith("next:")]
