@@ -123,7 +123,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "`cispo`, `dppo_tv`, `dppo_kl`, `topr`, `ce_gppo`: tokens with a bounded weight, which keep their gradient",
             "share",
         ),
-        Metric("actor/weight_mean", "`topr`: mean weight of a token's gradient", "number"),
+        Metric("actor/weight_mean", "`topr`, `vespo`: mean weight of a token's gradient", "number"),
         Metric("actor/gate_mean", "`sapo`: mean of the gate, 1 where the policy has not moved", "number"),
         Metric(
             "actor/selected_fraction",

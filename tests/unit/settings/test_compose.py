@@ -160,6 +160,7 @@ PRESETS = {
         "advantage_estimator": "reinforce", "loss_mode": "topr", **EACH_ANSWER, "old_log_probs": "rollout",
         "reward_shaping.bias": -0.5, "reward_shaping.scale": 2.0,
     },
+    "vespo": {"loss_mode": "vespo", "old_log_probs": "rollout"},
     "w_reinforce": {
         "advantage_estimator": "w_reinforce", "advantage.positive_weight": 0.1, "advantage.negative_weight": 1.0,
         **NO_CAP,
@@ -247,7 +248,7 @@ def test_without_stale_answers_auto_is_off_and_bounds_have_nothing_to_bound():
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_with_a_correction_of_its_own_keeps_it_and_the_others_get_one(name):
     stale, fresh = (correction_of(f"algorithm={name}", f"trainer.max_staleness={age}") for age in (3, 0))
-    own = {"tis", "icepop", "decoupled_ppo", "m2po"} | {"sequence_masking", "dppo_tv", "dppo_kl", "topr"}
+    own = {"tis", "icepop", "decoupled_ppo", "m2po"} | {"sequence_masking", "dppo_tv", "dppo_kl", "topr", "vespo"}
     assert stale == (fresh if name in own else TIS)
     assert (fresh == OFF) is (name not in {"tis", "icepop", "decoupled_ppo", "m2po"})
 
