@@ -173,6 +173,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/rejection_outside_fraction", "tokens outside the bounds of `rejection`", "share", "near 0"),
         Metric("actor/rejection_dropped_fraction", "tokens whose policy term `rejection` drops", "share", "near 0"),
         Metric("actor/kl_loss", "KL term of the loss, aggregated as the loss", "nats"),
+        Metric(
+            "actor/squared_log_ratio", "squared log-ratio, policy over engine, aggregated as the loss", "nats squared"
+        ),
         Metric("actor/ref_kl", "KL to the reference; `k3` counts at most 10 nats a token", "nats a token"),
         Metric("actor/entropy", "mean entropy; only with an entropy bonus or target", "nats a token"),
         Metric("actor/entropy_coef", "coefficient of the entropy bonus; only with a target", "number"),

@@ -234,6 +234,9 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         f"entropy bonus {algorithm.entropy_coef:g}": algorithm.entropy_coef > 0 and target is None,
         f"entropy bonus from {algorithm.entropy_coef:g}, at most {algorithm.entropy_coef_max:g}, towards a target of "
         f"{target or 0:g} nats": target is not None,
+        f"squared log-ratio to the engine's policy {algorithm.squared_log_ratio_coef:g}": (
+            algorithm.squared_log_ratio_coef > 0
+        ),
         "old log-probs of the engine": algorithm.old_log_probs == "rollout",
         _weights(correction): correction.level is not None,
         f"rejection of {'bad ' if rejection.only_negative else ''}{rejected} by {rejection.kl_estimator}"

@@ -271,6 +271,11 @@ class AlgorithmConfig:
     )
     kl_in_reward: KLInRewardConfig = key("Penalty in the reward for the KL to the reference.")
     kl_loss: KLLossConfig = key("Term of the loss for the KL to the reference.")
+    squared_log_ratio_coef: float = key(
+        "Coefficient of the squared log-ratio of the policy to the engine's policy, added to the loss of every "
+        "token, also of dropped tokens (Kimi K2.5, arXiv:2602.02276 eq. 1). 0: no term.",
+        at_least=0,
+    )
     correction: CorrectionConfig = key(
         "Importance weights of the policy term: the actor's policy before the update over the engine's. KL and entropy "
         "terms have no weights."

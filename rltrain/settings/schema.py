@@ -552,19 +552,19 @@ class Config:
         not log-probs of the distribution that is trained.
         """
         algorithm, correction = self.algorithm, self.algorithm.correction.level
-        users = {
-            f"trainer.max_staleness={self.trainer.max_staleness}": self.trainer.max_staleness > 0,
-            f"algorithm.old_log_probs={algorithm.old_log_probs}": algorithm.old_log_probs == "rollout",
-            f"algorithm.correction.level={correction}": correction is not None,
-            f"algorithm.rejection.kl_estimator={algorithm.rejection.kl_estimator}": algorithm.rejection.kl_estimator
-            is not None,
-        }
-        for (user, used), way in zip(users.items(), ("0", "actor", "null", "null"), strict=True):
+        rejection, squares = algorithm.rejection.kl_estimator, algorithm.squared_log_ratio_coef
+        for name, value, used, way in (
+            ("trainer.max_staleness", self.trainer.max_staleness, self.trainer.max_staleness > 0, "0"),
+            ("algorithm.old_log_probs", algorithm.old_log_probs, algorithm.old_log_probs == "rollout", "actor"),
+            ("algorithm.correction.level", correction, correction is not None, "null"),
+            ("algorithm.rejection.kl_estimator", rejection, rejection is not None, "null"),
+            ("algorithm.squared_log_ratio_coef", squares, squares > 0, "0"),
+        ):
             require(
                 not (used and self.rollout.is_restricted),
-                f"{self.rollout.restriction} with {user}: it needs the engine's log-probs under the trained "
+                f"{self.rollout.restriction} with {name}={value}: it needs the engine's log-probs under the trained "
                 "distribution, and the engine's are those of the restricted one; use rollout.top_p=1 rollout.top_k=0, "
-                f"or {user.partition('=')[0]}={way}",
+                f"or {name}={way}",
             )
 
     def require_budget(self, role: str) -> None:

@@ -19,6 +19,7 @@ from rltrain.algorithms import (
     rollout_diagnostics,
     rollout_rejection,
 )
+from rltrain.algorithms.ratio import safe_log_ratio
 from rltrain.base import trace
 from rltrain.base.errors import ConfigError, LogProbError
 from rltrain.batch.data_proto import DataProto
@@ -248,7 +249,7 @@ def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig)
 def actor_loss(
     columns: Mapping[str, Tensor], algorithm: AlgorithmConfig, *, entropy_coef: float, **counts: int
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Compute the loss of one micro-batch: the policy loss, plus the KL term, minus the entropy term.
+    """Compute the loss of one micro-batch: policy loss, plus KL term, plus squared log-ratios, minus entropy term.
 
     Args:
         columns: padded columns (B, T) by name: `response_mask`, `log_probs`, `advantages` and the columns that the loss
@@ -275,6 +276,11 @@ def actor_loss(
         parts["kl_loss"] = term.detach()
         sums["ref_kl"] = torch.where(mask, kl.detach(), 0).sum()
         loss = loss + algorithm.kl_loss.kl_loss_coef * term
+    if algorithm.squared_log_ratio_coef > 0:
+        squares = safe_log_ratio(columns["log_probs"], columns["rollout_log_probs"], mask).square()
+        term = aggregate(squares)
+        parts["squared_log_ratio"] = term.detach()
+        loss = loss + algorithm.squared_log_ratio_coef * term
     if "entropy" in columns:
         sums["entropy"] = torch.where(mask, columns["entropy"].detach(), 0).sum()
         loss = loss - entropy_coef * aggregate(columns["entropy"])

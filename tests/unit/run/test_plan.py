@@ -65,6 +65,8 @@ def test_the_algorithm_shows_knobs_kl_and_entropy():
         "engine; AdamW, lr 0.0004 linear"
     )
     assert "; advantages limited to +-5; " in row("algorithm", "algorithm.advantage_clip=5")
+    squares = row("algorithm", "algorithm.squared_log_ratio_coef=0.001")
+    assert "; squared log-ratio to the engine's policy 0.001; " in squares
     assert "(clip_ratio_high 0.28, clip_ratio_c inf)" in row("algorithm", "algorithm=dapo")
 
 

@@ -246,6 +246,11 @@ def test_a_run_that_shall_be_reproduced_is_synchronous():
             "algorithm.rejection.kl_estimator=k3",
             "algorithm.rejection.kl_estimator=null",
         ),
+        (
+            ["algorithm.squared_log_ratio_coef=0.001"],
+            "algorithm.squared_log_ratio_coef=0.001",
+            "algorithm.squared_log_ratio_coef=0",
+        ),
     ],
 )
 def test_what_needs_the_engines_log_probs_is_refused_with_top_p_or_top_k(overrides, user, way):

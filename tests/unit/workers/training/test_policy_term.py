@@ -113,6 +113,32 @@ def test_a_dropped_token_whose_loss_is_not_a_number_adds_exactly_nothing():
     assert torch.equal(gradient, -(~far).double() / 8)
 
 
+# The squared log-ratio of Kimi K2.5, arXiv 2602.02276 eq. 1
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_the_squared_log_ratio_pulls_every_token_to_the_engine_also_dropped_ones(mode):
+    """The gradient of coef (log pi - log pi_engine)^2 is 2 coef (log pi - log pi_engine)."""
+    algorithm = algorithm_of("icepop", "squared_log_ratio_coef=0.1", f"loss_agg_mode={mode}")
+    far = torch.tensor(FAR["icepop"], dtype=torch.float64)
+    columns = columns_of_batch(FAR["icepop"], advantage=-1.0)
+    loss, parts, _ = actor_loss(columns, algorithm, entropy_coef=0.0, **COUNTS)
+    (gradient,) = torch.autograd.grad(loss, columns["log_probs"])
+    assert torch.allclose(gradient, ((far == 0).double() - 0.2 * far) * SHARE[mode], rtol=1e-12)
+    assert parts["squared_log_ratio"].item() == pytest.approx((far.square() * SHARE[mode]).sum().item())
+
+
+def test_the_squared_log_ratio_ignores_masked_tokens_and_has_no_gradient_beyond_20_nats():
+    algorithm = algorithm_of("grpo", "squared_log_ratio_coef=1.0", "loss_agg_mode=token-sum")
+    columns = columns_of_batch([[1.0] * TOKENS, [-25.0] * TOKENS], advantage=0.0)
+    columns["response_mask"][0, 1:] = False
+    columns["rollout_log_probs"][0, 1:] = torch.nan
+    loss, parts, _ = actor_loss(columns, algorithm, entropy_coef=0.0, **COUNTS)
+    (gradient,) = torch.autograd.grad(loss, columns["log_probs"])
+    assert gradient.tolist() == [[-2.0] + [0.0] * (TOKENS - 1), [0.0] * TOKENS]
+    assert parts["squared_log_ratio"].item() == pytest.approx(1 + 400 * TOKENS)
+
+
 # Off-policy sequence masking, arXiv 2512.02556
 
 
