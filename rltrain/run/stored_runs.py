@@ -6,7 +6,6 @@ from typing import Any
 
 import yaml
 
-from rltrain.algorithms import required_columns
 from rltrain.base.errors import ConfigError, described
 from rltrain.base.storage import absolute, local_path
 from rltrain.data.stored_samples import stored_groups
@@ -66,6 +65,8 @@ def check_stored_run(config: Config) -> None:
 
 def _require_sampled_groups_only(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError if the algorithm needs answers besides those that it trains on, which no run stores."""
+    from rltrain.algorithms import required_columns  # imported late, because the package imports torch
+
     require(
         not algorithm.dynamic_sampling,
         f"rollout=stored with algorithm.dynamic_sampling={algorithm.dynamic_sampling}: a run does not store the groups "

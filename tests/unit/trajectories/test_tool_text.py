@@ -5,10 +5,11 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from rltrain.algorithms import ADVANTAGE_ESTIMATORS
+from rltrain.base.errors import EstimatorError
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.trajectory import Trajectory, Turn, sampled_lengths, sampled_tokens
 from rltrain.data.prompts import Prompt
@@ -81,7 +82,9 @@ def trajectory(uid, number, row, *, tools) -> Trajectory:
 
 
 def result(key, row) -> SampleScores:
-    return SampleScores(key, row["scores"], row["failed"], "it broke" * row["failed"])
+    first = row["scores"][0]
+    success = None if first is None else first > 0
+    return SampleScores(key, row["scores"], row["failed"], "it broke" * row["failed"], success=success)
 
 
 def scored(rows, config, *, tools) -> DataProto:
@@ -140,7 +143,11 @@ def outcome_of(rows, name, *, tools) -> tuple[dict[str, float], dict[str, torch.
 @settings(deadline=None, max_examples=25)
 @given(rows=groups)
 def test_B9_tool_text_changes_no_metric_score_penalty_or_advantage(name, rows):
-    metrics, columns = outcome_of(rows, name, tools=False)
+    try:
+        metrics, columns = outcome_of(rows, name, tools=False)
+    except EstimatorError as error:  # w_reinforce refuses a batch in which no answer is known to be right or wrong
+        assume("successes=NaN in all rows" not in str(error))
+        raise
     others, theirs = outcome_of(rows, name, tools=True)
     assert others == pytest.approx(metrics, rel=1e-5, abs=1e-6, nan_ok=True)
     for column, values in columns.items():

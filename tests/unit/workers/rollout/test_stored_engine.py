@@ -61,7 +61,10 @@ def test_a_repeated_step_has_its_trained_samples_and_a_step_that_only_failed_has
         (request(0, 2), "it has stored no sample 2 of prompt group 0"),
         (request(-1, 0), "it has stored no sample 0 of prompt group -1"),
         (request(1, 0, "0="), "prompt group 1 has another prompt there"),
-        (request(1, 1, max_tokens=4), "has stored an answer of 5 tokens; raise rollout.max_response_length=4"),
+        (
+            request(1, 1, max_tokens=4),
+            "a stored answer has 5 tokens, but rollout.max_response_length is 4; raise it to the value of that run",
+        ),
     ],
 )
 def test_a_request_without_its_answer_is_refused_in_one_line(folder, bad, said):
