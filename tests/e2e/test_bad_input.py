@@ -26,7 +26,7 @@ CASES = {
     "unknown key with a plus": (["+new.key=1"], ["'new.key'", "unknown config key", "nearest known key is"]),
     "unknown choice": (
         ["algorithm=grop"],
-        ["algorithm=grop", "unknown choice", "the nearest is 'grpo'", "all are cispo, clip_cov, dapo"],
+        ["algorithm=grop", "unknown choice", "the nearest is 'grpo'", "all are ce_gppo, cispo, clip_cov"],
     ),
     "unknown flag": (["--resume"], ["'--resume'", "unknown flag", "--help, --cfg, --plan"]),
     "sweep of a key with no values": (["-m", "trainer.seed=["], ["--multirun: ", "write several values as KEY=A,B"]),
@@ -53,7 +53,7 @@ CASES = {
         ["algorithm.kl_loss.kl_estimator=k9"],
         ["kl_estimator=k9", "unknown KL estimator", "k1, "],
     ),
-    "unknown engine": (["rollout=sglang"], ["rollout=sglang", "unknown choice", "hf, vllm"]),
+    "unknown engine": (["rollout=sglang"], ["rollout=sglang", "unknown choice", "hf, stored, vllm"]),
     "unknown engine by key": (["rollout.engine=sglang"], ["rollout.engine=sglang", "unknown engine", "rollout=hf"]),
     "knob of another loss": (
         ["algorithm.loss.tau_pos=1.0"],
