@@ -1,12 +1,10 @@
 """M2PO policy loss: a limit on the second moment of log importance weights, for answers of much older policies."""
 
-import math
-
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.policy_losses.vanilla import vanilla
-from rltrain.algorithms.ratio import as_mask, check_positive, masked, metric_sum, safe_log_ratio
+from rltrain.algorithms.policy_losses.clip_cov import clip_cov
+from rltrain.algorithms.ratio import as_mask, check_positive, masked, safe_log_ratio
 from rltrain.algorithms.registry import POLICY_LOSSES, TOKEN_SELECTORS
 
 
@@ -25,10 +23,11 @@ def m2po(
 
         l = 0 where selected, else -min(r A, clip(r, 1-low, 1+high) A)
 
-    r = pi(y_t) / pi_old(y_t), and A is the advantage. pi_old is the actor's policy before the update, not the policy
-    that sampled the answer. The M2PO paper has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping. That ratio is r
-    times pi_old / pi_rollout, which is the weight of `algorithm.correction` at level token: with a correction, l is
-    M2PO's term for the policy that sampled, up to the upper bound of the weight.
+    The formula is that of `clip_cov`, whose selector chooses other tokens. r = pi(y_t) / pi_old(y_t), and A is the
+    advantage. pi_old is the actor's policy before the update, not the policy that sampled the answer. The M2PO paper
+    has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping. That ratio is r times pi_old / pi_rollout, which is the
+    weight of `algorithm.correction` at level token: with a correction, l is M2PO's term for the policy that sampled, up
+    to the upper bound of the weight.
 
     The selection is known before the update and therefore only covers the distance from the sampling policy to pi_old.
     The clip range bounds the distance from pi_old that the update adds. AReaL's M2PO splits the two distances in the
@@ -39,13 +38,8 @@ def m2po(
     metrics are sums: `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (dropped tokens), `ratio_mean`
     and `ppo_kl`.
     """
-    mask = as_mask(response_mask)
-    dropped = as_mask(selected)
-    kept = masked(advantages, mask & ~dropped)  # a token with advantage 0 has no loss and no gradient
-    bounds = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high, "clip_ratio_c": math.inf}
-    losses, metrics = vanilla(log_probs, old_log_probs, kept, mask, **bounds)
-    del metrics["clip_fraction_c"]
-    return losses, metrics | {"selected_fraction": metric_sum(dropped, mask)}
+    ranges = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
+    return clip_cov(log_probs, old_log_probs, advantages, response_mask, selected, **ranges)
 
 
 @TOKEN_SELECTORS.register("m2po")
