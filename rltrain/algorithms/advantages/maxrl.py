@@ -1,4 +1,4 @@
-"""Advantages of maximum-likelihood reinforcement learning (MaxRL): the deviation from the mean, over the mean."""
+"""Advantages of maximum-likelihood RL (MaxRL): the deviation from the group's mean reward, divided by this mean."""
 
 from torch import Tensor
 

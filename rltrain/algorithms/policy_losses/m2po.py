@@ -51,7 +51,7 @@ def select_m2po(
     *,
     m2_threshold: float = 0.04,
 ) -> Tensor:
-    """Select the tokens to drop, so that the rest keeps a small second moment of log-ratios; M2PO, arXiv 2510.01161.
+    """Select tokens to drop, to limit the second moment of the log-ratios; M2PO, arXiv 2510.01161.
 
         x_t = log(pi_old(y_t) / pi_rollout(y_t))
         candidates: A_t > 0 and x_t > 0, or A_t < 0 and x_t < 0

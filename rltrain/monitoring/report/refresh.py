@@ -74,7 +74,7 @@ class ReportFile:
         return self.output_dir / REPORT
 
     def _warn(self, reason: str) -> None:
-        """Log why the report was not written, once in a run."""
+        """Log why the report was not written. Only the first failure of a run is logged."""
         if not self.failed:
             logger.warning("%s is not written: %s", REPORT, one_line(reason))
         self.failed = True

@@ -59,7 +59,7 @@ def test_C1_C4_C7_every_estimator_under_every_normalisation(name, make_batch, ca
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(3))
     mask = scored(batch, batch["scores"])["response_mask"]
     results = []
-    # with scores around 0, the config refuses an estimator that takes only scores from 0
+    # The config refuses normalised rewards, which may be negative, with an estimator that requires rewards >= 0.
     from_zero = ADVANTAGE_ESTIMATORS.metadata(name).get("scores_from_zero", False)
     of_rewards = [(mean, std) for mean, std in LEVELS if mean is None or not from_zero]
     for levels in itertools.product(of_rewards, LEVELS):

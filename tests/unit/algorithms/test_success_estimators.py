@@ -38,7 +38,7 @@ def test_the_gradient_of_w_reinforce_is_that_of_its_weighted_likelihoods():
     log_probs = logits.log_softmax(0)
     advantages = w_reinforce(*columns([1.0, 0.0, 0.0]))[0][:, 0]
     (found,) = torch.autograd.grad(-(advantages * log_probs).sum(), logits, retain_graph=True)
-    # arXiv 2506.01347: lambda times the objective of the correct answers, plus that of the wrong ones with the sign -1
+    # The objective of arXiv 2506.01347 is lambda log pi for a correct answer, and -log pi for a wrong answer.
     (wanted,) = torch.autograd.grad(-0.1 * log_probs[0] + log_probs[1] + log_probs[2], logits)
     assert torch.allclose(found, wanted, rtol=1e-12)
 

@@ -1,4 +1,4 @@
-"""Tests that the report of an active run is written by a process beside it, seldom enough, and that errors are told."""
+"""Tests that a separate process writes the report of an active run, not too often, and that failures are logged."""
 
 import logging
 import os
