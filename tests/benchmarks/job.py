@@ -1,14 +1,16 @@
 """Defines a training job, runs the job with any trainer, and measures each run from outside its processes.
 
-A job is the built-in task `median` with the numbers of `config/train.yaml`, so that every side has the same model, the
-same prompts in the same order, the same reward and the same optimizer steps. A side is one way to run the job, such as
-another trainer or other settings. After each training step, the trainer appends a line of JSON to its progress file.
-The function `watch` records when the lines are written, and how much memory the process tree uses.
+A job gives every side the same model, the same prompts in the same order, the same reward and the same optimizer steps.
+By default, a job is the built-in task `median` with the numbers of `config/profile/demo.yaml`. A side is one way to run
+the job, such as another trainer or other settings. After each training step, the trainer appends a line of JSON to its
+progress file. The function `watch` records when the lines are written, and how much memory the process tree uses.
 """
 
 import dataclasses
 import json
+import math
 import os
+import runpy
 import signal
 import statistics
 import subprocess
@@ -30,20 +32,27 @@ OWN_ENVIRONMENT = {
 }  # fmt: skip
 
 
+TASK_ARGUMENTS = {"median": ("profile=demo",), "sums": ("--config", "examples/demo_llm/sums.yaml")}
+
+
 @dataclass(frozen=True)
 class Job:
     """A training job.
 
     Attributes:
         model: Directory of the initial model.
+        task: "median" for the built-in task, or "sums" for the questions of examples/demo_llm.
         steps: Number of training steps. The learning rate falls linearly to 0 over the optimizer steps of the job.
         max_prompt_length: Maximum length of a prompt in tokens.
         max_response_length: Maximum length of an answer in tokens, including the end token.
+        eval_every: Number of steps between two evaluations on held-out prompts; 0 for no evaluation.
+        eval_samples: Number of sampled answers to each held-out prompt.
         warm_up: Number of training steps at the start of a run that medians do not include.
     """
 
     model: str
     steps: int
+    task: str = "median"
     prompts_per_step: int = 64
     samples_per_prompt: int = 8
     minibatches: int = 4
@@ -52,6 +61,8 @@ class Job:
     lr: float = 4e-4
     seed: int = 0
     stop_id: int = 3
+    eval_every: int = 0
+    eval_samples: int = 4
     warm_up: int = WARM_UP
 
     @property
@@ -68,11 +79,13 @@ class Side:
         command: Function that returns the command line of a run, given the folder of the run, the job and the number of
             threads.
         lines: Path of the progress file, relative to the folder of the run.
+        evaluations: Path of the file with one line of JSON per evaluation, relative to the folder of the run.
     """
 
     name: str
     command: Callable[[Path, Job, int], list[str]]
     lines: str
+    evaluations: str
     threads: int = 1
 
 
@@ -84,6 +97,7 @@ class Run:
         times: For each step, the seconds from the start of the program until the step's progress line was written.
         rewards: Mean reward of each step.
         lengths: Mean answer length of each step, in tokens.
+        held_out: Mean reward of sampled answers to the held-out prompts, by the number of training steps before.
         cpu: For each step, the CPU seconds that the process tree had used when the step's progress line was written.
         peak_mb: Peak memory of the process tree, with shared pages counted once.
         load: Load average of the machine at the start of the run.
@@ -93,6 +107,7 @@ class Run:
     times: list[float] = field(default_factory=list)
     rewards: list[float] = field(default_factory=list)
     lengths: list[float] = field(default_factory=list)
+    held_out: dict[int, float] = field(default_factory=dict)
     cpu: list[float] = field(default_factory=list)
     peak_mb: float = 0.0
     load: float = 0.0
@@ -118,12 +133,31 @@ class Run:
         means = (statistics.fmean(self.rewards[end - 3 : end]) for end in range(3, len(self.rewards) + 1))
         return next((float(end) for end, mean in enumerate(means, 3) if mean >= goal), float("inf"))
 
+    def to_held_out_s(self, goal: float, warm_up: int) -> float:
+        """Return the training time in seconds until the mean reward on held-out prompts is at least `goal`.
+
+        The time is the number of training steps, multiplied by the median seconds per step. Evaluations are not part of
+        the time.
+        """
+        steps = (step for step, reward in sorted(self.held_out.items()) if step > 0 and reward >= goal)
+        return next(steps, math.inf) * self.step_s(warm_up)
+
     def to_reward_s(self, goal: float, warm_up: int) -> float:
         """Return the training time in seconds until the mean reward of three consecutive steps reaches `goal`."""
         steps = self.steps_to(goal)
         if steps == float("inf"):
             return steps
         return self.times[int(steps) - 1] - self.times[0] + self.step_s(warm_up)
+
+
+def rows_of(job: Job, split: str) -> list[dict[str, Any]]:
+    """Return the rows of a split, "train" or "val", of the job's task."""
+    if job.task == "sums":
+        rows = runpy.run_path(str(ROOT / "examples" / "demo_llm" / "sums.py"))["rows"]
+        return list(rows(split))
+    from rltrain.tasks import TASKS
+
+    return TASKS[job.task].prompts(split, job.seed, 8192)
 
 
 def write_job(folder: Path, job: Job, threads: int) -> Path:
@@ -133,36 +167,46 @@ def write_job(folder: Path, job: Job, threads: int) -> Path:
     train on the same prompts.
     """
     from rltrain.data.prompt_order import PromptOrder
-    from rltrain.tasks import TASKS
 
-    rows = TASKS["median"].prompts("train", job.seed, 8192)
+    rows = rows_of(job, "train")
     order = PromptOrder(len(rows), job.seed, True).next(job.steps * job.prompts_per_step)
-    (folder / "data.jsonl").write_text("".join(json.dumps(rows[index]) + "\n" for index in order))
-    words = dataclasses.asdict(job) | {
-        "data": str(folder / "data.jsonl"), "progress": str(folder / "progress.jsonl"), "threads": threads,
-    }  # fmt: skip
+    _write_rows(folder / "data.jsonl", [rows[index] for index in order])
+    _write_rows(folder / "held_out.jsonl", rows_of(job, "val") if job.eval_every else [])
+    files = {"data": "data.jsonl", "val": "held_out.jsonl"}
+    files |= {"progress": "progress.jsonl", "evaluations": "evaluations.jsonl"}
+    words = dataclasses.asdict(job) | {name: str(folder / file) for name, file in files.items()} | {"threads": threads}
     (folder / "job.json").write_text(json.dumps(words))
     return folder / "job.json"
+
+
+def _write_rows(path: Path, rows: Sequence[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def rltrain_side(name: str, *overrides: str, threads: int = 1) -> Side:
     """Return a side that runs `python -m rltrain.main` with the job's values and `overrides`.
 
-    The run has no evaluations, because the other trainers do not evaluate either. The argument `threads` sets the
+    The argument `threads` sets the
     number of threads of a run in one process. Worker processes under Ray use `placement.threads_per_worker` threads
     instead.
     """
 
     def command(folder: Path, job: Job, _: int) -> list[str]:
-        return [
-            sys.executable, "-m", "rltrain.main", "profile=demo", f"model.path={job.model}", "data.val=null",
-            f"trainer.total_steps={job.steps}", f"trainer.prompts_per_step={job.prompts_per_step}",
-            f"trainer.prompts_per_minibatch={job.prompts_per_step // job.minibatches}", f"trainer.seed={job.seed}",
-            f"trainer.output_dir={folder / 'out'}", f"rollout.samples_per_prompt={job.samples_per_prompt}",
-            f"rollout.max_response_length={job.max_response_length}", f"actor.lr={job.lr}", *overrides,
-        ]  # fmt: skip
+        values = {
+            "model.path": job.model, "actor.lr": job.lr, "actor.lr_schedule": "linear",
+            "trainer.total_steps": job.steps, "trainer.prompts_per_step": job.prompts_per_step,
+            "trainer.prompts_per_minibatch": job.prompts_per_step // job.minibatches, "trainer.seed": job.seed,
+            "trainer.output_dir": folder / "out", "rollout.samples_per_prompt": job.samples_per_prompt,
+            "rollout.max_response_length": job.max_response_length,
+        }  # fmt: skip
+        if job.eval_every:
+            values |= {"trainer.eval_every": job.eval_every, "trainer.eval_samples": job.eval_samples}
+        else:
+            values["data.val"] = "null"
+        own = (f"{name}={value}" for name, value in values.items())
+        return [sys.executable, "-m", "rltrain.main", *TASK_ARGUMENTS[job.task], *own, *overrides]
 
-    return Side(f"rltrain {name}", command, "out/metrics.jsonl", threads)
+    return Side(f"rltrain {name}", command, "out/metrics.jsonl", "out/evaluations.jsonl", threads)
 
 
 def program_side(name: str, python: Path | str, module: str, *arguments: str, threads: int) -> Side:
@@ -171,7 +215,7 @@ def program_side(name: str, python: Path | str, module: str, *arguments: str, th
     def command(folder: Path, job: Job, threads: int) -> list[str]:
         return [str(python), "-m", module, str(write_job(folder, job, threads)), *arguments]
 
-    return Side(name, command, "progress.jsonl", threads)
+    return Side(name, command, "progress.jsonl", "evaluations.jsonl", threads)
 
 
 def watch(
@@ -216,7 +260,22 @@ def watch(
                 process.wait()
     if process.returncode or len(run.times) < job.steps:
         raise RuntimeError(f"{side.name}: status {process.returncode} after {len(run.times)} steps; {_tail(log)}")
+    run.held_out = _held_out(folder / side.evaluations)
     return run
+
+
+def _held_out(path: Path) -> dict[int, float]:
+    """Read the mean reward of each evaluation in a file, by training step.
+
+    One evaluation can have several lines, one for each of its batches, which have the same number of answers.
+    """
+    if not path.exists():
+        return {}
+    rewards = dict[int, list[float]]()
+    for line in path.read_text().splitlines():
+        values = json.loads(line)
+        rewards.setdefault(values["step"], []).append(values["eval/sampled_reward"])
+    return {step: statistics.fmean(found) for step, found in rewards.items()}
 
 
 def _read(path: Path, run: Run, now: float) -> bool:

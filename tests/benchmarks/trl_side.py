@@ -3,7 +3,8 @@
 Only the reward function comes from rltrain.
 
 The command is `python -m tests.benchmarks.trl_side JOB.json {hf|vllm}`, from the repository root. The job's progress
-file gets one line per step, as soon as the step's rewards are computed.
+file gets one line per step, as soon as the step's rewards are computed. The file for evaluations gets one line per
+batch of an evaluation.
 """
 
 import json
@@ -19,6 +20,7 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
+from rltrain.rewards.exact_match import exact_match  # noqa: E402
 from rltrain.rewards.final_answer import final_answer  # noqa: E402
 
 DUAL_CLIP = 3.0  # TRL's `delta` bounds the loss of negative advantages, like the dual clip in grpo.yaml
@@ -50,8 +52,42 @@ def settings(job: dict[str, Any], engine: str) -> GRPOConfig:
         adam_beta1=0.9, adam_beta2=0.999, optim="adamw_torch_fused",
         use_cpu=True, bf16=False, gradient_checkpointing=False, model_init_kwargs={"dtype": torch.float32},
         logging_steps=job["minibatches"], save_strategy="no", report_to=[], disable_tqdm=True, seed=job["seed"],
-        dataloader_pin_memory=False, **options,
+        dataloader_pin_memory=False, **evaluation(job), **options,
     )  # fmt: skip
+
+
+def evaluation(job: dict[str, Any]) -> dict[str, Any]:
+    """Return TRL's options for the job's evaluations; {} if the job has none."""
+    if not job["eval_every"]:
+        return {}
+    return {
+        "eval_strategy": "steps",
+        "eval_steps": job["eval_every"] * job["minibatches"],
+        "num_generations_eval": job["eval_samples"],
+        "per_device_eval_batch_size": 10 * job["eval_samples"],
+    }
+
+
+def data_set(path: str) -> Dataset | None:
+    """Read rows of JSON, with questions as chat messages; None if the file has no rows."""
+    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
+    for row in rows:
+        if "question" in row:
+            row["prompt"] = [{"role": "user", "content": row.pop("question")}]
+    return Dataset.from_list(rows) if rows else None
+
+
+def text_of(completion: Any) -> str:
+    """Return the text of a completion, which is a string, or a list of messages if the prompt is a chat."""
+    text: str = completion if isinstance(completion, str) else completion[0]["content"]
+    return text
+
+
+def score(task: str, prompt: Any, response: str, answer: str, finish_reason: str) -> float:
+    """Score a response with the reward function of the job's task."""
+    if task == "sums":
+        return exact_match(str(prompt), response, answer=answer) or 0.0
+    return final_answer(prompt, response, answer=answer, finish_reason=finish_reason)
 
 
 def let_weights_in() -> None:
@@ -75,25 +111,28 @@ def main(path: str, engine: str) -> None:
     job = json.loads(Path(path).read_text())
     torch.set_num_threads(job["threads"])
     logging.getLogger("transformers").setLevel(logging.ERROR)
-    rows = [json.loads(line) for line in Path(job["data"]).read_text().splitlines()]
     config, step = settings(job, engine), 0
 
-    def reward(prompts: list[str], completions: list[str], completion_ids: Any, answer: list[str], **_: Any) -> Any:
+    def reward(prompts: list[Any], completions: list[Any], completion_ids: Any, answer: list[str], **_: Any) -> Any:
         nonlocal step
         ended = ["stop" if job["stop_id"] in ids else "length" for ids in completion_ids]
         scores = [
-            final_answer(prompt, text, answer=right, finish_reason=reason)
-            for prompt, text, right, reason in zip(prompts, completions, answer, ended, strict=True)
+            score(job["task"], prompt, text_of(completion), right, reason)
+            for prompt, completion, right, reason in zip(prompts, completions, answer, ended, strict=True)
         ]
-        step += 1
-        lengths = sum(map(len, completion_ids)) / len(scores)
-        line = {"step": step, "reward/mean": sum(scores) / len(scores), "rollout/length_mean": lengths}
-        with Path(job["progress"]).open("a") as file:
+        mean, lengths = sum(scores) / len(scores), sum(map(len, completion_ids)) / len(scores)
+        training = trainer.model.training
+        step += training
+        line = {"step": step, "reward/mean": mean, "rollout/length_mean": lengths}
+        if not training:
+            line = {"step": step, "eval/sampled_reward": mean}
+        with Path(job["progress" if training else "evaluations"]).open("a") as file:
             file.write(json.dumps(line) + "\n")
         return scores
 
     trainer = GRPOTrainer(
-        model=job["model"], reward_funcs=reward, args=config, train_dataset=Dataset.from_list(rows)
+        model=job["model"], reward_funcs=reward, args=config, train_dataset=data_set(job["data"]),
+        eval_dataset=data_set(job["val"]),
     )  # fmt: skip
     trainer.train()
 
