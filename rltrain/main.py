@@ -239,7 +239,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     summary(
         console,
         evaluations=tracker.evaluations,
-        history=tracker.history,
+        steps=len(tracker.history),
         seconds=time.perf_counter() - began,
         output_dir=output_dir,
         curve=curve,

@@ -320,7 +320,7 @@ def summary(
     console: Console,
     *,
     evaluations: Sequence[dict[str, float]],
-    history: Sequence[dict[str, float]],
+    steps: int,
     seconds: float,
     output_dir: Path,
     curve: Path | None,
@@ -329,7 +329,7 @@ def summary(
 ) -> None:
     """Print the training results, the paths of the result files, and a command to run next."""
     title = "Done" if finished else "Stopped early"
-    console.print(f"\n[bold]{title}[/] after {len(history)} steps, {seconds:.0f} s", highlight=False)
+    console.print(f"\n[bold]{title}[/] after {steps} steps, {seconds:.0f} s", highlight=False)
     if len(evaluations) >= 2:
         for name in evaluated_sets(evaluations[-1]):
             console.print(_before_and_after(name, evaluations[0], evaluations[-1]))

@@ -1,8 +1,44 @@
 """The learning curve of a run: an image of reward and answer length over the training steps."""
 
+from array import array
+from collections.abc import Iterable
 from pathlib import Path
 
 CURVES = ("step", "reward/mean", "rollout/length_mean")  # the values that the image shows for each training step
+
+
+class StepHistory:
+    """The metrics of all training steps, in 24 bytes per step.
+
+    The first and the last step keep all metrics. The steps between them keep only the metrics of `CURVES`.
+    """
+
+    def __init__(self, rows: Iterable[dict[str, float]] = ()) -> None:
+        self._whole: list[dict[str, float]] = []  # the rows of the first step and of the last step
+        self._between = {name: array("d") for name in CURVES}
+        for row in rows:
+            self.append(row)
+
+    def __len__(self) -> int:
+        return len(self._whole) + len(self._between["step"])
+
+    def append(self, row: dict[str, float]) -> None:
+        """Add the metrics of the next step, among them the metrics of `CURVES`."""
+        if len(self._whole) > 1:
+            last = self._whole.pop()
+            for name, column in self._between.items():
+                column.append(last[name])
+        self._whole.append(row)
+
+    def last(self) -> list[dict[str, float]]:
+        """Return a list that contains only the metrics of the last step, or [] if there is no step."""
+        return self._whole[-1:]
+
+    def rows(self) -> list[dict[str, float]]:
+        """Return the metrics of each step, from the first step to the last step."""
+        columns = zip(*self._between.values(), strict=True)
+        between = [dict(zip(CURVES, values, strict=True)) for values in columns]
+        return [*self._whole[:1], *between, *self._whole[1:]]
 
 
 def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[str, float]], path: Path) -> None:

@@ -8,7 +8,7 @@ from rltrain.base.secret_values import redacted
 from rltrain.base.storage import FileStart
 from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.json_lines import JsonLinesFile, rows_of
-from rltrain.monitoring.learning_curve import CURVES, draw_learning_curve
+from rltrain.monitoring.learning_curve import StepHistory, draw_learning_curve
 from rltrain.monitoring.ledger import LEDGER, ledger_line
 from rltrain.monitoring.report.refresh import ReportFile
 from rltrain.monitoring.sample_files import SampleFiles, sample_rows
@@ -59,7 +59,7 @@ class Tracker:
         config: Mapping[str, Any] | None = None,
     ) -> None:
         self.output_dir, self.display, self.sample_every = output_dir, display, sample_every
-        self.history: list[dict[str, float]] = []
+        self.history = StepHistory()
         self.evaluations: list[dict[str, float]] = []
         self.samples = SampleFiles(output_dir, components)
         self.sinks = make_sinks(output_dir, trackers)
@@ -86,7 +86,7 @@ class Tracker:
         self.ledger.replace(kept.get(LEDGER, b""))
         self.alarms.replace(kept.get(ALARMS, b""))
         self.samples.restore(step)
-        self.history = [*steps[:1], *map(_curves, steps[1:-1]), *steps[1:][-1:]]
+        self.history = StepHistory(steps)
         return steps
 
     def state(self) -> dict[str, FileStart]:
@@ -99,12 +99,12 @@ class Tracker:
 
     def metrics_of(self, step: int) -> dict[str, float]:
         """Return all metrics that were measured for the weights after the training step `step`."""
-        rows = [row for kept in (self.history, self.evaluations) for row in kept[-1:] if row["step"] == step]
+        rows = [row for row in (*self.history.last(), *self.evaluations[-1:]) if row["step"] == step]
         return {name: value for row in rows for name, value in row.items()}
 
     def names(self) -> set[str]:
         """Return the names of all metrics of the last training step and of the last evaluation."""
-        return {name for kept in (self.history, self.evaluations) for row in kept[-1:] for name in row}
+        return {name for row in (*self.history.last(), *self.evaluations[-1:]) for name in row}
 
     def evaluated(self, step: int) -> bool:
         """Return whether the last evaluation measured the weights after the training step `step`."""
@@ -121,8 +121,6 @@ class Tracker:
         """
         self.samples.write_trained(step, batch)
         self.ledger.append(ledger_line(step, batch, dropped))
-        if len(self.history) > 1:  # only the first and the last row of the history keep all metrics
-            self.history[-1] = _curves(self.history[-1])
         self.history.append({"step": step, **metrics})
         for sink in self.sinks:
             sink.log_step(step, metrics)
@@ -187,7 +185,7 @@ class Tracker:
                 sink.finish()
         for sink in self.sinks:
             sink.close()
-        self._report_failed_sinks(int(self.history[-1]["step"]) if self.history else 0)
+        self._report_failed_sinks(max((int(row["step"]) for row in self.history.last()), default=0))
         self.ledger.close()
         self.alarms.close()
         if self.history or any(self.samples.tables.iterdir()):
@@ -195,9 +193,5 @@ class Tracker:
         if not self.history:
             return None
         path = self.output_dir / "learning_curve.png"
-        draw_learning_curve(self.history, self.evaluations, path)
+        draw_learning_curve(self.history.rows(), self.evaluations, path)
         return path
-
-
-def _curves(row: Mapping[str, float]) -> dict[str, float]:
-    return {name: row[name] for name in CURVES if name in row}

@@ -49,7 +49,7 @@ async def test_phases_lie_in_their_step_take_nearly_all_of_it_and_are_as_long_as
     made, events = traced
     require_nested(events)
     rows = of_row(events, "steps")
-    for number, metrics in zip(range(1, STEPS + 1), made.tracker.history, strict=True):
+    for number, metrics in zip(range(1, STEPS + 1), made.tracker.history.rows(), strict=True):
         (step,) = [event for event in rows if event.name == f"step {number}"]
         inside = [event for event in rows if event is not step and event.inside(step)]
         phases = [event for event in inside if not event.name.startswith("wait: ")]

@@ -320,7 +320,7 @@ def summary_of(tmp_path, *, overrides=(), finished=True, evaluations=()):
     where = console()
     (tmp_path / "model").mkdir(parents=True)
     summary(
-        where, evaluations=evaluations, history=[METRICS] * 3, seconds=12.4, output_dir=tmp_path, curve=None,
+        where, evaluations=evaluations, steps=3, seconds=12.4, output_dir=tmp_path, curve=None,
         overrides=overrides, finished=finished,
     )  # fmt: skip
     return where.file.getvalue()

@@ -9,7 +9,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.monitoring import tracking
-from rltrain.monitoring.learning_curve import draw_learning_curve
+from rltrain.monitoring.learning_curve import CURVES, StepHistory, draw_learning_curve
 from rltrain.monitoring.ledger import ledger_line
 from rltrain.monitoring.sample_files import sample_rows, sample_table
 from rltrain.monitoring.sinks import JsonLines
@@ -73,7 +73,9 @@ def test_every_step_and_every_evaluation_is_one_json_object_a_line_of_its_file(r
     def lines(name):
         return [json.loads(line) for line in (run[0] / name).read_text().splitlines()]
 
-    assert lines("metrics.jsonl") == run[1].history == [{"step": 1, **metrics(0.25)}, {"step": 2, **metrics(0.75)}]
+    assert (
+        lines("metrics.jsonl") == run[1].history.rows() == [{"step": 1, **metrics(0.25)}, {"step": 2, **metrics(0.75)}]
+    )
     assert lines("evaluations.jsonl") == run[1].evaluations == [{"step": 0, **EVALUATION}]
 
 
@@ -89,7 +91,7 @@ def test_a_run_put_back_has_the_lines_samples_and_curves_of_that_step_and_goes_o
     tracker = Tracker(tmp_path / "first", FakeDisplay(), PARTS)
     tracker.log_eval(0, EVALUATION)
     tracker.log_step(1, {**metrics(0.25), "odd": NAN}, batch())
-    starts, history = tracker.state(), list(tracker.history)
+    starts, history = tracker.state(), tracker.history.rows()
     kept = {name: start.path.read_bytes()[: start.size] for name, start in starts.items()}
     tracker.log_step(2, metrics(9.0), batch())
     tracker.log_failed(3, batch())
@@ -103,7 +105,9 @@ def test_a_run_put_back_has_the_lines_samples_and_curves_of_that_step_and_goes_o
     assert {name: start.size for name, start in tracker.state().items()} == {
         n: start.size for n, start in starts.items()
     }
-    assert str(tracker.history) == str(history)  # the histories are compared as strings, because NaN does not equal NaN
+    assert str(tracker.history.rows()) == str(
+        history
+    )  # the histories are compared as strings, because NaN does not equal NaN
     assert tracker.evaluated(0)
     assert tracker.metrics_of(1).items() >= metrics(0.25).items()
     assert [file.name for file in (tracker.output_dir / "rollouts").iterdir()] == ["step_000001.parquet"] * (not other)
@@ -112,6 +116,19 @@ def test_a_run_put_back_has_the_lines_samples_and_curves_of_that_step_and_goes_o
     events = EventAccumulator(str(tracker.output_dir / "tensorboard"))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("reward/mean")] == [(1, 0.25), (2, 0.75)]
+
+
+def test_the_history_keeps_all_metrics_of_the_first_and_last_step_and_the_curves_of_the_others():
+    steps = [{"step": step, **metrics(step / 4)} for step in (1, 2, 3, 4)]
+    history, again = StepHistory(), StepHistory(steps)
+    for row in steps:
+        history.append(row)
+    curves = [{name: row[name] for name in CURVES} for row in steps]
+    assert len(history) == 4
+    assert history.last() == steps[-1:]
+    assert history.rows() == again.rows() == [steps[0], *curves[1:3], steps[-1]]
+    assert StepHistory().rows() == StepHistory().last() == []
+    assert StepHistory(steps[:1]).rows() == steps[:1]
 
 
 def test_a_line_is_on_disk_as_soon_as_its_step_is_logged(tmp_path):
@@ -131,7 +148,7 @@ def test_a_metric_that_is_not_finite_is_null_and_the_line_stays_json(tmp_path):
 
     (line,) = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert json.loads(line, parse_constant=refuse)["actor/grad_norm"] is None
-    assert math.isnan(tracker.history[0]["actor/grad_norm"])
+    assert math.isnan(tracker.history.rows()[0]["actor/grad_norm"])
 
 
 def test_the_display_is_told_each_step_and_evaluation(run):
