@@ -10,25 +10,31 @@ from typing import Any
 
 from rltrain.rewards.boxed import last_boxed
 
-_TAIL = 1000  # number of characters at the end of a response that are searched if the response has no box
-_LONGEST = 500  # largest length of an expression, in characters
-_DEEPEST = 10  # largest nesting depth of brackets; the parser's time may double with each level
+# If a response has no box, only this number of characters at its end is searched for the answer.
+_TAIL = 1000
+# Largest length of an expression that is evaluated, in characters.
+_LONGEST = 500
+# Largest nesting depth of brackets in an expression; each level may double the parsing time.
+_DEEPEST = 10
 _HUGE = re.compile(
-    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # matches a power in an exponent
-    # matches a large exponent, factorial or binomial
+    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # This part matches a power in an exponent.
+    # This part matches a large exponent, factorial or binomial.
     r"|(?:\^|\*\*)[\s{(\[+-]{0,4}\d{5}|\d{4}[\s})]{0,4}!|binom\s?\{\s?\d{5}"
 )
-# Matches a product, factorial or binomial in an exponent.
+# This pattern matches a product, factorial or binomial in an exponent.
 _NESTED = re.compile(r"\^\s?\{[^{}]{0,200}\d\d[^{}]{0,200}(?:!|\\cdot|\\times|\*|\\d?binom)")
-_POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")  # matches a power of a bracket
-_LARGEST_POWER = 10**6  # for a power of a bracket: bound on the exponent times the largest number in the bracket
-_MOST_TERMS = 10**5  # bound on the number of terms in the expansion of a power of a sum
+# This pattern matches a power of a bracketed expression.
+_POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")
+# In a power of a bracketed expression, the exponent times the largest number in the brackets may not exceed this bound.
+_LARGEST_POWER = 10**6
+# The expansion of a power of a sum may not have more terms than this bound.
+_MOST_TERMS = 10**5
 _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
-# Matches operators (such as sums) over large ranges.
-# Evaluating an operator over a large range takes few calls on huge numbers, so counting calls does not bound its time.
+# This pattern matches operators (such as sums) over large ranges. Evaluating such operators takes few calls, but each
+# call works on huge numbers, so a limit on calls does not bound the time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
-# Bound on the number of function calls and returns; the bound is reached after about a second.
-# The longest ordinary answers need a tenth of the function calls and returns that `_WORK` allows.
+# Limit on the number of function calls and returns in one comparison, which is reached after about a second. The
+# longest ordinary answers need a tenth of the function calls and returns that `_WORK` allows.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")
@@ -56,18 +62,18 @@ def math_answer(
     formula or the last number. If only one of the two answers has a percent sign, 50% equals both one half and 50. If
     the right answer consists of words only ("east"), the response's answer and the right answer are compared as text.
 
-    Some expressions would take very long to evaluate. The evaluation is bounded by the form of the expression and by
-    the number of function calls, not by a clock, so that every machine and thread gives the same score. An expression
-    with one of the following properties counts as right only if it is written exactly like the right answer, apart from
-    white space:
+    Some expressions would take too long to evaluate. Evaluation is limited by the form of the expression and by the
+    number of function calls, not by time, so that every machine and thread gives the same score. An expression with one
+    of the following properties counts as right only if it is written exactly like the right answer, apart from white
+    space:
 
-    - It has more than 500 characters, or more than ten levels of nested brackets.
+    - The expression has more than 500 characters, or more than ten levels of nested brackets.
     - It has a power, product, factorial or binomial in an exponent.
     - It has an exponent or binomial of five digits, or a factorial of four digits.
     - It has a large power of a large number.
     - It has a sum, product, integral or limit over thousands or factorials.
-    - It has a sum, product, integral or limit, and the right answer has none.
-    - Its comparison takes more than 5 million function calls and returns.
+    - It has a sum, product, integral or limit, and the right answer has no such operator.
+    - Comparing it with the right answer takes more than 5 million function calls and returns.
 
     Args:
         prompt: unused.
@@ -110,11 +116,11 @@ def math_answer(
 
 
 class _TooMuchError(BaseException):
-    """Raised after too many function calls; a BaseException, since the libraries in use catch every Exception."""
+    """Raised after too many function calls; a BaseException, because math-verify catches every Exception."""
 
 
 def _bounded(work: Callable[[], bool]) -> bool:
-    """Return the result of `work`, or False if it makes too many function calls.
+    """Return the result of `work`, or False if `work` makes too many function calls.
 
     Only calls in the current thread are counted, and no signal is used.
     """

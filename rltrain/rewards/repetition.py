@@ -4,7 +4,7 @@
 def repetition_penalty(prompt: str, response: str, *, ngram: int = 3, max_penalty: float = -1.0) -> float:
     """Penalize a response in proportion to its share of repeated n-grams of words.
 
-        max_penalty * (1 - distinct n-grams / n-grams)
+        score = max_penalty * (1 - (number of distinct n-grams) / (number of all n-grams))
 
     Algorithm 1 of arXiv 2502.03373 penalizes each token of a repeated n-gram. Because a score is a single number,
     `repetition_penalty` penalizes the share of repeated n-grams instead of single tokens. Words are separated by white
@@ -15,8 +15,8 @@ def repetition_penalty(prompt: str, response: str, *, ngram: int = 3, max_penalt
         prompt: unused.
         response: the model's text.
         ngram: number of words in an n-gram.
-        max_penalty: the score that corresponds to a share of 1, a number below 0. A response that only repeats one
-            n-gram gets a score close to `max_penalty`.
+        max_penalty: the score, below 0, of a response in which all n-grams are repetitions. A response that only
+            repeats one n-gram gets a score close to `max_penalty`.
 
     Returns:
         A score from `max_penalty` to 0.

@@ -18,7 +18,7 @@ def fetch_models(config: Config, console: Console) -> Config:
 
     A pinned name contains the commit of the model.
 
-    A resumed run keeps the commit of each model whose name has no revision.
+    If the name of a model has no revision, a resumed run uses the commit that the saved run used.
 
     Args:
         config: the whole config.
@@ -32,7 +32,7 @@ def fetch_models(config: Config, console: Console) -> Config:
     wanted = {key: name for key, name in names.items() if name is not None}
     kept: dict[tuple[str, str], str] = {}
     if config.trainer.resume != "never" and any(name.revision is None for name in wanted.values()):
-        from rltrain.run.resume import saved_values  # imported late, because the module imports torch
+        from rltrain.run.resume import saved_values  # Imported late, because `rltrain.run.resume` imports torch.
 
         kept = _commits(saved_values(config.trainer))
     for key, name in wanted.items():

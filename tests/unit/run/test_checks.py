@@ -140,7 +140,7 @@ def test_an_output_folder_with_another_run_is_refused(tmp_path, name):
     )
     check(
         config_of(f"trainer.output_dir={tmp_path}", "trainer.resume=auto")
-    )  # `rltrain.run.resume` checks later whether the folder belongs to the run
+    )  # `rltrain.run.resume` checks later whether the folder belongs to the run.
 
 
 def test_an_output_folder_that_is_there_and_holds_no_run_is_fine(tmp_path):
