@@ -113,7 +113,7 @@ def _share_of_asserts(program: str, tests: str, entry_point: str | None, limits:
     try:
         total = sum(is_test for _, is_test in code_tests_inside.statements(tests, entry_point))
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"tests: {error}; they must be Python text") from None
+        raise ValueError(f"tests: {error}; the tests must be Python text") from None
     if not total:
         raise ValueError(f"tests: {tests[:60]!r} holds no assert and no call; add an assert")
     both = _inside()
@@ -130,17 +130,17 @@ def _share_of_pairs(
 ) -> float:
     for pair in pairs:
         if not isinstance(pair, Mapping) or not {"input", "output"} <= pair.keys():
-            raise ValueError(f"tests: {str(pair)[:60]!r} is not a pair; give {{'input': text, 'output': text}}")
+            raise ValueError(f"tests: {str(pair)[:60]!r} is not a test pair; give {{'input': text, 'output': text}}")
     if not pairs:
-        raise ValueError("tests: the list is empty; give at least one pair, or an assert")
+        raise ValueError("tests: the list is empty; give at least one test pair, or Python text with an assert")
     passed, begin, left = 0, time.monotonic(), limits["timeout_s"]
     for done, pair in enumerate(pairs):
         if left <= 0:
             break
         in_time = end - time.monotonic()
         used = limits["timeout_s"] - left
-        # If most of the time went into starting Python, the program did not cause the timeout. The sample is then
-        # counted as failed, instead of getting the score 0.
+        # If most of the time went into starting Python, the program did not cause the timeout, so the sample counts as
+        # failed instead of scoring 0.
         if in_time <= 0 and used < (time.monotonic() - begin) / 2:
             raise SandboxError(
                 f"sandbox: {done} of {len(pairs)} test pairs were run in time, and most of the time went into starting "

@@ -13,7 +13,7 @@ from typing import Any
 
 from rltrain.rewards.code_tests_link import Link
 
-# In the tests, these names always refer to Python's own modules, never to objects of the program.
+# In the tests, `math`, `cmath` and `unittest` always refer to Python's own modules, never to objects of the program.
 _KEPT = ("math", "cmath", "unittest")
 
 

@@ -57,8 +57,8 @@ _BASES: dict[type, Any] = {
     set: lambda members: {*set.__iter__(members)},
     frozenset: lambda members: frozenset(frozenset.__iter__(members)),
 }
-# The tests may not apply these operators to an object of the program together with plain data. If the tests could, an
-# object of the program that defines its own arithmetic could produce any expected number.
+# Operators that the tests cannot apply between an object of the program and plain data. An object that defines its own
+# arithmetic could otherwise produce any number that a test expects.
 _BETWEEN_TWO = (
     "add",
     "sub",
@@ -90,7 +90,7 @@ _FOR_THE_PROGRAM = ("call", "get", "set", "iter", "next", "len", "getitem")
 
 
 class Raised(Exception):
-    """Raised in place of an exception of the other process whose type is not built into Python."""
+    """Replacement for an exception that was raised in the other process and whose type is not built into Python."""
 
 
 class Far:

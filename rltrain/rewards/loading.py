@@ -66,13 +66,13 @@ CORRECTNESS = (
     "multiple_choice",
     "code_tests",
 )
-STANDARD_COLUMNS = ("finish_reason",)  # Reward functions can take these columns from every sample of any data set.
+STANDARD_COLUMNS = ("finish_reason",)  # Columns that every sample has, regardless of the data set.
 AGGREGATIONS = ("sum", "normalize_then_sum")
 # Names of the keyword arguments that are passed to a user's aggregation function.
 AGGREGATED = ("components", "uid", "valid", "weights")
 _TOO_LARGE = ": a score outside float32's range (3.4e38); scale it down"
-_LARGEST = (2 - 2**-23) * 2.0**127  # The largest float32; scores are sent as float32.
-_SHOWN = 80  # An error message shows at most this number of characters of a value.
+_LARGEST = (2 - 2**-23) * 2.0**127  # Largest finite float32 number; scores are sent as float32.
+_SHOWN = 80  # Largest number of characters of a value that an error message shows.
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 
@@ -190,8 +190,8 @@ def check_columns(
     for option in kwargs:
         if option not in names and not sink:
             raise ConfigError(
-                f"reward function '{name}': kwargs.{option}: it has no such parameter{_meant(option, names)}; it takes "
-                f"{', '.join(names)}"
+                f"reward function '{name}': kwargs.{option}: the function has no such parameter{_meant(option, names)}"
+                f"; it takes {', '.join(names)}"
             )
     for parameter in own:
         required = parameter.kind in (*_BY_NAME, inspect.Parameter.POSITIONAL_ONLY)
@@ -206,7 +206,7 @@ def check_columns(
     if choices and not {*columns, *kwargs}.intersection(choices):
         raise ConfigError(
             f"reward function '{name}' needs one of the columns {', '.join(choices)}, and the data has none of them; "
-            f"there are {', '.join(there)}; rename a column, or set {choices[0]} in kwargs"
+            f"the available names are {', '.join(there)}; rename a column, or set {choices[0]} in kwargs"
         )
 
 
@@ -234,7 +234,7 @@ def check_aggregation(path: str) -> None:
         inspect.signature(function).bind(**dict.fromkeys(AGGREGATED))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"reward.aggregation={path}: it is called with {', '.join(AGGREGATED)} by name ({error}); accept all of "
+            f"reward.aggregation={path}: the function is called with {', '.join(AGGREGATED)} by name ({error}); accept all of "
             "these, or **others; the built-in choices are sum and normalize_then_sum"
         ) from None
 
@@ -266,7 +266,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
         values = {**shown, first[0]: prompt, first[1]: response, **kwargs}
         for name in required:
             if name not in values:
-                raise ScoreError(f"needs '{name}', but this sample has only {', '.join(values)}")
+                raise ScoreError(f"needs the column '{name}', but this sample has only {', '.join(values)}")
         args = [values.pop(p.name) if p.name in values else p.default for p in by_position]
         named = values if takes_all else {name: values[name] for name in by_name if name in values}
         return function(*args, **named)
@@ -315,7 +315,7 @@ def as_score(result: Any) -> float | None:
     """
     if isinstance(result, RewardResult):
         if result.failed:
-            raise ScoreError(f"says that it failed: {result.message or 'no reason given'}")
+            raise ScoreError(f"reported a failure: {result.message or 'no reason given'}")
         return as_score(result.score)
     if result is None:
         return None
@@ -379,7 +379,7 @@ def _module(target: str, where: str) -> ModuleType:
             raise ConfigError(
                 f"{where}: there is no module '{missing}'; check the name, or give the file: path/to/file.py:function"
             ) from None
-        raise ConfigError(f"{where}: {target} does not import ({described(error)}); fix it first") from error
+        raise ConfigError(f"{where}: {target} does not import ({described(error)}); fix that error first") from error
 
 
 def _file_module(file: Path, where: str) -> ModuleType:
@@ -414,7 +414,7 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise ConfigError(f"{where}: {file} does not import ({described(error)}); fix it first") from error
+        raise ConfigError(f"{where}: {file} does not import ({described(error)}); fix that error first") from error
     return module
 
 

@@ -10,28 +10,28 @@ from typing import Any
 
 from rltrain.rewards.boxed import last_boxed
 
-# If a response has no box, only this number of characters at its end is searched for the answer.
+# Number of characters at the end of a response that are searched for the answer if the response has no box.
 _TAIL = 1000
 # Largest length of an expression that is evaluated, in characters.
 _LONGEST = 500
 # Largest nesting depth of brackets in an expression; each level may double the parsing time.
 _DEEPEST = 10
 _HUGE = re.compile(
-    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # This part matches a power in an exponent.
-    # This part matches a large exponent, factorial or binomial.
+    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # This part of `_HUGE` matches a power in an exponent.
+    # This part of `_HUGE` matches a large exponent, factorial or binomial.
     r"|(?:\^|\*\*)[\s{(\[+-]{0,4}\d{5}|\d{4}[\s})]{0,4}!|binom\s?\{\s?\d{5}"
 )
-# This pattern matches a product, factorial or binomial in an exponent.
+# `_NESTED` matches a product, factorial or binomial in an exponent.
 _NESTED = re.compile(r"\^\s?\{[^{}]{0,200}\d\d[^{}]{0,200}(?:!|\\cdot|\\times|\*|\\d?binom)")
-# This pattern matches a power of a bracketed expression.
+# `_POWER` matches a power of a bracketed expression.
 _POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")
-# In a power of a bracketed expression, the exponent times the largest number in the brackets may not exceed this bound.
+# For a power of a bracketed expression: largest allowed product of the exponent and the largest number in the brackets.
 _LARGEST_POWER = 10**6
-# The expansion of a power of a sum may not have more terms than this bound.
+# Largest allowed number of terms in the expansion of a power of a sum.
 _MOST_TERMS = 10**5
 _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
-# This pattern matches operators (such as sums) over large ranges. Evaluating such operators takes few calls, but each
-# call works on huge numbers, so a limit on calls does not bound the time.
+# `_LONG_OPERATOR` matches operators (such as sums) over large ranges. Evaluating an operator over a large range takes
+# few function calls, but on huge numbers, so a limit on calls does not limit the time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
 # Limit on the number of function calls and returns in one comparison, which is reached after about a second. The
 # longest ordinary answers need a tenth of the function calls and returns that `_WORK` allows.
@@ -147,7 +147,8 @@ def _right(text: str, both_readings: bool) -> tuple[Any, ...]:
     found = _expressions(text, both_readings=both_readings)
     if not found:
         raise ValueError(
-            f"answer {text[:80]!r} does not parse as mathematics; correct it, or use exact_match for text answers"
+            f"answer {text[:80]!r} does not parse as mathematics; correct the answer, or use "
+            "exact_match for text answers"
         )
     return tuple(found)
 

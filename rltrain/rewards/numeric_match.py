@@ -6,8 +6,8 @@ from collections import deque
 
 from rltrain.rewards.boxed import last_boxed
 
-# In these patterns, each repetition is bounded or is followed by characters that the repetition cannot match. Matching
-# therefore never takes long.
+# In the patterns of `numeric_match`, each repetition is bounded, or is followed by characters that it cannot match.
+# Matching a pattern therefore never takes long.
 _DIGITS = r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""

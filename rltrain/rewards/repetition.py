@@ -27,7 +27,9 @@ def repetition_penalty(prompt: str, response: str, *, ngram: int = 3, max_penalt
     if ngram < 1:
         raise ValueError(f"ngram={ngram} must be >= 1; 3 is usual")
     if not max_penalty < 0:
-        raise ValueError(f"max_penalty={max_penalty} must be < 0; use -1.0, and the function's weight to scale it")
+        raise ValueError(
+            f"max_penalty={max_penalty} must be < 0; use -1.0, and scale the penalty by the function's weight"
+        )
     words = response.casefold().split()
     grams = list(zip(*(words[start:] for start in range(ngram)), strict=False))
     repeated = len(grams) - len(set(grams))

@@ -1,25 +1,26 @@
 """Run untrusted Python code in separate processes with resource limits, isolated from the machine if possible.
 
-The sandbox has a strong form (isolation and resource limits) and a weak form (resource limits only). Both forms work
-only on Linux.
+The sandbox has a strong form (isolation and resource limits) and a weak form (resource limits only). Both forms of the
+sandbox work only on Linux.
 
-The strong form of the sandbox uses bubblewrap (`bwrap`). In the strong form, the program sees only the files that
-Python needs and only its own processes, and the program has no network access. In the strong form, the program can
-write only to an in-memory folder that disappears when the program ends. The strong form requires that bwrap is
-installed and that the kernel allows the current user to create namespaces. Each process that starts sandboxes tests
-only once whether the strong form works.
+The strong form of the sandbox uses bubblewrap (`bwrap`). In the strong form of the sandbox, the program sees only the
+files that Python needs and only its own processes, and the program has no network access. In the strong form of the
+sandbox, the program can write only to an in-memory folder that disappears when the program ends. The strong form
+requires that bwrap is installed and that the kernel allows the current user to create namespaces. Each process that
+starts sandboxes tests only once whether the strong form works.
 
 The weak form has the same limits as the strong form on time, memory, output, processes and file size, the same minimal
 environment, and a folder that is removed after the run. The weak form does not isolate the program from the machine. A
-program in the weak form can read and write every file that the current user can, use the network, and send signals to
-all processes of the current user, including the process that started the sandbox. For example, a program in the weak
-form of the sandbox can kill a reward process. A program can also hide that it has started, so that the sample counts as
-failed instead of scoring 0. If the current user is root, a program in the weak form of the sandbox can also read the
-tests and their results. The weak form protects against mistakes in programs but not against malicious programs.
+program in the weak form of the sandbox can read and write every file that the current user can, use the network, and
+send signals to all processes of the current user, including the process that started the sandbox. For example, a
+program in the weak form of the sandbox can kill a reward process. A program can also hide that it has started, so that
+the sample counts as failed instead of scoring 0. If the current user is root, a program in the weak form of the sandbox
+can also read the tests and their results. The weak form of the sandbox protects against mistakes in programs but not
+against malicious programs.
 
 The strong form has one gap: if the current user is root, a program can change the file mode of the five device files of
 the machine that are visible in the sandbox (null, zero, full, random, urandom). If rltrain runs as a user other than
-root, a program cannot change the mode of these device files.
+root, a program in the sandbox cannot change the file mode of the machine's device files.
 
 Both forms of the sandbox limit the address space of each process. The total memory and the number of the program's
 processes and threads are checked about fifty times a second, so a program can exceed both limits for a moment. The
@@ -57,8 +58,8 @@ _END_LIMIT_S = 2.0
 # Time limit for reading the remaining output after the watcher has ended; reached only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
-# This list is empty until the strong form of the sandbox is tested. Afterwards, the list contains the reason why the
-# strong form does not work, or "" if the strong form works.
+# `_why_not` is empty until the strong form of the sandbox is tested. After the test, `_why_not` contains the reason why
+# the strong form does not work, or "" if the strong form works.
 _why_not: list[str] = []
 _warned: list[str] = []
 
@@ -119,8 +120,8 @@ def run(
         judge: source of a second program that runs next to the first program. Two pipes connect the program and the
             judge. The program and the judge each read from and write to these pipes at the file descriptors
             `sandbox_inside.LINK`, a tuple (read, write). The program cannot access the judge's memory, source or
-            output, except in the weak form if the current user is root. If a judge is given, the run ends when the
-            judge ends, and the result has the exit code and the status of the judge.
+            output, except in the weak form of the sandbox if the current user is root. If a judge is given, the run
+            ends when the judge ends, and the result has the exit code and the status of the judge.
         timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.
@@ -316,7 +317,7 @@ class _Watched:
         texts = [bytes(text[: self._max_bytes]).decode(errors="replace") for text in self._written.values()]
         if not self._said:
             words = texts[1].strip().splitlines() or [f"it did not start within {_START_LIMIT_S:g} s"]
-            raise SandboxError(f"sandbox: Python did not start inside it: {words[-1]}")
+            raise SandboxError(f"sandbox: Python did not start inside the sandbox: {words[-1]}")
         last = self._said.decode().partition("\n")[2]
         code = int(last.split()[1]) if last.startswith("exit ") else None
         status, reason = _verdict(code, last)

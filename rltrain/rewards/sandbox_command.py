@@ -31,7 +31,7 @@ def command(*, strong: bool) -> list[str]:
     # In a virtual environment, `_base_executable` is the interpreter that created the environment.
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     # Python's option `-I` is not used, because Python would then ignore PYTHONHASHSEED.
-    # `-I` is not needed, because `environment` sets no other Python variable except PYTHONUTF8.
+    # Python's option `-I` is not needed, because `environment` sets no other Python variable except PYTHONUTF8.
     options = ["-P", "-s", "-S", "-B"]
     if not strong:
         return [python, *options, str(_INSIDE)]

@@ -12,7 +12,7 @@ import select
 import sys
 import time
 
-# Both the program and the judge read from the first of these file descriptors and write to the second.
+# Both the program and the judge read from the file descriptor LINK[0] and write to the file descriptor LINK[1].
 LINK = (100, 101)
 _POLL_S = 0.02
 _MAX_FILES = 10_000
@@ -58,7 +58,7 @@ def start(given: dict[str, int]) -> int:
 def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
     """Detach the forked process with setsid, set its limits, and close all descriptors that it must not use.
 
-    Return the descriptor of the source text.
+    Return the file descriptor of the source text that the forked process runs.
     """
     os.setsid()
     last = LINK[1] + 1

@@ -2,10 +2,10 @@
 
 rltrain calls a reward function with the parameters of one sample (`SINGLE`) or of a list of samples (`BATCHED`), and
 with columns of the data. `adapted` recognises a function of TRL, verl or OpenRLHF by the names of its parameters, and
-wraps it into a function that has rltrain's own parameters. Other modules call such a function only through its wrapper.
-TRL documents its signature in "Using a custom reward function" in the documentation of GRPOTrainer. verl's reward
-managers `naive` and `batch` define the signatures of verl. OpenRLHF documents its signature in the section "Custom
-reward function" of its documentation. `rltrain.rewards.signatures` never imports torch.
+wraps it into a function that has rltrain's own parameters. Other modules call a reward function of another trainer only
+through its wrapper. TRL documents its signature in "Using a custom reward function" in the documentation of
+GRPOTrainer. verl's reward managers `naive` and `batch` define the signatures of verl. OpenRLHF documents its signature
+in the section "Custom reward function" of its documentation. `rltrain.rewards.signatures` never imports torch.
 """
 
 import inspect
@@ -18,7 +18,7 @@ from rltrain.rewards.result import RewardResult, ScoreError
 
 # Names of the first two parameters of a reward function for one sample, and of a batched reward function.
 SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")
-# Arguments with these names are passed only to named parameters of a reward function, never through `**columns`.
+# Names of arguments that are passed only to named parameters of a reward function, never through `**columns`.
 MESSAGES, RESPONSE_IDS = "prompt_messages", "response_ids"
 ON_REQUEST = (MESSAGES, RESPONSE_IDS)
 _OWN = {"prompt", "response", "responses"}  # Parameters that only reward functions written for rltrain have.
@@ -114,7 +114,7 @@ class Adapted:
                 raise ScoreError(
                     f"needs a value in one of the columns {', '.join(self.one_of)}, and this sample has none"
                 )
-            arguments.pop(self._truth, None)  # The wrapped function then uses the parameter's default.
+            arguments.pop(self._truth, None)  # The wrapped function uses its parameter's default.
         return {name: value for name, value in arguments.items() if self._takes_all or name in self._names}
 
 

@@ -71,12 +71,12 @@ def read(folder: Folder) -> Checkpoint:
     """Read a checkpoint and check the size and CRC-32 of every file.
 
     Raises:
-        CheckpointError: a file is missing, unreadable or damaged, or the folder's name gives a wrong step.
+        CheckpointError: a file is missing, unreadable or damaged, or the step in the folder's name is wrong.
     """
     manifest = read_manifest(folder)
     step, name = manifest["step"], str(folder).rpartition("/")[2]
     if _NAME.fullmatch(name) and name != f"step_{step}":
-        raise CheckpointError(f"{folder}: is the checkpoint of step {step} under another name")
+        raise CheckpointError(f"{folder}: is the checkpoint of step {step}, but the folder's name gives another step")
     for name, (size, crc) in manifest["files"].items():
         try:
             found = folder.checksum(name)
@@ -114,7 +114,7 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         content = folder.read(MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder}: holds no {MANIFEST}, so it is not a checkpoint, or it was never finished"
+            f"{folder}: holds no {MANIFEST}, so the folder is not a checkpoint, or its save was never finished"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error.strerror or error})") from None
@@ -122,7 +122,7 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         sealed = json.loads(content)
         manifest = sealed["manifest"]
         if sealed["crc"] != _seal(manifest):
-            raise ValueError("its checksum does not match")
+            raise ValueError("the checksum of the manifest does not match")
         kinds = {"step": int, "incarnation": int, "files": dict, "metric": float | int | None, "best": str | None}
         if not all(isinstance(manifest[key], kind) for key, kind in kinds.items()):
             raise ValueError("the manifest has a value of the wrong type")

@@ -37,8 +37,8 @@ from rltrain.settings.typed import require
 from rltrain.tasks import TASKS, Task
 
 ENGINES = ("vllm", "hf", "stored")
-# Names of files and folders that a run writes. An output folder that contains one of these files or folders belongs to
-# a run.
+# Names of files and folders that a run writes. An output folder that contains a file or folder in `RUN_FILES` belongs
+# to a run.
 RUN_FILES = (
     "config.yaml",
     "metrics.jsonl",
@@ -57,7 +57,7 @@ RUN_FILES = (
 )
 # Example of a file name, used to detect an output folder whose path is so long that no file in it can be created.
 _A_NAME_INSIDE = "x" * 200
-RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Ray sets this environment variable for the entry point of `ray job submit`.
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Environment variable that Ray sets for the entry point of `ray job submit`.
 
 
 def check(config: Config, fetch: Callable[[Config], Config] = lambda config: config) -> Config:
@@ -183,7 +183,7 @@ def builtin_task(config: Config) -> Task:
     if source not in names:
         near = difflib.get_close_matches(source, names, n=1, cutoff=0.0)[0]
         raise ConfigError(
-            f"data.train={source}: unknown built-in task; the nearest is '{near}', and all are {', '.join(names)}"
+            f"data.train={source}: unknown built-in task; the nearest is '{near}', and all tasks are {', '.join(names)}"
         )
     return TASKS[source.removeprefix(BUILTIN)]
 
@@ -222,7 +222,7 @@ def _check_output(trainer: TrainerConfig) -> None:
         "://" not in trainer.output_dir, f"{where}: is not a local folder; only trainer.checkpoint_dir may be remote"
     )
     _check_writable(folder, where)
-    # If the run may be resumed, `rltrain.run.resume` checks these files and folders later.
+    # If the run may be resumed, `rltrain.run.resume` checks the output folder later.
     for name in RUN_FILES if trainer.resume == "never" else ():
         require(
             not (folder / name).exists(),

@@ -32,7 +32,7 @@ def fetch_models(config: Config, console: Console) -> Config:
     wanted = {key: name for key, name in names.items() if name is not None}
     kept: dict[tuple[str, str], str] = {}
     if config.trainer.resume != "never" and any(name.revision is None for name in wanted.values()):
-        from rltrain.run.resume import saved_values  # Imported late, because `rltrain.run.resume` imports torch.
+        from rltrain.run.resume import saved_values  # Importing `rltrain.run.resume` also imports torch, which is slow.
 
         kept = _commits(saved_values(config.trainer))
     for key, name in wanted.items():

@@ -28,7 +28,7 @@ def fetch_datasets(config: Config, console: Console) -> Config:
     named = {key: source for key, source in sources.items() if _is_on_hub(source, key)}
     kept: Mapping[str, str] = {}
     if named and config.trainer.resume != "never":
-        from rltrain.run.resume import saved_values  # Imported late, because `rltrain.run.resume` imports torch.
+        from rltrain.run.resume import saved_values  # Importing `rltrain.run.resume` also imports torch, which is slow.
 
         saved = saved_values(config.trainer).get("data") or {}
         kept = _sources(saved.get("train"), saved.get("val"), saved.get("val_sets") or {})

@@ -8,7 +8,8 @@ from rltrain.base.errors import WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
-PAUSES_S = (0.0, 2.0, 8.0, 30.0)  # Seconds to wait before the first, second, ... restart, with the last value repeated.
+# Seconds to wait before the first, second, third and fourth restart. Each later restart waits as long as the fourth.
+PAUSES_S = (0.0, 2.0, 8.0, 30.0)
 
 
 class Restarts:

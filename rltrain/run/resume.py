@@ -42,7 +42,7 @@ AUTO, NEVER = "auto", "never"
 
 @dataclass(frozen=True)
 class Beginning:
-    """Describes whether a run begins at its start or at a checkpoint.
+    """The point at which a run begins: the start of the run, or a checkpoint.
 
     Attributes:
         checkpoint: checkpoint from which the run is resumed; None if the run trains from the start.
@@ -298,7 +298,7 @@ def _is_changeable(key: str) -> bool:
 class _NoAliases(yaml.SafeLoader):  # type: ignore[misc]
     """YAML loader that refuses aliases.
 
-    Without this refusal, `_flat` would visit an aliased part of a document once for every path to that part.
+    Aliases are refused because `_flat` would visit an aliased part of a document once for every path to that part.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:

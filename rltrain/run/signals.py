@@ -57,7 +57,7 @@ class Signals:
 
     @property
     def status(self) -> int:
-        """Return the exit status, 128 plus the number of the received signal, or of SIGINT if none was received."""
+        """Return 128 plus the number of the received signal, or plus the number of SIGINT if no signal was received."""
         return 128 + (self.received or signal.SIGINT)
 
     def _catch(self, number: int, _frame: FrameType | None) -> None:

@@ -13,15 +13,15 @@ from rltrain.settings.algorithm_config import AlgorithmConfig
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-# Config keys that determine from which distribution answers are sampled. The trainer computes its log-probs for the
-# same distribution.
+# Config keys that determine the distribution from which answers are sampled and for which the trainer computes
+# log-probs.
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
 
 
 def check_stored_run(config: Config) -> None:
     """Check that the earlier run has stored all answers that this run needs.
 
-    This function does not compare the prompts of the two runs; the engine compares them when the run trains.
+    `check_stored_run` does not compare the prompts of the two runs; the engine compares the prompts during training.
 
     Raises:
         ConfigError: the folder is not the output folder of a run, or lacks answers; the answers were sampled with other
@@ -66,7 +66,7 @@ def check_stored_run(config: Config) -> None:
 
 def _require_sampled_groups_only(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError if the algorithm needs answers that no run stores, such as greedy answers."""
-    from rltrain.algorithms import required_columns  # Imported late, because `rltrain.algorithms` imports torch.
+    from rltrain.algorithms import required_columns  # Importing `rltrain.algorithms` also imports torch.
 
     require(
         not algorithm.dynamic_sampling,

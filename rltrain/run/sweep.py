@@ -28,8 +28,8 @@ from rltrain.settings.typed import require
 JOB_FILE = "sweep_job.json"
 # Without `trainer.keep_best`, jobs are compared by the first metric in OBJECTIVES that a job has measured.
 OBJECTIVES = ("eval/sampled_accuracy", "eval/sampled_reward")
-_DOT = "__"  # In keys that are passed to Hydra, this text replaces each dot of a config key.
-_START = f"set{_DOT}"  # This prefix distinguishes a config key from the names of config groups.
+_DOT = "__"  # In the keys that Hydra receives, two underscores replace each dot of a config key.
+_START = f"set{_DOT}"  # `_START` is a prefix that distinguishes config keys from the names of config groups.
 _OUTPUT_WORD = f"++{_START}trainer{_DOT}output_dir="
 
 
@@ -87,7 +87,7 @@ def _one_word_key(text: str) -> str:
 
 
 class Job:
-    """The function that Hydra's launcher calls for each combination of values: runs a job and returns its objective.
+    """Function object that Hydra's launcher calls for each combination of values, to run a job and return its result.
 
     Instances must be picklable, because some launchers of Hydra run jobs in other processes.
 
@@ -147,7 +147,7 @@ def _run(command: list[str]) -> int:
 def _objective(folder: Path) -> float:
     """Return the metric value by which the runs of a sweep are compared.
 
-    Return NaN if the run of `folder` has not measured the metric.
+    Return NaN if the run in `folder` has not measured the metric.
     """
     best = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["trainer"]["keep_best"]
     rows = [row for name in (METRICS, EVALUATIONS) for row in rows_of((folder / name).read_bytes())[-1:]]
@@ -166,7 +166,7 @@ def show_results(folder: Path, console: Console) -> int:
         table.add_row(settings, str(job["status"]), result, job["output_dir"])
     console.print(table)
     console.print(
-        f"result: last value of the metric in trainer.keep_best, or without it of {' or '.join(OBJECTIVES)}",
+        f"result: last value of the metric in trainer.keep_best, or if that key is null of {' or '.join(OBJECTIVES)}",
         style="dim",
     )
     return int(any(job["status"] for job in jobs))

@@ -336,10 +336,10 @@ def test_without_a_sandbox_there_is_no_score(monkeypatch):
 @pytest.mark.parametrize(
     ("tests", "said"),
     [
-        ("assert (", "they must be Python text"),
+        ("assert (", "the tests must be Python text"),
         ("x = 1", "holds no assert and no call"),
         ([], "the list is empty"),
-        ([{"input": "1"}], "is not a pair; give {'input': text, 'output': text}"),
+        ([{"input": "1"}], "is not a test pair; give {'input': text, 'output': text}"),
     ],
 )
 def test_bad_tests_are_an_error_and_never_a_0(tests, said):

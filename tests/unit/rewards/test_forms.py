@@ -103,7 +103,8 @@ def test_an_option_that_is_no_parameter_is_refused_unless_the_function_takes_any
     with pytest.raises(ConfigError) as caught:
         loading.check_columns(few, "mine", [], {"levle": 2})
     assert str(caught.value) == (
-        "reward function 'mine': kwargs.levle: it has no such parameter; did you mean level?; it takes response, level"
+        "reward function 'mine': kwargs.levle: the function has no such parameter; did you mean level?; "
+        "it takes response, level"
     )
     loading.check_columns(any_option, "mine", [], {"levle": 2})
 
@@ -130,7 +131,7 @@ def test_settings_of_the_run_reach_functions_that_have_such_a_parameter_and_opti
 def test_a_result_may_be_a_score_or_not_applicable_or_failed_with_a_reason(path):
     results = RewardWorker([function(path, "result")]).score(requests("abc", "none", "fail"))
     assert scores(results) == [3.0, None, "failed"]
-    assert results[2].error == "reward function 'result' says that it failed: no judge"
+    assert results[2].error == "reward function 'result' reported a failure: no judge"
     with pytest.raises(ScoreError, match="no reason given"):
         loading.as_score(RewardResult(failed=True))
 

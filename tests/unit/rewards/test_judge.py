@@ -238,7 +238,7 @@ def test_in_a_worker_a_judge_that_fails_makes_its_sample_failed_and_one_that_han
         (result,) = worker(server.url).score(requests(1))
     assert result.failed
     assert result.error == (
-        "reward function 'judge' says that it failed: no number in the judge's answer, which begins 'no idea'"
+        "reward function 'judge' reported a failure: no number in the judge's answer, which begins 'no idea'"
     )
     with serving(lambda _: "Score: 1", delay_s=1.0) as server:
         (result,) = worker(server.url).score(requests(1), limit_s=0.2)

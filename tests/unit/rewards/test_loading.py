@@ -260,7 +260,7 @@ def test_what_is_no_score_is_an_error_and_never_0(result, said):
 
 
 def test_a_sample_without_a_needed_column_is_an_error():
-    with pytest.raises(ScoreError, match="needs 'answer', but this sample has only level, prompt, response"):
+    with pytest.raises(ScoreError, match="needs the column 'answer', but this sample has only level, prompt, response"):
         call(lambda answer: 1.0, "p", "r", {"level": 1})
 
 

@@ -398,5 +398,5 @@ def test_a_bubblewrap_that_the_kernel_forbids_is_found_out_by_trying(monkeypatch
 
 def test_an_interpreter_that_does_not_start_is_no_verdict_on_the_program(monkeypatch):
     monkeypatch.setattr(sandbox, "command", lambda strong: ["/bin/sh", "-c", "echo no libpython >&2; exit 127"])
-    with pytest.raises(SandboxError, match="Python did not start inside it: no libpython"):
+    with pytest.raises(SandboxError, match="Python did not start inside the sandbox: no libpython"):
         run("print(1)", level="limits")

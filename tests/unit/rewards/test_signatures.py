@@ -276,8 +276,8 @@ def test_data_without_a_right_answer_is_refused_at_the_start(path):
         check_columns(compute_score, "gsm8k", ["level"])
     assert str(caught.value) == (
         "reward function 'gsm8k' needs one of the columns ground_truth, reward_model, answer, and the data has none of "
-        "them; there are data_source, solution_str, extra_info, finish_reason, level; rename a column, or set "
-        "ground_truth in kwargs"
+        "them; the available names are data_source, solution_str, extra_info, finish_reason, level; rename a column, or "
+        "set ground_truth in kwargs"
     )
     for columns, kwargs in ((["answer"], {}), (["reward_model"], {}), ([], {"ground_truth": "7"})):
         check_columns(compute_score, "gsm8k", columns, kwargs)

@@ -336,7 +336,7 @@ async def test_a_copy_under_another_number_is_no_checkpoint(tmp_path, caplog):
     shutil.copytree(tmp_path / "checkpoints/step_2", tmp_path / "checkpoints/step_50")
     shutil.copytree(tmp_path / "checkpoints/step_2", tmp_path / "checkpoints/best")
     assert checkpoints.newest().step == 2
-    assert "step_50: is the checkpoint of step 2 under another name" in caplog.messages[0]
+    assert "step_50: is the checkpoint of step 2, but the folder's name gives another step" in caplog.messages[0]
     assert read(checkpoints.folder.at("best")).step == 2
 
 
