@@ -234,8 +234,8 @@ def check_aggregation(path: str) -> None:
         inspect.signature(function).bind(**dict.fromkeys(AGGREGATED))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"reward.aggregation={path}: the function is called with {', '.join(AGGREGATED)} by name ({error}); accept all of "
-            "these, or **others; the built-in choices are sum and normalize_then_sum"
+            f"reward.aggregation={path}: the function is called with {', '.join(AGGREGATED)} by name ({error}); accept "
+            "all these arguments, or **others; the built-in choices are sum and normalize_then_sum"
         ) from None
 
 

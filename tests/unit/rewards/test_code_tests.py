@@ -66,8 +66,8 @@ def test_G1_the_golden_set_scores_the_same_through_the_loader_in_another_thread(
     assert any(elsewhere)
 
 
-# Each of these programs tries to pass the tests without defining a right function. Each program would pass if it shared
-# an interpreter or an output with the tests.
+# Each program in `CHEATS` tries to pass the tests without defining a right function. Each program in `CHEATS` would
+# pass if it shared an interpreter or an output with the tests.
 
 SPRAY = "import os\nfor fd in range(3, 256):\n    try: os.write(fd, b'1' * 64)\n    except OSError: pass\n"
 CHEATS = {

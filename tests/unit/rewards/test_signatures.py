@@ -276,8 +276,8 @@ def test_data_without_a_right_answer_is_refused_at_the_start(path):
         check_columns(compute_score, "gsm8k", ["level"])
     assert str(caught.value) == (
         "reward function 'gsm8k' needs one of the columns ground_truth, reward_model, answer, and the data has none of "
-        "them; the available names are data_source, solution_str, extra_info, finish_reason, level; rename a column, or "
-        "set ground_truth in kwargs"
+        "them; the available names are data_source, solution_str, extra_info, finish_reason, level; rename a column, "
+        "or set ground_truth in kwargs"
     )
     for columns, kwargs in ((["answer"], {}), (["reward_model"], {}), ([], {"ground_truth": "7"})):
         check_columns(compute_score, "gsm8k", columns, kwargs)
@@ -340,8 +340,7 @@ def test_a_function_with_rltrains_own_parameters_is_not_wrapped(path):
 
 def test_messages_and_token_ids_reach_only_functions_that_name_them(path):
     chat = [{"role": "user", "content": "hello"}]
-    assert scored(path, "own_columns", requests("abc", messages=chat, answer="7")) == [
-        2.0
-    ]  # The columns are answer and finish_reason.
+    # The function receives two columns: answer and finish_reason.
+    assert scored(path, "own_columns", requests("abc", messages=chat, answer="7")) == [2.0]
     assert scored(path, "own_facts", requests("abc", messages=chat)) == [13.0]
     assert call(load_function(f"{path}:own_columns"), "p", "r", {"answer": "7"}) == 1.0
