@@ -40,18 +40,18 @@ def code_tests(
     `AssertionError`, `unittest` or `builtins`. The program sees nothing of the tests except the arguments with which
     the tests call its functions.
 
-    Known weaknesses: A program can detect from the arguments of its functions that it is being tested, and it can
-    return memorized answers. Helper functions, module members and classes that the tests take from the program are
-    controlled by the program. When two objects of the program are compared, the program also controls the result. In
-    the weak form of the sandbox, which does not isolate the program, the tests are not protected against a program that
-    attacks through the operating system.
+    Known weaknesses: A program can detect from the arguments of its functions that it is being tested, and can return
+    memorized answers. Helper functions, module members and classes that the tests take from the program are controlled
+    by the program. When two objects of the program are compared, the program also controls the result. In the weak form
+    of the sandbox, which does not isolate the program, the tests are not protected against a program that attacks
+    through the operating system.
 
     Tests given as text cannot use `isinstance` or `except` with the program's own classes. Tests given as text cannot
-    use arithmetic, `<` or `in` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`, but they
-    can use arithmetic, `<` and `in` between two of the program's objects. If the program changes an argument in place,
-    the tests see the change through the argument itself, but not through a separate reference to an object nested in
-    the argument. In the tests, the names of Python's builtins and of `math`, `cmath` and `unittest` always mean
-    Python's own versions.
+    use arithmetic, `<` or `in` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. Between
+    two of the program's objects, the tests can use arithmetic, `<` and `in`. If the program changes an argument in
+    place, the tests see the change through the argument itself, but not through a separate reference to an object
+    nested in the argument. In the tests, the names of Python's builtins and of `math`, `cmath` and `unittest` always
+    mean Python's own versions.
 
     Args:
         prompt: the prompt, which is not used.

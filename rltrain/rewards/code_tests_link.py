@@ -45,7 +45,7 @@ _PARTS: dict[str, Any] = {
     "datetime.timezone": lambda zone: zone.__getinitargs__(),
     "decimal.Decimal": lambda number: (str(number),),
 }
-# for each base type, a function that converts an object of a subclass to the base type without calling the subclass
+# Maps each base type to a function that converts an object of a subclass to the base type without calling the subclass.
 _BASES: dict[type, Any] = {
     int: int.__int__,
     float: float.__float__,
@@ -144,8 +144,8 @@ class Link:
     def __init__(self, reads: int, writes: int, *, trusted: str | None = None) -> None:
         """Create a link from two file descriptors: one pipe end to read from and one pipe end to write to.
 
-        If `trusted` names a module, the other end is restricted to the requests in `_FOR_THE_PROGRAM`, and can get and
-        set only attributes of objects whose class that module defines.
+        If `trusted` names a module, the other process may send only the requests in `_FOR_THE_PROGRAM`, and may access
+        attributes only of objects whose class is defined in the module `trusted`.
         """
         self._reads, self._writes, self._trusted = reads, writes, trusted
         self._mine: list[Any] = []
@@ -190,7 +190,7 @@ class Link:
             raise AttributeError(f"a program may not replace the method '{name}'")
 
     def send(self, message: object) -> None:
-        """Write a message, preceded by its length as 8 bytes."""
+        """Write the length of a message as 8 bytes, and then the message."""
         buffer = io.BytesIO()
         _Out(buffer, self).dump(message)
         data = buffer.getvalue()
@@ -391,7 +391,7 @@ def _exception(name: str, text: str) -> Exception:
     try:
         if (kind := _builtin_exception(str(name))) is not None:
             return kind(text)
-    except TypeError:  # some exceptions, such as UnicodeDecodeError, need more than one argument
+    except TypeError:  # Some exceptions, such as UnicodeDecodeError, need more than one argument.
         pass
     return Raised(f"{name}: {text}")
 

@@ -54,9 +54,9 @@ async def judge(
     """Ask a language model to rate the response, and return `scale` times the number in the model's answer.
 
     The limits `max_concurrent` and `requests_per_minute` apply to each reward process separately, so n reward processes
-    (`placement.reward_workers`) together can send n times as many requests. One call, including its waits and retries,
-    must fit into `reward.timeout_s`. If a column of the data has the same name as an option of `judge`, and `kwargs`
-    does not set that option, the column's value is used as the option.
+    (`placement.reward_workers`) together can send n times as many requests. One call of `judge`, including its waits
+    and retries, must end within `reward.timeout_s`. If a column of the data has the same name as an option of `judge`,
+    and `kwargs` does not set that option, the column's value is used as the option.
 
     Args:
         prompt: the sample's prompt.

@@ -294,7 +294,7 @@ def as_verdict(result: Any) -> Verdict:
     """Convert the result of a reward function to a `Verdict`, that is, a score and a decision on correctness.
 
     Raises:
-        ScoreError: the result is not a score, the function reports that it failed, or `success` is not a bool or None.
+        ScoreError: the result is not a score, the function reports a failure, or `success` is not a bool or None.
     """
     score = as_score(result)
     success: Any = result.success if isinstance(result, RewardResult) else None
@@ -311,7 +311,7 @@ def as_score(result: Any) -> float | None:
     """Convert the result of a reward function to a score.
 
     Raises:
-        ScoreError: the result is not a score, or the function reports that it failed.
+        ScoreError: the result is not a score, or the function reports a failure.
     """
     if isinstance(result, RewardResult):
         if result.failed:
@@ -439,7 +439,7 @@ def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
         ScoreError: the coroutine raised an exception that is not a subclass of `Exception` (SystemExit, CancelledError,
             KeyboardInterrupt, ...). The user's Ctrl-C does not cause a ScoreError, because Ctrl-C only reaches the main
             thread.
-        Exception: any other exception of the coroutine.
+        Exception: any other exception that the coroutine raises.
     """
     return asyncio.run_coroutine_threadsafe(_only_exceptions(coroutine), _event_loop()).result()
 

@@ -143,7 +143,7 @@ def _bounded(work: Callable[[], bool]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _right(text: str, both_readings: bool) -> tuple[Any, ...]:
-    """Parse the right answer. The result is cached because all samples of a group have the same answer."""
+    """Parse the right answer. The parsed answer is cached for the other samples of the group."""
     found = _expressions(text, both_readings=both_readings)
     if not found:
         raise ValueError(
@@ -165,7 +165,7 @@ def _stated(response: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    r"""Return an expression without the box, the dollar signs or the `\text` around it."""
+    r"""Return an expression after removing the box, the dollar signs or the `\text` around the expression."""
     box = last_boxed(text)
     text = (text if box is None else box).strip()
     if delimited := _DELIMITED.fullmatch(text):
@@ -235,7 +235,7 @@ def _is_large_power(base: str, power: int) -> bool:
 def _library() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Import math-verify's functions `parse` and `verify`.
 
-    The log level of math-verify is raised, because it would warn that its timeouts, which need signals, are disabled.
+    The log level of math-verify is raised to suppress the warning that its timeouts, which need signals, are disabled.
     """
     from math_verify import parse, verify
 

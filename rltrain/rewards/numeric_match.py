@@ -126,7 +126,7 @@ def _tidy(text: str) -> str:
 
 
 def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
-    """Return the number in the answer, and whether it is a percentage.
+    """Return the number in the answer, and whether the number is a percentage.
 
     An answer with several numbers raises ValueError, because choosing one of them could silently misread the data.
     """
@@ -146,7 +146,7 @@ def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
 
 
 def _read(match: re.Match[str] | None) -> tuple[float, bool] | None:
-    """Return the number that a match of the pattern stands for, and whether it is a percentage.
+    """Return the number that a match of the pattern stands for, and whether the number is a percentage.
 
     A percentage is returned as a fraction of 1. A fraction with denominator zero gives nan.
     """

@@ -125,7 +125,8 @@ def run(
         timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.
-        cpu_s: CPU seconds of each process, rounded up to whole seconds; None for no limit other than `timeout_s`.
+        cpu_s: limit on the CPU seconds of each process, rounded up to whole seconds; None for no limit except
+            `timeout_s`.
         max_output_bytes: largest number of bytes on standard output, and also on standard error.
         max_processes: largest number of simultaneous processes and threads, including the first process.
         max_file_mb: largest size of each file.

@@ -20,7 +20,7 @@ _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def start(given: dict[str, int]) -> int:
-    """Fork the program and, if there is one, the judge. `start` returns only in the forked processes.
+    """Fork the program and, if the run has a judge, the judge. `start` returns only in the forked processes.
 
     Args:
         given: settings of the watcher by name, which `rltrain.rewards.sandbox` passes on the command line.
@@ -120,7 +120,7 @@ def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
 def _reap(first: int) -> int | None:
     """Reap all children that have ended, including adopted orphans.
 
-    Return the exit code of `first` if it has ended, else None.
+    Return the exit code of the process `first` if that process has ended, else None.
     """
     code = None
     try:

@@ -59,7 +59,7 @@ class Signature:
         trainer: name of the trainer.
         marks: sets of parameter names. A function counts as written for the trainer if its parameters include all names
             of at least one of these sets.
-        first: names of the first two parameters of the wrapper: `SINGLE` or `BATCHED`.
+        first: names of the first two parameters of the wrapper, which are `SINGLE` or `BATCHED`.
         reads: columns that the wrapper reads if the data has them.
         truth: (parameter that gets the right answer, columns that may contain the right answer in order of preference);
             None if the trainer passes no right answer.

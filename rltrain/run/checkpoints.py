@@ -1,10 +1,10 @@
-"""Checkpoints on the driver: functions that save checkpoints, remove old ones, and read them to resume a run.
+"""Functions of the driver that save checkpoints, remove old checkpoints, and read a checkpoint to resume a run.
 
 A checkpoint is a folder named `step_N` with these parts:
 
 - `state/ROLE/`: tensors, written by the ranks;
 - `model/`: the exported policy, in Hugging Face format;
-- `driver.json`: all other state;
+- `driver.json`: all other state of the run;
 - `history/`: copies of the run's JSON-lines files, such as metrics and ledger;
 - `config.yaml`: the config of the run;
 - `manifest.json`: size and CRC-32 of every file; written last.
@@ -46,7 +46,7 @@ _ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An undamaged checkpoint: all its files match the manifest.
+    """A checkpoint whose files all match its manifest.
 
     Attributes:
         folder: location of the checkpoint.
@@ -256,8 +256,8 @@ class Checkpoints:
     ) -> None:
         """Wait until the previous save has ended, and start saving a checkpoint.
 
-        The method returns when the ranks have copied their tensors. After the method has returned, a background task
-        waits until the ranks have written their files, and completes the checkpoint.
+        `start` returns when the ranks have copied their tensors. A background task then waits until the ranks have
+        written their files, and completes the checkpoint.
 
         Args:
             step: training step of the weights.
@@ -289,11 +289,11 @@ class Checkpoints:
             self._failed(save, reason(error))
             return
         self.writing = asyncio.create_task(self._recorded(save), name=f"checkpoint of step {step}")
-        # Let the task start, because a task that is cancelled before it starts runs no cleanup code.
+        # Let the new task start, because a task that is cancelled before its start runs no cleanup code.
         await asyncio.sleep(0)
 
     async def finish(self) -> None:
-        """Wait for the end of the save in progress, if there is one.
+        """If a save is in progress, wait until it has ended.
 
         Raise WorkerLost if a rank is lost while the method waits.
         """

@@ -252,7 +252,7 @@ def checked_folder(url: str, where: str) -> Folder:
         ConfigError: the URL is malformed, its file system is unknown, or its file system cannot be used on this
             machine.
     """
-    # fsspec would interpret the text before "::" as a file system, or ignore the text after it.
+    # fsspec would interpret the text before "::" as a file system, or ignore the text after "::".
     require(
         "::" not in url and not url.startswith("://"),
         f"{where}: contains '::', or has no name before '://'; give another path",

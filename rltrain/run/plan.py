@@ -361,7 +361,7 @@ def _memory(config: Config, facts: Facts) -> str:
     total = (
         f" = {_bytes(sum(by_role[role] for role in roles))}" if len(roles) > 1 and config.placement.share_ranks else ""
     )
-    # A rank holds the whole model in host memory until loading has sharded it or moved it to a GPU.
+    # A rank holds the whole model in host memory until the model has been sharded or moved to a GPU.
     whole = f"; to start, a rank takes {_bytes(facts.parameters * _MASTER)} of host memory for the whole model"
     start = whole if shards > 1 or facts.on_gpu else ""
     engine = _engine_memory(config, facts)
