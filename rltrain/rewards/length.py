@@ -61,7 +61,7 @@ def overlong_penalty(
     Args:
         prompt: unused.
         response: the model's text.
-        max_length: the limit, L_max in arXiv 2503.14476.
+        max_length: the length limit, called L_max in arXiv 2503.14476.
         buffer: the width of the linear range before the limit, L_cache in arXiv 2503.14476; if 0, the score drops from
             0 to -1 at the limit.
         unit: "characters" or "words", as in `length_penalty`.

@@ -122,7 +122,7 @@ class _TooMuchError(BaseException):
 def _bounded(work: Callable[[], bool]) -> bool:
     """Return the result of `work`, or False if `work` makes too many function calls.
 
-    Only calls in the current thread are counted, and no signal is used.
+    Only function calls in the current thread are counted. The limit on calls needs no signal.
     """
     left, before = _WORK, sys.getprofile()
 
@@ -215,7 +215,8 @@ def _is_too_much(text: str, longest: int) -> bool:
 
 
 def _bracket(text: str, end: int) -> str:
-    """Return the content of the bracket that closes at `end`, or all text before `end` if no bracket opens."""
+    """Return the content of the bracket that closes at `end`, or all text before `end` if that bracket is never
+    opened."""
     depth = 1
     for start in range(end - 1, -1, -1):
         depth += (text[start] in ")]}") - (text[start] in "([{")

@@ -9,7 +9,7 @@ def repetition_penalty(prompt: str, response: str, *, ngram: int = 3, max_penalt
     Algorithm 1 of arXiv 2502.03373 penalizes each token of a repeated n-gram. Because a score is a single number,
     `repetition_penalty` penalizes the share of repeated n-grams instead of single tokens. Words are separated by white
     space, and upper and lower case are treated as equal. The penalty is 0 for a text of fewer than `ngram` words, and
-    for a text in a script without white space.
+    for a text without white space between words.
 
     Args:
         prompt: unused.

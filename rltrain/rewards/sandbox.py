@@ -137,7 +137,7 @@ def run(
     Raises:
         SandboxError: no sandbox of the requested level works on the local machine, or Python does not start in the
             sandbox. The message of the SandboxError says how to solve the problem.
-        ValueError: a limit is not positive, or the level is unknown.
+        ValueError: a limit is not positive, or the sandbox level is unknown.
     """
     _check(locals())
     files = ("memory_mb", memory_mb), ("max_file_mb", max_file_mb), ("max_processes", max_processes)
@@ -150,7 +150,7 @@ def run(
 def why_not_strong() -> str:
     """Return one line that says why the strong form does not work on the local machine, or "" if it works.
 
-    Each process tests only once whether the strong form works.
+    Each process tests only once whether the strong form of the sandbox works.
     """
     with _lock:
         if not _why_not:

@@ -361,7 +361,7 @@ class Checkpoints:
         _publish(self.folder.at(f"step_{self.last}").at(MODEL), path)
 
     def _commit(self, save: _Save) -> None:
-        """Complete a save: write the driver's files, then the manifest, and remove old checkpoints.
+        """Complete the save of a checkpoint: write the driver's files and the manifest, and remove old checkpoints.
 
         The checkpoint becomes valid when its manifest is written.
         """

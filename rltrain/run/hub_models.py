@@ -1,4 +1,4 @@
-"""Pins the models of a run that come from the hub to commits, and downloads their files."""
+"""Pins each model that a run takes from the hub to a commit, and downloads the files of the model."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -47,7 +47,7 @@ def fetch_models(config: Config, console: Console) -> Config:
 
 
 def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return the commits of models in a run's config, by config key and name of the model without revision."""
+    """Return the commits in a run's config, by a tuple of config key and model name without revision."""
     model, reward = saved.get("model"), saved.get("reward")
     found = {"model.path": model.get("path")} if isinstance(model, Mapping) else {}
     models = reward.get("models") if isinstance(reward, Mapping) else None

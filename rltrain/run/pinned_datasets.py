@@ -1,4 +1,4 @@
-"""Pins the data sets of a run that come from the hub to commits, before the data is read."""
+"""Pins each data set that a run takes from the hub to a commit, before the data is read."""
 
 from collections.abc import Mapping
 from dataclasses import replace

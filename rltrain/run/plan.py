@@ -21,7 +21,7 @@ _MASTER, _GRADIENT, _ADAM = 4, 4, 8  # Bytes per parameter on a training rank, f
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts that the plan shows but the config does not contain.
+    """Facts about a run that the plan shows but the config does not contain.
 
     Attributes:
         path: directory of the model.
