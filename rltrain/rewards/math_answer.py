@@ -215,8 +215,7 @@ def _is_too_much(text: str, longest: int) -> bool:
 
 
 def _bracket(text: str, end: int) -> str:
-    """Return the content of the bracket that closes at `end`, or all text before `end` if that bracket is never
-    opened."""
+    """Return the content of the bracket that closes at `end`, or all text before `end` if it was never opened."""
     depth = 1
     for start in range(end - 1, -1, -1):
         depth += (text[start] in ")]}") - (text[start] in "([{")

@@ -99,8 +99,10 @@ def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
 
 
 def _last(text: str) -> re.Match[str] | None:
-    """Return the regular-expression match of the last number in the text. To save time, search only around the last
-    digit if possible."""
+    """Return the regular-expression match of the last number in the text.
+
+    To save time, search only around the last digit of the text if possible.
+    """
     text = _tidy(text)
     end = len(text)
     while end > _NEAR and not _DIGIT.search(text, end - _NEAR, end):
