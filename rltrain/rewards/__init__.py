@@ -1,8 +1,9 @@
-"""Reward functions: `(prompt, response, columns of the data) -> score`. No module in `rltrain.rewards` imports torch.
+"""Built-in reward functions, which compute a score from a prompt, a response and columns of the data.
 
-The config names a reward function by its path, for example `rltrain.rewards.exact_match:exact_match`. A score of None
-means that the function does not apply to a sample, for example because the sample has no answer. In the table of all
-reward functions, the options in parentheses have defaults.
+The config names a reward function by its import path, for example `rltrain.rewards.exact_match:exact_match`. A reward
+function returns None as the score if it does not apply to a sample, for example because the sample has no answer. No
+module in `rltrain.rewards` imports torch. The table below lists the built-in reward functions; the options in
+parentheses are optional.
 
 | function | column | options | score |
 |---|---|---|---|

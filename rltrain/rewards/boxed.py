@@ -1,4 +1,4 @@
-r"""Find the last `\boxed{...}` of a response in one pass, also if braces are unbalanced."""
+r"""Find the last `\boxed{...}` of a response in one pass, even if braces are unbalanced."""
 
 import re
 
@@ -9,14 +9,14 @@ _BOX = r"\boxed"
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last closed `\boxed{...}`, or None if there is no closed box.
 
-    If boxes are nested, the box that begins last is used. Braces are counted, and `\{` and `\}` are treated as text. A
-    box that is never closed, as at the end of a truncated response, is ignored. The running time is linear in the
-    length of the text.
+    If boxes are nested, the box that begins last is used. Pairs of braces are matched by counting, and the escaped
+    braces `\{` and `\}` are treated as text. A `\boxed{` that is never closed, as at the end of a truncated response,
+    is ignored. The running time is linear in the length of the text.
     """
     if _BOX not in text:
         return None
     start, end = -1, -1
-    # for each open brace: where the content of its box starts, or -1 if the brace opens no box
+    # For each open brace, the index where the content of its box starts, or -1 if the brace opens no box.
     open_braces: list[int] = []
     for token in _TOKEN.finditer(text):
         found = token[0]

@@ -40,28 +40,30 @@ def code_tests(
     `AssertionError`, `unittest` or `builtins`. The program sees nothing of the tests except the arguments with which
     the tests call its functions.
 
-    Known weaknesses: A program can detect from the arguments of its functions that it is being tested, and it can
-    return memorized answers. Helper functions, module members and classes that the tests take from the program are
-    controlled by the program. The program also controls comparisons between two of its own objects. In the weak form of
-    the sandbox, the tests are not protected against a program that attacks through the operating system.
+    Known weaknesses: A program can detect from the arguments of its functions that it is being tested, and can return
+    memorized answers. Helper functions, module members and classes that the tests take from the program are controlled
+    by the program. When two objects of the program are compared, the program also controls the result. In the weak form
+    of the sandbox, which does not isolate the program, the tests are not protected against a program that attacks
+    through the operating system.
 
     Tests given as text cannot use `isinstance` or `except` with the program's own classes. Tests given as text cannot
-    use arithmetic, `<` or `in` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`, but they
-    can use arithmetic, `<` and `in` between two of the program's objects. If the program changes an argument in place,
-    the tests see the change through the argument itself, but not through a separate reference to an object nested in
-    it. In the tests, the names of Python's builtins and of `math`, `cmath` and `unittest` always mean Python's own
-    versions.
+    use arithmetic, `<` or `in` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. Between
+    two of the program's objects, the tests can use arithmetic, `<` and `in`. If the program changes an argument in
+    place, the tests see the change through the argument itself, but not through a separate reference to an object
+    nested in the argument. In the tests, the names of Python's builtins and of `math`, `cmath` and `unittest` always
+    mean Python's own versions.
 
     Args:
-        prompt: unused; every reward function receives it.
+        prompt: the prompt, which is not used.
         response: the model's text. The program is the last code block that is fenced as python, or else the last block
             without a language, or else the whole response.
-        tests: either Python text or pairs. Python text contains asserts, as in MBPP, or functions that contain asserts,
-            as in HumanEval. A pair is {"input": ..., "output": ...}: the program reads the input from standard input,
-            and must write the output to standard output and exit with code 0. When outputs are compared, white space at
-            the ends of lines and empty lines at the end are ignored.
+        tests: either Python text or test pairs. Tests given as Python text contain asserts, as in MBPP, or functions
+            that contain asserts, as in HumanEval. A test pair is {"input": ..., "output": ...}: the program reads the
+            input from standard input, and must write the output to standard output and exit with code 0. When the
+            program's output is compared with the expected output, white space at the ends of lines and empty lines at
+            the end are ignored.
         timeout_s: wall-clock seconds for all tests together, without the start-up time of the interpreters. When
-            `timeout_s` is used up, the tests that have already passed count.
+            `timeout_s` is used up, tests that have already passed still count.
         memory_mb: limit on the program's memory in MB, as in `sandbox.run`.
         sandbox: which form of the sandbox to use: "auto", "required" or "limits", as `level` in `sandbox.run`.
         all_or_nothing: if True, the score is 1 if every test passes, else 0.
@@ -70,14 +72,14 @@ def code_tests(
             3/4 of `reward_timeout_s`.
 
     Returns:
-        The number of passed tests divided by the number of all tests. Tests that were not reached in time count as
-        failed.
+        The number of passed tests divided by the number of all tests, unless `all_or_nothing` is set. Tests that have
+        not run when the time is up count as failed.
 
     Raises:
         ValueError: there are no tests, or the tests cannot be parsed, which is an error in the data and not in the
             response.
-        SandboxError: no sandbox of the requested level works on the local machine, or starting a sandbox for each pair
-            takes too long.
+        SandboxError: no sandbox of the requested level works on the local machine, or starting a sandbox for each test
+            pair takes too long.
     """
     most = float("inf") if reward_timeout_s is None else _OF_A_CALL * reward_timeout_s
     limits: dict[str, Any] = {"timeout_s": min(timeout_s, most), "memory_mb": memory_mb, "level": sandbox}
@@ -92,8 +94,9 @@ def code_tests(
 def extract_program(response: str) -> str:
     """Return the program in a response: the last code block that is fenced as python.
 
-    If no block is fenced as python, return the last block without a language, or, if there is none either, the whole
-    response. A block that is never closed extends to the end of the response.
+    If no code block is fenced as python, return the last code block without a language tag; if no code block lacks a
+    language tag either, return the whole response. A code block that is never closed extends to the end of the
+    response.
     """
     blocks: dict[str, str] = {}
     place = 0
@@ -110,9 +113,9 @@ def _share_of_asserts(program: str, tests: str, entry_point: str | None, limits:
     try:
         total = sum(is_test for _, is_test in code_tests_inside.statements(tests, entry_point))
     except (SyntaxError, ValueError) as error:
-        raise ValueError(f"tests: {error}; they must be Python text") from None
+        raise ValueError(f"tests: {error}; the tests must be Python text") from None
     if not total:
-        raise ValueError(f"tests: {tests[:60]!r} holds no assert and no call; add one")
+        raise ValueError(f"tests: {tests[:60]!r} holds no assert and no call; add an assert")
     both = _inside()
     result = run(
         f"{both}\nserve_program({program!r}, *{LINK})",
@@ -127,21 +130,21 @@ def _share_of_pairs(
 ) -> float:
     for pair in pairs:
         if not isinstance(pair, Mapping) or not {"input", "output"} <= pair.keys():
-            raise ValueError(f"tests: {str(pair)[:60]!r} is not a pair; give {{'input': text, 'output': text}}")
+            raise ValueError(f"tests: {str(pair)[:60]!r} is not a test pair; give {{'input': text, 'output': text}}")
     if not pairs:
-        raise ValueError("tests: the list is empty; give at least one pair, or an assert")
+        raise ValueError("tests: the list is empty; give at least one test pair, or Python text with an assert")
     passed, begin, left = 0, time.monotonic(), limits["timeout_s"]
     for done, pair in enumerate(pairs):
         if left <= 0:
             break
         in_time = end - time.monotonic()
         used = limits["timeout_s"] - left
-        # If most of the time went into starting Python, the program is not at fault.
-        # A sample whose program is not at fault is counted as failed, and is not scored as 0.
+        # If most of the time went into starting Python, the program did not cause the timeout, so the sample counts as
+        # failed instead of scoring 0.
         if in_time <= 0 and used < (time.monotonic() - begin) / 2:
             raise SandboxError(
                 f"sandbox: {done} of {len(pairs)} test pairs were run in time, and most of the time went into starting "
-                "Python; raise reward.timeout_s, or give fewer pairs"
+                "Python; set a larger reward.timeout_s, or give fewer test pairs"
             )
         if in_time <= 0:
             break
@@ -160,6 +163,6 @@ def _without_edges(text: str) -> str:
 
 @cache
 def _inside() -> str:
-    """Return the sources of the modules `code_tests_*` as one text, because the sandbox cannot import them."""
+    """Return the sources of the modules `code_tests_*` as one text; the sandbox cannot import rltrain."""
     link, inside = (Path(str(module.__file__)).read_text("utf-8") for module in (code_tests_link, code_tests_inside))
     return link + "".join(line for line in inside.splitlines(True) if not line.startswith("from rltrain."))

@@ -1,4 +1,4 @@
-"""Run a program and its tests in two processes inside one sandbox, connected by a link.
+"""Run a program and its tests in two processes inside one sandbox, connected by two pipes.
 
 Only `rltrain.rewards.code_tests` uses `code_tests_inside`. The module `code_tests` runs the source text of
 `code_tests_link` and of `code_tests_inside` in the program's process and in the tests' process.
@@ -13,12 +13,12 @@ from typing import Any
 
 from rltrain.rewards.code_tests_link import Link
 
-# names that always mean Python's own modules in the tests, never an object of the program
+# In the tests, `math`, `cmath` and `unittest` always refer to Python's own modules, never to objects of the program.
 _KEPT = ("math", "cmath", "unittest")
 
 
 def serve_program(program: str, reads: int, writes: int) -> None:
-    """Run the program, and serve the process that runs the tests.
+    """Run the program, and then execute requests from the process that runs the tests.
 
     `serve_program` sends the names that the program defines to the process that runs the tests, and then executes the
     requests of that process.
@@ -37,10 +37,10 @@ def serve_program(program: str, reads: int, writes: int) -> None:
 def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) -> None:
     """Run the tests on the program's objects.
 
-    Write 1 (passed) or 0 (failed) for each test as soon as the result of the test is known.
+    For each test, write 1 (passed) or 0 (failed) to standard output as soon as the test has ended.
     """
     verdicts = os.dup(1)
-    # connects standard output to /dev/null, to discard what the tests print
+    # Connect standard output to /dev/null, to discard what the tests print.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     link = Link(reads, writes, trusted="tests")
     module = sys.modules["tests"] = type(sys)("tests")
@@ -51,7 +51,7 @@ def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) 
         if is_test:
             os.write(verdicts, b"1" if passed else b"0")
         elif not passed:
-            os._exit(1)  # after a statement that prepares for tests has failed, the results of later tests mean nothing
+            os._exit(1)  # If a statement that sets up the tests fails, the results of later tests are meaningless.
     os._exit(0)
 
 
@@ -59,7 +59,7 @@ def _offered(message: Any) -> dict[str, Any]:
     """Return the objects of the program that the tests may use, as a dict indexed by name.
 
     Objects with the name of a builtin, or with a name that begins with `__`, are left out. A name in `_KEPT`, such as
-    `math`, always means Python's own module.
+    `math`, always refers to Python's own module.
     """
     match message:
         case dict(values), dict(modules) if {type(name) for name in (*values, *modules, *modules.values())} <= {str}:
@@ -70,7 +70,7 @@ def _offered(message: Any) -> dict[str, Any]:
     for name, full in modules.items():
         top = full.partition(".")[0]
         # A module that the program imported is also imported for the tests if it is in the standard library.
-        # A name in `_KEPT` must mean the module of that name.
+        # A name in `_KEPT` must refer to Python's module of that name.
         if name not in taken and top in sys.stdlib_module_names and (name not in _KEPT or name == full):
             offered[name] = importlib.import_module(full)
     return offered
@@ -87,14 +87,14 @@ def _passes(statement: ast.stmt, names: dict[str, Any]) -> bool:
 
 
 def statements(tests: str, entry_point: str | None = None) -> list[tuple[ast.stmt, bool]]:
-    """Split tests into statements, and return for each statement whether it is a test or only prepares for tests.
+    """Split tests into statements, and return for each statement whether it is a test or only sets up tests.
 
     A test is a statement that contains an assert, or a call of a function that contains an assert. If no statement is a
     test, a call of each function that is named test_... and contains an assert is added as a test. If no statement is a
     test and no function named test_... contains an assert, each expression statement that is not a constant is a test.
 
     Raises:
-        SyntaxError: the text is not Python.
+        SyntaxError: `tests` is not valid Python code.
     """
     body = ast.parse(tests + (f"\ncheck({entry_point})\n" if entry_point else "")).body
     defined = {part.name for part in body if isinstance(part, ast.FunctionDef) and _asserts(part)}

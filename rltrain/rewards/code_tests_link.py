@@ -1,9 +1,9 @@
-"""Let two processes use each other's objects, although one of them may be hostile; see `code_tests_inside`.
+"""Let two processes use each other's objects even if one process is hostile; see `code_tests_inside`.
 
-Plain data is sent by value. Any other object stays in its process, and the other process gets a `Far` object instead.
-Whatever the program's process sends, the process that runs the tests can only receive plain data and `Far` objects. The
-process that runs the tests never holds an object of the program that defines its own equality. Reading a message never
-calls a function that the message names, and never changes an existing object.
+Objects of plain-data types are sent by value. An object of any other type stays in its process, and the other process
+gets a `Far` proxy for that object. Whatever the program's process sends, the process that runs the tests can only
+receive plain data and `Far` objects. The process that runs the tests never holds an object whose `==` the program
+defines. Reading a message never calls a function that the message names, and never changes an existing object.
 """
 
 import builtins
@@ -17,9 +17,9 @@ from typing import Any
 
 _BASIC = frozenset(
     {type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset}
-)  # types whose objects can be pickled without naming a class or function in the pickle
+)  # Types whose objects can be pickled without naming a class or function in the pickle.
 # Maps each plain-data type outside _BASIC to the names of the attributes that the type's constructor takes, in order.
-# A type in _PARTS is mapped to "".
+# Each type that is also a key of `_PARTS` is mapped to an empty string.
 _VALUES = {
     "builtins.complex": "real imag",
     "builtins.range": "start stop step",
@@ -45,7 +45,7 @@ _PARTS: dict[str, Any] = {
     "datetime.timezone": lambda zone: zone.__getinitargs__(),
     "decimal.Decimal": lambda number: (str(number),),
 }
-# for each base type, a function that converts an object of a subclass to the base type without calling the subclass
+# Maps each base type to a function that converts an object of a subclass to the base type without calling the subclass.
 _BASES: dict[type, Any] = {
     int: int.__int__,
     float: float.__float__,
@@ -57,8 +57,8 @@ _BASES: dict[type, Any] = {
     set: lambda members: {*set.__iter__(members)},
     frozenset: lambda members: frozenset(frozenset.__iter__(members)),
 }
-# Operators that are refused between an object of the program and plain data.
-# An object of the program that defines its own arithmetic could make any number right.
+# Operators that the tests cannot apply between an object of the program and plain data. An object that defines its own
+# arithmetic could otherwise produce any number that a test expects.
 _BETWEEN_TWO = (
     "add",
     "sub",
@@ -90,14 +90,14 @@ _FOR_THE_PROGRAM = ("call", "get", "set", "iter", "next", "len", "getitem")
 
 
 class Raised(Exception):
-    """Stands for an exception that was raised in the other process and whose type is not built into Python."""
+    """Replacement for an exception that was raised in the other process and whose type is not built into Python."""
 
 
 class Far:
     """Proxy for an object that exists in the other process.
 
-    A `Far` object is never equal to plain data or to another local object that is not a `Far` object. Two `Far` objects
-    are equal if the other process reports that the two objects behind them are equal.
+    A `Far` object is never equal to an object that is not a `Far` object. Two different `Far` objects are equal if the
+    other process reports that the two objects behind them are equal.
     """
 
     def __init__(self, link: "Link", number: int) -> None:
@@ -138,14 +138,14 @@ for _name in (*_BETWEEN_TWO, *_OF_ONE, *(function.__name__ for function in _BY_P
 class Link:
     """One end of the two-pipe connection between the program's process and the tests' process.
 
-    While a request waits for its answer, the link executes requests from the other process.
+    While a request waits for its answer, the `Link` object executes requests from the other process.
     """
 
     def __init__(self, reads: int, writes: int, *, trusted: str | None = None) -> None:
         """Create a link from two file descriptors: one pipe end to read from and one pipe end to write to.
 
-        If `trusted` names a module, the other end is restricted to the requests in `_FOR_THE_PROGRAM`, and can get and
-        set only attributes of objects whose class that module defines.
+        If `trusted` names a module, the other process may send only the requests in `_FOR_THE_PROGRAM`, and may access
+        attributes only of objects whose class is defined in the module `trusted`.
         """
         self._reads, self._writes, self._trusted = reads, writes, trusted
         self._mine: list[Any] = []
@@ -180,7 +180,7 @@ class Link:
 
     def _check(self, what: str, args: tuple[Any, ...]) -> None:
         if what not in _FOR_THE_PROGRAM:
-            raise PermissionError(f"a program may not ask for '{what}'")
+            raise PermissionError(f"a program may not send the request '{what}'")
         if what not in ("get", "set"):
             return
         owner, name = type(args[0]), args[1]
@@ -190,7 +190,7 @@ class Link:
             raise AttributeError(f"a program may not replace the method '{name}'")
 
     def send(self, message: object) -> None:
-        """Write a message, preceded by its length as 8 bytes."""
+        """Write the length of a message as 8 bytes, and then the message."""
         buffer = io.BytesIO()
         _Out(buffer, self).dump(message)
         data = buffer.getvalue()
@@ -237,7 +237,7 @@ class Link:
 
 
 class _Out(pickle.Pickler):
-    """Pickles basic data as usual, and replaces any other object by a description made of basic data."""
+    """Pickler that replaces every object that is not basic data by a description made of basic data."""
 
     def __init__(self, file: io.BytesIO, link: Link) -> None:
         super().__init__(file, protocol=5)
@@ -275,7 +275,7 @@ class _Described:
 
 
 class _In(pickle.Unpickler):
-    """Reads a message that a hostile process may have sent.
+    """Unpickler for messages that a hostile process may have sent.
 
     A pickle that names a class or function is refused, so reading a message neither calls a function nor changes an
     existing object. After a message is unpickled, each description in the message is replaced with an object that
@@ -299,10 +299,10 @@ class _In(pickle.Unpickler):
 
 
 def _built(thing: Any, link: Link, done: dict[int, tuple[Any, Any]]) -> Any:
-    """Return `thing` with each description in it replaced by the object that it describes.
+    """Return `thing` after replacing each `_Described` object inside `thing` by the object that is described.
 
-    `done` maps the id of each object met so far to that object and its result. `done` is needed for cycles and shared
-    objects; storing an object in `done` keeps the object's id from being reused.
+    `done` maps the id of each object visited so far to that object and its replacement. `done` is needed for cycles and
+    shared objects; storing an object in `done` keeps the object's id from being reused.
     """
     kind = type(thing)
     if kind not in (list, dict, set, tuple, frozenset, _Described):
@@ -347,13 +347,13 @@ def _made(link: Link, what: str, *words: Any) -> Any:
 
 
 def _parts(name: str, thing: Any) -> tuple[Any, ...] | None:
-    """Return the arguments from which a constructor can build `thing`, or None if they are not plain data."""
+    """Return the arguments from which a constructor can build `thing`, or None if an argument is not plain data."""
     parts = _PARTS[name](thing) if name in _PARTS else tuple(getattr(thing, part) for part in _VALUES[name].split())
     return parts if _fit(name, parts) else None
 
 
 def _fit(name: str, parts: tuple[Any, ...]) -> bool:
-    """Return whether the arguments have types that the constructor expects, so that no code of the arguments is run."""
+    """Return whether the arguments have the plain types that the constructor expects."""
     kinds = [type(part) for part in parts]
     if name in ("collections.Counter", "collections.OrderedDict"):
         return kinds == [dict]
@@ -380,7 +380,7 @@ _RENEWED = (list, dict, set, bytearray)
 
 
 def _renew(old: Any, new: Any) -> None:
-    """Copy the changes that the other process made to its copy of a passed object into the original object."""
+    """Update the passed object `old` to `new`, the copy of `old` that the other process may have changed."""
     if type(old) is not type(new) or type(old) not in _RENEWED:
         return
     old.clear()
@@ -391,7 +391,7 @@ def _exception(name: str, text: str) -> Exception:
     try:
         if (kind := _builtin_exception(str(name))) is not None:
             return kind(text)
-    except TypeError:  # some exceptions, such as UnicodeDecodeError, need more than one argument
+    except TypeError:  # Some exceptions, such as UnicodeDecodeError, need more than one argument.
         pass
     return Raised(f"{name}: {text}")
 

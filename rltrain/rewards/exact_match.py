@@ -13,18 +13,18 @@ def exact_match(
 ) -> float | None:
     """Compare the whole response with the expected answer, character by character.
 
-    Both texts are normalized to Unicode NFC, so that two encodings of the same character (such as e with an accent) are
-    equal. White space around the response is significant, unless `ignore_whitespace` is set.
+    The response and the answer are normalized to Unicode NFC, so that two encodings of the same character (such as e
+    with an accent) are equal. White space around the response is significant, unless `ignore_whitespace` is set.
 
     Args:
         prompt: unused.
         response: the model's text.
         answer: the expected text. An answer that is a number is converted with Python's `str`.
-        ignore_case: treat upper-case and lower-case letters as equal, in every script.
+        ignore_case: treat upper-case and lower-case letters as equal, in every writing system.
         ignore_whitespace: remove all white space before the comparison, so that "x = 1" equals "x=1".
 
     Returns:
-        1.0 if the texts are equal, else 0.0; None if `answer` is None.
+        1.0 if the response equals the answer, else 0.0; None if `answer` is None.
     """
     if answer is None:
         return None

@@ -4,10 +4,10 @@ ANSWER_MARK = "#"
 
 
 def final_answer(prompt: str, response: str, *, answer: str, finish_reason: str) -> float:
-    """Compare the text after the last `#` with the expected answer. A response without `#` is wrong.
+    """Compare the text after the last `#` with the expected answer. A response without `#` gets 0.
 
     Args:
-        prompt: unused; every reward function receives it.
+        prompt: the prompt, which is not used.
         response: the model's text, without special tokens.
         answer: the right answer.
         finish_reason: the engine's finish reason. Only a response with the finish reason "stop" can earn a reward; a

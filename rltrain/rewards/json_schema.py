@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from typing import Any
 
 _OPENING, _CLOSING = "```json", "```"
-# if a value is nested at most _SHALLOW levels deep, a RecursionError means that the schema refers to itself endlessly
+# If a value is nested at most _SHALLOW levels deep, a RecursionError means that the schema refers to itself endlessly.
 _SHALLOW = 20
 
 
 def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool | str | None) -> float | None:
-    """Validate the response, or the last closed block in it that is fenced as ```json, against a JSON Schema.
+    """Validate the response, or its last closed code block that is fenced as ```json, against a JSON Schema.
 
-    The opening fence and the closing fence of a block must each be on a separate line. The following values are
-    invalid: constants that Python reads but JSON does not allow (NaN, Infinity), integers of more than 4300 digits,
-    lists that are nested several hundred levels deep, and, under `multipleOf`, numbers beyond the range of a float.
-    `format` in a schema is treated as an annotation and is not checked. References to documents outside the schema are
-    never fetched.
+    The opening fence and the closing fence of a code block must each be on a separate line. The following values in a
+    response count as invalid: constants that Python reads but JSON does not allow (NaN, Infinity), integers of more
+    than 4300 digits, lists that are nested several hundred levels deep, and, under `multipleOf`, numbers beyond the
+    range of a float. `format` in a schema is treated as an annotation and is not checked. References to documents
+    outside the schema are never fetched.
 
     Args:
         prompt: unused.
@@ -30,7 +30,7 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
 
     Raises:
         ValueError: the schema is not JSON, is not a JSON Schema, refers to itself endlessly, or refers to a definition
-            that it does not contain.
+            that the schema does not contain.
     """
     if schema is None:
         return None
@@ -46,18 +46,20 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
         return float(validator.is_valid(value))
     except Unresolvable as error:
         raise ValueError(
-            f"schema {text[:80]!r} refers to {error.ref!r}, which the schema does not contain; add it"
+            f"schema {text[:80]!r} refers to {error.ref!r}, which the schema does not contain; add that definition"
         ) from None
     except RecursionError:
         if _depth(value) <= _SHALLOW:
-            raise ValueError(f"schema {text[:80]!r} contains an endless reference to itself; correct it") from None
+            raise ValueError(
+                f"schema {text[:80]!r} contains an endless reference to itself; remove that reference"
+            ) from None
         return 0.0
-    except (ValueError, OverflowError):  # OverflowError: `multipleOf` on a number beyond the range of a float
+    except (ValueError, OverflowError):  # `multipleOf` raises OverflowError for a huge number.
         return 0.0
 
 
 def _json_text(response: str) -> str:
-    """Return the content of the last closed json block, or the whole response if it has no closed json block.
+    """Return the content of the last closed json block, or the whole response if no json block is closed.
 
     Splitting the text at line breaks is safe, because a JSON string cannot contain a line break.
     """
@@ -72,7 +74,7 @@ def _json_text(response: str) -> str:
         elif mark == _CLOSING:
             block, opened = "\n".join(opened), None
         elif mark == _OPENING:
-            # a new block begins although the previous block was never closed; the previous block is ignored
+            # A new json block begins although the previous block was never closed; the previous block is ignored.
             opened = []
         else:
             opened.append(line)
@@ -80,7 +82,7 @@ def _json_text(response: str) -> str:
 
 
 def _depth(value: Any) -> int:
-    """Return how deeply lists and objects are nested in a value; 0 for a value that is neither, such as a number."""
+    """Return how deeply lists and objects are nested in a value; a number or text has depth 0."""
     depth, level = 0, [value]
     while level := [inner for one in level for inner in _members(one)]:
         depth += 1
@@ -113,6 +115,6 @@ def _validator(text: str) -> Any:
         kind.check_schema(schema)
     except SchemaError as error:
         reason = " ".join(error.message.split())[:120]
-        raise ValueError(f"schema {text[:80]!r} is not a valid JSON Schema: {reason}; correct it") from None
-    # an explicit registry is passed, because the default registry would fetch references from the network
+        raise ValueError(f"schema {text[:80]!r} is not a valid JSON Schema: {reason}; correct the schema") from None
+    # An explicit registry is passed, because the default registry would fetch references from the network.
     return kind(schema, registry=REGISTRY)

@@ -1,4 +1,7 @@
-"""Penalties from 0 to -1 for long responses, in characters or words because reward functions get no tokens."""
+"""Penalties from 0 to -1 for long responses.
+
+Lengths count characters or words, because reward functions get no tokens.
+"""
 
 from typing import Literal
 
@@ -15,15 +18,17 @@ def length_penalty(
 ) -> float | None:
     """Penalize a response in proportion to its excess over a target length.
 
-        -min(1, max(0, n - target) / target)        n: the response's length; |n - target| with `both_sides`
+        score = -min(1, max(0, n - target) / target)
 
-    The score is 0 up to the target, -0.5 at 1.5 times the target, and -1 from twice the target.
+    In the formula, n is the length of the response; with `both_sides`, |n - target| replaces max(0, n - target). The
+    score is 0 for lengths up to the target, -0.5 at 1.5 times the target, and -1 from twice the target.
 
     Args:
         prompt: unused.
         response: the model's text.
         target: the target length, either one number for all samples or a column of the data.
-        unit: "characters" (Unicode code points) or "words" (separated by white space; only for languages that use it).
+        unit: "characters" (Unicode code points) or "words" (separated by white space; only for languages that put
+            spaces between words).
         both_sides: also penalize responses that are shorter than the target.
 
     Returns:
@@ -35,7 +40,7 @@ def length_penalty(
     if target is None:
         return None
     if not target > 0:
-        raise ValueError(f"target={target} must be > 0; give the length wanted in {unit}")
+        raise ValueError(f"target={target} must be > 0; give the wanted length in {unit}")
     excess = _length(response, unit) - target
     return -min(1.0, abs(excess) / target) if excess > 0 or (both_sides and excess < 0) else 0.0
 
@@ -45,17 +50,18 @@ def overlong_penalty(
 ) -> float:
     """Penalize a response linearly within a buffer before the length limit, and by 1 beyond the limit.
 
-        0                                        n <= max_length - buffer
-        ((max_length - buffer) - n) / buffer     n <= max_length
-        -1                                       else                         arXiv 2503.14476, eq. 13
+        score = 0                                       if n <= max_length - buffer
+        score = ((max_length - buffer) - n) / buffer    if max_length - buffer < n <= max_length
+        score = -1                                      if n > max_length
 
-    Here n is the length of the response. The DAPO paper (arXiv 2503.14476) counts lengths in tokens. With the paper's
-    limit of 20480 tokens and buffer of 4096 tokens, the penalty starts at 16384 tokens.
+    The formula is equation 13 of the DAPO paper (arXiv 2503.14476), in which n is the length of the response. The DAPO
+    paper counts lengths in tokens: with its limit of 20480 tokens and its buffer of 4096 tokens, the penalty starts at
+    16384 tokens.
 
     Args:
         prompt: unused.
         response: the model's text.
-        max_length: the limit, L_max in arXiv 2503.14476.
+        max_length: the length limit, called L_max in arXiv 2503.14476.
         buffer: the width of the linear range before the limit, L_cache in arXiv 2503.14476; if 0, the score drops from
             0 to -1 at the limit.
         unit: "characters" or "words", as in `length_penalty`.

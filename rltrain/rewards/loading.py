@@ -39,7 +39,7 @@ from rltrain.rewards.signatures import (
     parameters,
 )
 
-BUILTIN = {  # maps the short name of each built-in function to its module in `rltrain.rewards`
+BUILTIN = {  # Maps the short name of each built-in reward function to its module in `rltrain.rewards`.
     "final_answer": "final_answer",
     "exact_answer": "final_answer",
     "exact_match": "exact_match",
@@ -54,9 +54,9 @@ BUILTIN = {  # maps the short name of each built-in function to its module in `r
     "repetition_penalty": "repetition",
     "judge": "judge",
 }
-# built-in functions that score the form of a response, not its outcome
+# Built-in reward functions that score the form of a response, not the correctness of its answer.
 PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")
-# built-in functions whose score is 1 for a correct answer, and less than 1 for a wrong answer
+# Built-in reward functions whose score is 1 for a correct answer, and less than 1 for a wrong answer.
 CORRECTNESS = (
     "final_answer",
     "exact_answer",
@@ -66,19 +66,19 @@ CORRECTNESS = (
     "multiple_choice",
     "code_tests",
 )
-STANDARD_COLUMNS = ("finish_reason",)  # columns that every sample has, whichever columns the data has
+STANDARD_COLUMNS = ("finish_reason",)  # Columns that every sample has, regardless of the data set.
 AGGREGATIONS = ("sum", "normalize_then_sum")
-# names of the arguments that a user's aggregation function is called with
+# Names of the keyword arguments that are passed to a user's aggregation function.
 AGGREGATED = ("components", "uid", "valid", "weights")
 _TOO_LARGE = ": a score outside float32's range (3.4e38); scale it down"
-_LARGEST = (2 - 2**-23) * 2.0**127  # largest float32, because scores are sent as float32
-_SHOWN = 80  # number of characters of a value that an error message shows
+_LARGEST = (2 - 2**-23) * 2.0**127  # Largest finite float32 number; scores are sent as float32.
+_SHOWN = 80  # Largest number of characters of a value that an error message shows.
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 
 
 def builtin_path(path: str) -> str:
-    """Return the full path of the built-in function with the short name `path`, or `path` itself if there is none."""
+    """Return the import path of the built-in function called `path`, or `path` itself if no function has this name."""
     return f"rltrain.rewards.{BUILTIN[path]}:{path}" if path in BUILTIN else path
 
 
@@ -101,8 +101,8 @@ def load_function(path: str) -> Callable[..., Any]:
 
     Args:
         path: `package.module:function`, `package.module.function`, `file.py:function`, or the short name of a built-in
-            function. Packages are also searched in the working directory. A file path may be relative to the working
-            directory, and the file can import modules from its own folder.
+            function. Modules are also searched for in the working directory. A file path may be relative to the working
+            directory, and the Python file can import modules from its own folder.
 
     Returns:
         The function, or a wrapper with rltrain's own parameters if the function has the signature of another trainer.
@@ -118,7 +118,7 @@ def load_function(path: str) -> Callable[..., Any]:
         target, _, name = path.rpartition(".")
     if not target or not name or path.endswith(".py"):
         if path and local_path(path, where).is_dir():
-            raise ConfigError(f"{where} is a directory; name a reward model in reward.models=[{path}]")
+            raise ConfigError(f"{where} is a directory; to use a reward model, set reward.models=[{path}]")
         near = difflib.get_close_matches(name or path, BUILTIN, n=1)
         raise ConfigError(
             f"{where}: no function name is given{f'; did you mean {near[0]}?' if near else ''}; use "
@@ -126,12 +126,12 @@ def load_function(path: str) -> Callable[..., Any]:
         )
     function = _function_of(target, name, where)
     if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
-        raise ConfigError(f"{where}: '{name}' has a yield, so calling it scores nothing; return the score instead")
+        raise ConfigError(f"{where}: '{name}' has a yield, so a call returns no score; return the score instead")
     return adapted(function)
 
 
 def import_function(path: str, where: str) -> Callable[..., Any]:
-    """Import a function that is not necessarily a reward function, such as a function that returns rows of data.
+    """Import a function that need not be a reward function, such as a function that returns rows of data.
 
     Args:
         path: `package.module:function` or `file.py:function`. The module or file is searched for as in `load_function`.
@@ -172,8 +172,9 @@ def check_columns(
         kwargs: the options that the config sets for the function, by name.
 
     Raises:
-        ConfigError: a column is missing, an option is unknown, or the function takes only *args. If a column is
-            missing, the message names the parameter, the column with the most similar name and all existing columns.
+        ConfigError: a column is missing, an option is unknown, or the function takes its arguments only through *args.
+            If a column is missing, the message names the parameter, the column with the most similar name and all
+            existing columns.
     """
     there = [*offered(function), *STANDARD_COLUMNS, *columns]
     given = {*there, *(BATCHED if is_batched(function) else SINGLE), *ON_REQUEST, *kwargs}
@@ -189,8 +190,8 @@ def check_columns(
     for option in kwargs:
         if option not in names and not sink:
             raise ConfigError(
-                f"reward function '{name}': kwargs.{option}: it has no such parameter{_meant(option, names)}; it takes "
-                f"{', '.join(names)}"
+                f"reward function '{name}': kwargs.{option}: the function has no such parameter{_meant(option, names)}"
+                f"; it takes {', '.join(names)}"
             )
     for parameter in own:
         required = parameter.kind in (*_BY_NAME, inspect.Parameter.POSITIONAL_ONLY)
@@ -205,7 +206,7 @@ def check_columns(
     if choices and not {*columns, *kwargs}.intersection(choices):
         raise ConfigError(
             f"reward function '{name}' needs one of the columns {', '.join(choices)}, and the data has none of them; "
-            f"there are {', '.join(there)}; rename a column, or set {choices[0]} in kwargs"
+            f"the available names are {', '.join(there)}; rename a column, or set {choices[0]} in kwargs"
         )
 
 
@@ -233,8 +234,8 @@ def check_aggregation(path: str) -> None:
         inspect.signature(function).bind(**dict.fromkeys(AGGREGATED))
     except (TypeError, ValueError) as error:
         raise ConfigError(
-            f"reward.aggregation={path}: it is called with {', '.join(AGGREGATED)} by name ({error}); accept all of "
-            "these, or **others; the built-in choices are sum and normalize_then_sum"
+            f"reward.aggregation={path}: the function is called with {', '.join(AGGREGATED)} by name ({error}); accept "
+            "all these arguments, or **others; the built-in choices are sum and normalize_then_sum"
         ) from None
 
 
@@ -249,7 +250,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
         A wrapper with the arguments `(prompt, response, columns)`: values of one sample, or lists if the function is
         batched. The prompt and the response are texts without special tokens. The wrapper passes only the columns that
         the reward function takes. The wrapper returns the reward function's result, or a coroutine if the function is
-        async; `as_score` converts the result to a score. The wrapper raises ScoreError if a column is missing, and
+        async; `as_score` converts that result to a score. The wrapper raises ScoreError if a column is missing, and
         passes on every exception of the reward function.
     """
     own = parameters(function)
@@ -265,7 +266,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
         values = {**shown, first[0]: prompt, first[1]: response, **kwargs}
         for name in required:
             if name not in values:
-                raise ScoreError(f"needs '{name}', but this sample has only {', '.join(values)}")
+                raise ScoreError(f"needs the column '{name}', but this sample has only {', '.join(values)}")
         args = [values.pop(p.name) if p.name in values else p.default for p in by_position]
         named = values if takes_all else {name: values[name] for name in by_name if name in values}
         return function(*args, **named)
@@ -274,12 +275,12 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
 
 
 def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapping[str, Any]) -> float | None:
-    """Call a reward function on one sample, and run it to completion if it is async.
+    """Call a reward function on one sample, and run the call to completion if the function is async.
 
     To call the same function many times, use `bind` instead of `call`.
 
     Returns:
-        The score, or None if the function does not apply.
+        The score, or None if the function does not apply to the sample.
 
     Raises:
         ScoreError: the result is not a score, or a column is missing.
@@ -290,10 +291,10 @@ def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapp
 
 
 def as_verdict(result: Any) -> Verdict:
-    """Convert the result of a reward function to a verdict.
+    """Convert the result of a reward function to a `Verdict`, that is, a score and a decision on correctness.
 
     Raises:
-        ScoreError: the result is not a score, the function reports that it failed, or `success` is not a bool or None.
+        ScoreError: the result is not a score, the function reports a failure, or `success` is not a bool or None.
     """
     score = as_score(result)
     success: Any = result.success if isinstance(result, RewardResult) else None
@@ -310,11 +311,11 @@ def as_score(result: Any) -> float | None:
     """Convert the result of a reward function to a score.
 
     Raises:
-        ScoreError: the result is not a score, or the function reports that it failed.
+        ScoreError: the result is not a score, or the function reports a failure.
     """
     if isinstance(result, RewardResult):
         if result.failed:
-            raise ScoreError(f"says that it failed: {result.message or 'no reason given'}")
+            raise ScoreError(f"reported a failure: {result.message or 'no reason given'}")
         return as_score(result.score)
     if result is None:
         return None
@@ -331,7 +332,7 @@ def as_score(result: Any) -> float | None:
     if _is_scalar_array(result):
         return as_score(result.item())
     if inspect.iscoroutine(result):
-        result.close()  # closing a coroutine avoids Python's warning about a coroutine that was never awaited
+        result.close()  # Closing a coroutine avoids Python's warning about a coroutine that was never awaited.
     shown = one_line(repr(result), _SHOWN)
     raise ScoreError(f"returned {shown} of type {type(result).__name__}: a score must be a number, a bool or None")
 
@@ -365,20 +366,20 @@ def _is_file(target: str) -> bool:
 
 def _module(target: str, where: str) -> ModuleType:
     if "" not in sys.path and os.getcwd() not in sys.path:
-        # `python -m` adds the working directory to `sys.path`, but an installed command does not.
-        # Ray passes `sys.path` to its workers.
+        # `python -m` adds the working directory to `sys.path`, but an installed console command does not. Ray passes
+        # `sys.path` to its workers.
         sys.path.append(os.getcwd())
     try:
         return importlib.import_module(target)
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # a user's module may raise any exception while it is imported
+    except BaseException as error:  # A user's module may raise any exception while it is imported.
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (target == missing or target.startswith(f"{missing}.")):
             raise ConfigError(
                 f"{where}: there is no module '{missing}'; check the name, or give the file: path/to/file.py:function"
             ) from None
-        raise ConfigError(f"{where}: {target} does not import ({described(error)}); fix it first") from error
+        raise ConfigError(f"{where}: {target} does not import ({described(error)}); fix that error first") from error
 
 
 def _file_module(file: Path, where: str) -> ModuleType:
@@ -402,24 +403,25 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: {file} is not a Python file; its name must end in .py")
     if str(file.parent) not in sys.path:
-        # the file's folder is last in `sys.path`, so that a module in the folder cannot hide an installed package
+        # The file's folder is last in `sys.path`, so that a module in the folder cannot hide an installed package.
         sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # a module is registered before it runs, because dataclasses and pickle look it up
+    # A module is added to `sys.modules` before it runs, because dataclasses and pickle look up modules there.
+    sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException as error:
         del sys.modules[name]
         if isinstance(error, KeyboardInterrupt):
             raise
-        raise ConfigError(f"{where}: {file} does not import ({described(error)}); fix it first") from error
+        raise ConfigError(f"{where}: {file} does not import ({described(error)}); fix that error first") from error
     return module
 
 
 def source_name(key: str, path: str) -> str:
     """Return the name under which a checkpoint records the content of a function's file.
 
-    A run can only be resumed if the content of the file has not changed.
+    A run can only be resumed if the content of the file that defines the function has not changed.
     """
     return f"{key}: {path}"
 
@@ -431,13 +433,13 @@ def _nearest_function(name: str, module: ModuleType) -> str:
 
 
 def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    """Run a coroutine to completion on the process's event loop for async functions, and return its result.
+    """Run a coroutine to completion on the event loop of `_event_loop`, and return the coroutine's result.
 
     Raises:
         ScoreError: the coroutine raised an exception that is not a subclass of `Exception` (SystemExit, CancelledError,
             KeyboardInterrupt, ...). The user's Ctrl-C does not cause a ScoreError, because Ctrl-C only reaches the main
             thread.
-        Exception: any other exception of the coroutine.
+        Exception: any other exception that the coroutine raises.
     """
     return asyncio.run_coroutine_threadsafe(_only_exceptions(coroutine), _event_loop()).result()
 
@@ -447,7 +449,7 @@ async def _only_exceptions(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await coroutine
     except Exception:
         raise
-    except SystemExit as error:  # SystemExit would end the event loop, which all later calls need
+    except SystemExit as error:  # SystemExit would end the event loop, which all later calls need.
         raise ScoreError(f"called sys.exit({error.code})") from None
     except BaseException as error:
         raise ScoreError(f"raised {described(error)}") from None
@@ -455,10 +457,10 @@ async def _only_exceptions(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Start the process's single event loop for async functions, in a thread of its own.
+    """Start the single event loop on which this process runs async reward functions, in a separate thread.
 
-    A permanent loop lets async functions keep connections between calls. A loop in its own thread works even if the
-    caller already runs an event loop, as in a notebook.
+    Because the event loop is never closed, async functions can keep connections between calls. An event loop in a
+    separate thread works even if the caller already runs another event loop, as in a notebook.
     """
     loop = asyncio.new_event_loop()
     threading.Thread(target=_run_for_ever, args=(loop,), name="async-rewards", daemon=True).start()
@@ -467,6 +469,6 @@ def _event_loop() -> asyncio.AbstractEventLoop:
 
 def _run_for_ever(loop: asyncio.AbstractEventLoop) -> None:
     while True:
-        # the loop restarts after a user's task raised SystemExit or stopped the loop
+        # The event loop is restarted after a user's task raised SystemExit or stopped the loop.
         with contextlib.suppress(BaseException):
             loop.run_forever()

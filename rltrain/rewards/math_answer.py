@@ -10,25 +10,31 @@ from typing import Any
 
 from rltrain.rewards.boxed import last_boxed
 
-_TAIL = 1000  # number of characters at the end of a response that are searched if the response has no box
-_LONGEST = 500  # largest length of an expression, in characters
-_DEEPEST = 10  # largest nesting depth of brackets; the parser's time may double with each level
+# Number of characters at the end of a response that are searched for the answer if the response has no box.
+_TAIL = 1000
+# Largest length of an expression that is evaluated, in characters.
+_LONGEST = 500
+# Largest nesting depth of brackets in an expression; each level may double the parsing time.
+_DEEPEST = 10
 _HUGE = re.compile(
-    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # matches a power in an exponent
-    # matches a large exponent, factorial or binomial
+    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # This part of `_HUGE` matches a power in an exponent.
+    # This part of `_HUGE` matches a large exponent, factorial or binomial.
     r"|(?:\^|\*\*)[\s{(\[+-]{0,4}\d{5}|\d{4}[\s})]{0,4}!|binom\s?\{\s?\d{5}"
 )
-# Matches a product, factorial or binomial in an exponent.
+# `_NESTED` matches a product, factorial or binomial in an exponent.
 _NESTED = re.compile(r"\^\s?\{[^{}]{0,200}\d\d[^{}]{0,200}(?:!|\\cdot|\\times|\*|\\d?binom)")
-_POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")  # matches a power of a bracket
-_LARGEST_POWER = 10**6  # for a power of a bracket: bound on the exponent times the largest number in the bracket
-_MOST_TERMS = 10**5  # bound on the number of terms in the expansion of a power of a sum
+# `_POWER` matches a power of a bracketed expression.
+_POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")
+# For a power of a bracketed expression: largest allowed product of the exponent and the largest number in the brackets.
+_LARGEST_POWER = 10**6
+# Largest allowed number of terms in the expansion of a power of a sum.
+_MOST_TERMS = 10**5
 _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
-# Matches operators (such as sums) over large ranges.
-# Evaluating an operator over a large range takes few calls on huge numbers, so counting calls does not bound its time.
+# `_LONG_OPERATOR` matches operators (such as sums) over large ranges. Evaluating an operator over a large range takes
+# few function calls, but on huge numbers, so a limit on calls does not limit the time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
-# Bound on the number of function calls and returns; the bound is reached after about a second.
-# The longest ordinary answers need a tenth of the function calls and returns that `_WORK` allows.
+# Limit on the number of function calls and returns in one comparison, which is reached after about a second. The
+# longest ordinary answers need a tenth of the function calls and returns that `_WORK` allows.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")
@@ -56,18 +62,18 @@ def math_answer(
     formula or the last number. If only one of the two answers has a percent sign, 50% equals both one half and 50. If
     the right answer consists of words only ("east"), the response's answer and the right answer are compared as text.
 
-    Some expressions would take very long to evaluate. The evaluation is bounded by the form of the expression and by
-    the number of function calls, not by a clock, so that every machine and thread gives the same score. An expression
-    with one of the following properties counts as right only if it is written exactly like the right answer, apart from
-    white space:
+    Some expressions would take too long to evaluate. Evaluation is limited by the form of the expression and by the
+    number of function calls, not by time, so that every machine and thread gives the same score. An expression with one
+    of the following properties counts as right only if it is written exactly like the right answer, apart from white
+    space:
 
-    - It has more than 500 characters, or more than ten levels of nested brackets.
+    - The expression has more than 500 characters, or more than ten levels of nested brackets.
     - It has a power, product, factorial or binomial in an exponent.
     - It has an exponent or binomial of five digits, or a factorial of four digits.
     - It has a large power of a large number.
     - It has a sum, product, integral or limit over thousands or factorials.
-    - It has a sum, product, integral or limit, and the right answer has none.
-    - Its comparison takes more than 5 million function calls and returns.
+    - It has a sum, product, integral or limit, and the right answer has no such operator.
+    - Comparing it with the right answer takes more than 5 million function calls and returns.
 
     Args:
         prompt: unused.
@@ -110,13 +116,13 @@ def math_answer(
 
 
 class _TooMuchError(BaseException):
-    """Raised after too many function calls; a BaseException, since the libraries in use catch every Exception."""
+    """Raised after too many function calls; a BaseException, because math-verify catches every Exception."""
 
 
 def _bounded(work: Callable[[], bool]) -> bool:
-    """Return the result of `work`, or False if it makes too many function calls.
+    """Return the result of `work`, or False if `work` makes too many function calls.
 
-    Only calls in the current thread are counted, and no signal is used.
+    Only function calls in the current thread are counted. The limit on calls needs no signal.
     """
     left, before = _WORK, sys.getprofile()
 
@@ -137,11 +143,12 @@ def _bounded(work: Callable[[], bool]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _right(text: str, both_readings: bool) -> tuple[Any, ...]:
-    """Parse the right answer. The result is cached because all samples of a group have the same answer."""
+    """Parse the right answer. The parsed answer is cached for the other samples of the group."""
     found = _expressions(text, both_readings=both_readings)
     if not found:
         raise ValueError(
-            f"answer {text[:80]!r} does not parse as mathematics; correct it, or use exact_match for text answers"
+            f"answer {text[:80]!r} does not parse as mathematics; correct the answer, or use "
+            "exact_match for text answers"
         )
     return tuple(found)
 
@@ -158,7 +165,7 @@ def _stated(response: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    r"""Return an expression without the box, the dollar signs or the `\text` around it."""
+    r"""Return an expression after removing the box, the dollar signs or the `\text` around the expression."""
     box = last_boxed(text)
     text = (text if box is None else box).strip()
     if delimited := _DELIMITED.fullmatch(text):
@@ -208,7 +215,7 @@ def _is_too_much(text: str, longest: int) -> bool:
 
 
 def _bracket(text: str, end: int) -> str:
-    """Return the content of the bracket that closes at `end`, or all text before `end` if no bracket opens."""
+    """Return the content of the bracket that closes at `end`, or all text before `end` if it was never opened."""
     depth = 1
     for start in range(end - 1, -1, -1):
         depth += (text[start] in ")]}") - (text[start] in "([{")
@@ -228,7 +235,7 @@ def _is_large_power(base: str, power: int) -> bool:
 def _library() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Import math-verify's functions `parse` and `verify`.
 
-    The log level of math-verify is raised, because it would warn that its timeouts, which need signals, are disabled.
+    The log level of math-verify is raised to suppress the warning that its timeouts, which need signals, are disabled.
     """
     from math_verify import parse, verify
 

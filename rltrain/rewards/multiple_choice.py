@@ -5,7 +5,7 @@ import re
 from collections import deque
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathsf|mbox)\s{0,4}(?=\{)")
-_WRAP = r"[\s*_$({\[]{0,8}"  # characters that may stand between "Answer:" and the letter
+_WRAP = r"[\s*_$({\[]{0,8}"  # Characters that may stand between "Answer:" and the letter.
 _UNWRAP = r"[\s*_$)}\]]{0,8}"
 _HEAD = (
     r"(?:\\boxed\s{0,4}\{|(?:\b(?i:answer|choice|option)|答案)[\s*_]{0,4}"
@@ -16,15 +16,17 @@ _HEAD = (
 def multiple_choice(prompt: str, response: str, *, answer: str | int | None, choices: str = "ABCDE") -> float | None:
     r"""Compare the letter that the response chooses with the right letter.
 
-    A response states a choice as `Answer: B`, as `the answer is (B)`, as `\boxed{B}`, or as a line that contains only
-    the letter. If a response states several choices, the last statement counts. A statement that names several letters
-    (`Answer: A or B`) chooses none. Without a statement, a letter in round brackets or at the start of a line (`B.
-    north`) is the choice if no other letter is written that way. A response that only lists all options scores 0.
+    A response states a choice as `the answer is (B)`, as `\boxed{B}`, as the word `Answer` with a colon and a letter,
+    or as a line that contains only a letter. If a response states several choices, the last statement counts. A
+    statement that names several letters, such as `the answer is A or B`, chooses no letter. If a response has no
+    statement of a choice, a letter in round brackets or at the start of a line (`(B) north` or `B. north`) is the
+    choice, unless another letter is also written in that way. A response that only lists all options scores 0.
 
     Args:
         prompt: unused.
         response: the model's text.
-        answer: the right letter, which may be written as `(B)` or in lower case; or its index as an int, starting at 0.
+        answer: the right letter, which may be written as `(B)` or in lower case; or the index of that letter in
+            `choices` as an int, starting at 0.
         choices: all possible choices, as capital letters.
 
     Returns:
@@ -45,7 +47,7 @@ def _right(answer: str | int, choices: str) -> str:
     if isinstance(answer, int) or len(letter) != 1 or letter not in choices:
         raise ValueError(
             f"answer {str(answer)[:80]!r} is not one of the choices {choices}; give one of these letters or its index "
-            "from 0, or list all letters in choices"
+            "in choices (counted from 0), or list all letters in choices"
         )
     return letter
 

@@ -6,7 +6,8 @@ from collections import deque
 
 from rltrain.rewards.boxed import last_boxed
 
-# Every repetition in a pattern is bounded or followed by something that it cannot match, so that no match takes long.
+# In the patterns of `numeric_match`, each repetition is bounded, or is followed by characters that it cannot match.
+# Matching a pattern therefore never takes long.
 _DIGITS = r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""
@@ -27,7 +28,7 @@ _GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|\\!,)(?=\d{3})")
 _SHORT_FRACTION = re.compile(r"frac\ ?(\d)\ ?(\d)")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s?\{[^{}]{0,99}\}(?:\s?\^\s?(?:\d|\{\s?\d\s?\}))?")
 _DIGIT = re.compile(r"\d")
-_NEAR = 400  # size of a search window, in characters; almost no number is longer
+_NEAR = 400  # Size of a search window in characters; almost every number is shorter than the window.
 
 
 def numeric_match(
@@ -54,13 +55,13 @@ def numeric_match(
     Args:
         prompt: unused.
         response: the model's text.
-        answer: the right number, or a text that contains exactly one number. If the text contains the marker, only the
-            part after the marker is read.
+        answer: the right number, or a text that contains exactly one number. If the text of the answer contains the
+            marker, only the part after the marker is read.
         marker: the text before the number in the response and in the answer, for example "####"; None for no marker.
         answer_marker: the text before the number in the answer, as in GSM8K's solutions, if it differs from `marker`;
             None to use `marker`.
-        rel_tol: two numbers are equal if they differ by at most this fraction of the larger one.
-        abs_tol: two numbers are also equal if they differ by at most this amount.
+        rel_tol: two numbers count as equal if they differ by at most `rel_tol` times the larger number.
+        abs_tol: two numbers also count as equal if they differ by at most `abs_tol`.
 
     Returns:
         1.0 if the numbers are equal, else 0.0; None if `answer` is None. A response without a number, or without the
@@ -86,7 +87,7 @@ def numeric_match(
 
 
 def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
-    """Return the number that the response states, and whether it is a percentage; None if it states no number."""
+    """Return the response's number and whether the number is a percentage, or None if the response states no number."""
     if marker is not None:
         _, there, response = response.rpartition(marker)
         if not there:
@@ -98,7 +99,10 @@ def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
 
 
 def _last(text: str) -> re.Match[str] | None:
-    """Return the match of the last number in the text. To save time, search only around the last digit if possible."""
+    """Return the regular-expression match of the last number in the text.
+
+    To save time, search only around the last digit of the text if possible.
+    """
     text = _tidy(text)
     end = len(text)
     while end > _NEAR and not _DIGIT.search(text, end - _NEAR, end):
@@ -107,7 +111,7 @@ def _last(text: str) -> re.Match[str] | None:
     if not _DIGIT.search(text, edge, end):
         return None
     last = _last_match(text, edge, end + _NEAR)
-    # the last number may begin before the searched part of the text, so the whole text is searched
+    # The last number may begin before the searched part of the text, so the whole text is searched.
     if edge and (last is None or last.start() < edge + _NEAR):
         return _last_match(text, 0, len(text))
     return last
@@ -125,7 +129,7 @@ def _tidy(text: str) -> str:
 
 
 def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
-    """Return the number in the answer, and whether it is a percentage.
+    """Return the number in the answer, and whether the number is a percentage.
 
     An answer with several numbers raises ValueError, because choosing one of them could silently misread the data.
     """
@@ -145,7 +149,7 @@ def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
 
 
 def _read(match: re.Match[str] | None) -> tuple[float, bool] | None:
-    """Return the number that a match of the pattern stands for, and whether it is a percentage.
+    """Return the number that a match of the pattern stands for, and whether the number is a percentage.
 
     A percentage is returned as a fraction of 1. A fraction with denominator zero gives nan.
     """

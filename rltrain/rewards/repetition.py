@@ -4,19 +4,19 @@
 def repetition_penalty(prompt: str, response: str, *, ngram: int = 3, max_penalty: float = -1.0) -> float:
     """Penalize a response in proportion to its share of repeated n-grams of words.
 
-        max_penalty * (1 - distinct n-grams / n-grams)
+        score = max_penalty * (1 - (number of distinct n-grams) / (number of all n-grams))
 
     Algorithm 1 of arXiv 2502.03373 penalizes each token of a repeated n-gram. Because a score is a single number,
     `repetition_penalty` penalizes the share of repeated n-grams instead of single tokens. Words are separated by white
     space, and upper and lower case are treated as equal. The penalty is 0 for a text of fewer than `ngram` words, and
-    for a text in a script without white space.
+    for a text without white space between words.
 
     Args:
         prompt: unused.
         response: the model's text.
         ngram: number of words in an n-gram.
-        max_penalty: the score that corresponds to a share of 1, a number below 0. A response that only repeats one
-            n-gram gets a score close to `max_penalty`.
+        max_penalty: the score, below 0, of a response in which all n-grams are repetitions. A response that only
+            repeats one n-gram gets a score close to `max_penalty`.
 
     Returns:
         A score from `max_penalty` to 0.
@@ -27,7 +27,9 @@ def repetition_penalty(prompt: str, response: str, *, ngram: int = 3, max_penalt
     if ngram < 1:
         raise ValueError(f"ngram={ngram} must be >= 1; 3 is usual")
     if not max_penalty < 0:
-        raise ValueError(f"max_penalty={max_penalty} must be < 0; use -1.0, and the function's weight to scale it")
+        raise ValueError(
+            f"max_penalty={max_penalty} must be < 0; use -1.0, and scale the penalty by the function's weight"
+        )
     words = response.casefold().split()
     grams = list(zip(*(words[start:] for start in range(ngram)), strict=False))
     repeated = len(grams) - len(set(grams))

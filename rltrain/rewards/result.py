@@ -12,7 +12,7 @@ class ScoreError(RLTrainError, ValueError):
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score, or the reason why there is no score.
+    """The score of a sample, or the reason why a reward function gives no score.
 
     Attributes:
         score: a finite number; None if the function does not apply to the sample.

@@ -1,27 +1,30 @@
 """Run untrusted Python code in separate processes with resource limits, isolated from the machine if possible.
 
-The sandbox has a strong form and a weak form, and both forms work only on Linux.
+The sandbox has a strong form (isolation and resource limits) and a weak form (resource limits only). Both forms of the
+sandbox work only on Linux.
 
-The strong form uses bubblewrap (`bwrap`). In the strong form, the program sees only the files that Python needs and
-only its own processes, and it has no network. A program in the strong form can write only to an in-memory folder that
-disappears when the program ends. The strong form requires that bwrap is installed and that the kernel allows the
-current user to create namespaces. Each process that starts sandboxes tests once whether the strong form works.
+The strong form of the sandbox uses bubblewrap (`bwrap`). In the strong form of the sandbox, the program sees only the
+files that Python needs and only its own processes, and the program has no network access. In the strong form of the
+sandbox, the program can write only to an in-memory folder that disappears when the program ends. The strong form
+requires that bwrap is installed and that the kernel allows the current user to create namespaces. Each process that
+starts sandboxes tests only once whether the strong form works.
 
 The weak form has the same limits as the strong form on time, memory, output, processes and file size, the same minimal
 environment, and a folder that is removed after the run. The weak form does not isolate the program from the machine. A
-program in the weak form can read and write every file that the current user can, use the network, and send signals to
-all processes of the current user, including the process that started the sandbox. For example, a program in the weak
-form can kill a reward process, or hide its own start so that the sample fails instead of scoring 0. If the current user
-is root, a program in the weak form can also read tests and verdicts. The weak form protects against mistakes but not
+program in the weak form of the sandbox can read and write every file that the current user can, use the network, and
+send signals to all processes of the current user, including the process that started the sandbox. For example, a
+program in the weak form of the sandbox can kill a reward process. A program can also hide that it has started, so that
+the sample counts as failed instead of scoring 0. If the current user is root, a program in the weak form of the sandbox
+can also read the tests and their results. The weak form of the sandbox protects against mistakes in programs but not
 against malicious programs.
 
 The strong form has one gap: if the current user is root, a program can change the file mode of the five device files of
-the machine that are visible in the sandbox (null, zero, full, random, urandom). The gap of the strong form is closed if
-rltrain runs as a user other than root.
+the machine that are visible in the sandbox (null, zero, full, random, urandom). If rltrain runs as a user other than
+root, a program in the sandbox cannot change the file mode of the machine's device files.
 
-The strong form and the weak form limit the address space of each process. The total memory of all processes and the
-number of processes and threads are checked fifty times a second, so a program can exceed both limits for a moment.
-Memory that the kernel holds for pipes and memfds is not counted.
+Both forms of the sandbox limit the address space of each process. The total memory and the number of the program's
+processes and threads are checked about fifty times a second, so a program can exceed both limits for a moment. The
+memory limit does not count memory that the kernel holds for pipes and memfds.
 """
 
 import contextlib
@@ -48,19 +51,21 @@ logger = logging.getLogger(__name__)
 
 Status = Literal["ok", "error", "timeout", "killed", "output_limit"]
 LEVELS = ("auto", "required", "limits")
-_START_LIMIT_S = 60.0  # time limit for an interpreter to start, generous because the machine may be busy
-# time limit for the watcher (the supervising process) to kill all processes, after which the watcher itself is killed
+# Time limit for starting a Python interpreter; the limit is generous because the machine may be busy.
+_START_LIMIT_S = 60.0
+# Time limit for the watcher (the supervising process) to kill all processes, after which the watcher itself is killed.
 _END_LIMIT_S = 2.0
 # Time limit for reading the remaining output after the watcher has ended; reached only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
-# empty before the strong form is tested; afterwards the reason why the strong form does not work, or "" if it works
+# `_why_not` is empty until the strong form of the sandbox is tested. After the test, `_why_not` contains the reason why
+# the strong form does not work, or "" if the strong form works.
 _why_not: list[str] = []
 _warned: list[str] = []
 
 
 class SandboxError(RLTrainError, RuntimeError):
-    """Raised if no sandbox of the requested level works on the local machine, whichever program is run."""
+    """Raised if no sandbox of the requested level works on the local machine, regardless of the program."""
 
 
 @dataclass(frozen=True)
@@ -70,14 +75,14 @@ class SandboxResult:
     Attributes:
         status: "ok": exit code 0. "error": any other exit code, for example after an exception such as MemoryError.
             "timeout": the limit on wall-clock or CPU time was reached. "killed": a signal ended the program, for
-            example after a crash, or all its processes together exceeded a limit. "output_limit": the program wrote
-            more than allowed.
+            example after a crash, or the program's processes together exceeded a limit. "output_limit": the program
+            wrote more output than allowed.
         stdout: the program's standard output, cut at the limit. Bytes that are not UTF-8 are replaced.
         stderr: the program's standard error, cut and decoded like `stdout`.
-        returncode: the exit code; the negative signal number if a signal ended the program; None if the program was
-            stopped from outside.
+        returncode: the exit code; the negative signal number if a signal ended the program; None if the sandbox stopped
+            the program.
         seconds: wall-clock time from the start of the program to the end of its last process.
-        reason: an explanation in words, or "" if the status is sufficient.
+        reason: a text that explains the status, or "" if the status needs no explanation.
         judged: the text that the judge, the second program of `run`, wrote to its standard output.
     """
 
@@ -103,7 +108,7 @@ def run(
     max_file_mb: int = 16,
     level: str = "auto",
 ) -> SandboxResult:
-    """Run a program until it ends or reaches a limit, and then remove all its processes and files.
+    """Run a program until it ends or reaches a limit, and then kill all its processes and remove its files.
 
     The program is the main module of an isolated process with the same Python interpreter as the calling process. The
     program can import only the standard library. `run` can be called from any thread and from several threads at once.
@@ -113,24 +118,26 @@ def run(
         code: Python source of the program.
         stdin: text that the program can read from standard input.
         judge: source of a second program that runs next to the first program. Two pipes connect the program and the
-            judge. Each of the two programs has its ends of the two pipes at the descriptors `sandbox_inside.LINK`:
-            (read, write). The program cannot reach the judge's memory, text or output, except in the weak form if the
-            current user is root. With a judge, the run ends when the judge ends, and the result has the exit code and
-            the status of the judge.
+            judge. The program and the judge each read from and write to these pipes at the file descriptors
+            `sandbox_inside.LINK`, a tuple (read, write). The program cannot access the judge's memory, source or
+            output, except in the weak form of the sandbox if the current user is root. If a judge is given, the run
+            ends when the judge ends, and the result has the exit code and the status of the judge.
         timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.
-        cpu_s: CPU seconds of each process, rounded up to whole seconds; None for no limit other than `timeout_s`.
-        max_output_bytes: limit on standard output and on standard error, each.
+        cpu_s: limit on the CPU seconds of each process, rounded up to whole seconds; None for no limit except
+            `timeout_s`.
+        max_output_bytes: largest number of bytes on standard output, and also on standard error.
         max_processes: largest number of simultaneous processes and threads, including the first process.
         max_file_mb: largest size of each file.
-        level: "auto": the strong form, or, if it does not work, the weak form with one warning. "required": the strong
-            form, or, if it does not work, a SandboxError. "limits": the weak form.
+        level: "auto": the strong form of the sandbox, or, if the strong form does not work, the weak form with one
+            warning. "required": the strong form, or, if the strong form does not work, a SandboxError. "limits": the
+            weak form.
 
     Raises:
         SandboxError: no sandbox of the requested level works on the local machine, or Python does not start in the
             sandbox. The message of the SandboxError says how to solve the problem.
-        ValueError: a limit is not positive, or the level is unknown.
+        ValueError: a limit is not positive, or the sandbox level is unknown.
     """
     _check(locals())
     files = ("memory_mb", memory_mb), ("max_file_mb", max_file_mb), ("max_processes", max_processes)
@@ -143,7 +150,7 @@ def run(
 def why_not_strong() -> str:
     """Return one line that says why the strong form does not work on the local machine, or "" if it works.
 
-    Each process tests only once whether the strong form works.
+    Each process tests only once whether the strong form of the sandbox works.
     """
     with _lock:
         if not _why_not:
@@ -251,12 +258,12 @@ def _run(
 
 
 class _Watched:
-    """One running sandbox: the output read so far, and, if the sandbox was stopped, the reason."""
+    """State of one running sandbox: the output read so far, and, if the sandbox was stopped, the reason."""
 
     def __init__(self, control: socket.socket, pipes: list[Any], timeout_s: float, max_output_bytes: int) -> None:
         self._control, self._timeout_s, self._max_bytes = control, timeout_s, max_output_bytes
         self._written = {pipe: bytearray() for pipe in pipes}
-        # messages that the watcher has sent: "started", and in the end the reason why the program ended
+        # Messages from the watcher (the supervising process): "started", and finally the reason why the program ended.
         self._said = b""
         self._stopped: Status | None = None
         self._started = self._ended = time.monotonic()
@@ -265,7 +272,7 @@ class _Watched:
     def until_end(self) -> None:
         """Read all output until the watcher (the supervising process) has ended and the pipes are empty.
 
-        When a limit is reached, make the watcher kill all processes.
+        When a limit is reached, make the watcher kill all processes of the sandbox.
         """
         with selectors.DefaultSelector() as selector:
             for source in (self._control, *self._written):
@@ -274,7 +281,7 @@ class _Watched:
                 ready = [key.fileobj for key, _ in selector.select(max(0.0, self._deadline - time.monotonic()))]
                 if time.monotonic() >= self._deadline:
                     if self._stopped or self._control not in selector.get_map():
-                        return  # the watcher has ended or does not respond
+                        return  # The watcher (the supervising process) has ended or does not respond.
                     self._stop("timeout")
                 for source in ready:
                     if not (data := _read(source)):
@@ -299,7 +306,7 @@ class _Watched:
     def _stop(self, status: Status) -> None:
         self._stopped = status
         self._deadline = time.monotonic() + _END_LIMIT_S
-        with contextlib.suppress(OSError):  # the watcher has already ended
+        with contextlib.suppress(OSError):  # The watcher (the supervising process) may have ended already.
             self._control.shutdown(socket.SHUT_WR)
 
     def result(self) -> SandboxResult:
@@ -311,7 +318,7 @@ class _Watched:
         texts = [bytes(text[: self._max_bytes]).decode(errors="replace") for text in self._written.values()]
         if not self._said:
             words = texts[1].strip().splitlines() or [f"it did not start within {_START_LIMIT_S:g} s"]
-            raise SandboxError(f"sandbox: Python did not start inside it: {words[-1]}")
+            raise SandboxError(f"sandbox: Python did not start inside the sandbox: {words[-1]}")
         last = self._said.decode().partition("\n")[2]
         code = int(last.split()[1]) if last.startswith("exit ") else None
         status, reason = _verdict(code, last)
@@ -333,14 +340,14 @@ def _verdict(code: int | None, last: str) -> tuple[Status, str]:
 def _read(source: Any) -> bytes:
     try:
         return os.read(source.fileno(), 1 << 16)
-    except ConnectionResetError:  # raised if the watcher was killed before it read the last message
+    except ConnectionResetError:  # The watcher was killed before it read the last message.
         return b""
 
 
 def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | None) -> None:
     """Kill all processes of the sandbox that may still run.
 
-    `mark` is the folder of the weak form, or None in the strong form.
+    `mark` is the path of the sandbox's folder in the weak form, or None in the strong form of the sandbox.
     """
     with contextlib.suppress(OSError):
         control.shutdown(socket.SHUT_RDWR)
@@ -353,7 +360,7 @@ def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | 
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:
             pipe.close()
-    if mark is not None and process.returncode:  # the watcher died before it could kill all processes
+    if mark is not None and process.returncode:  # The watcher died before it could kill all processes.
         _kill_marked(mark.encode())
 
 

@@ -18,7 +18,7 @@ _OWN_USER = 65534
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Return all environment variables of the program. `folder` is the folder that the program may write to."""
+    """Return all environment variables of the sandboxed program, which may write only to `folder`."""
     # The hash seed is fixed so that a program that depends on the order of a set gets the same score each time.
     # malloc is limited to one arena, because otherwise each thread has its own arena of 64 MB of address space.
     fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}
@@ -31,13 +31,13 @@ def command(*, strong: bool) -> list[str]:
     # In a virtual environment, `_base_executable` is the interpreter that created the environment.
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     # Python's option `-I` is not used, because Python would then ignore PYTHONHASHSEED.
-    # `-I` is not needed, because PYTHONUTF8 is the only other variable of Python that `environment` sets.
+    # Python's option `-I` is not needed, because `environment` sets no other Python variable except PYTHONUTF8.
     options = ["-P", "-s", "-S", "-B"]
     if not strong:
         return [python, *options, str(_INSIDE)]
     bwrap = shutil.which("bwrap") or "bwrap"
     inside = "/sandbox_inside.py"
-    # If the current user is root, the program could write root's files in /proc/sys without any capability.
+    # If the current user is root, the sandboxed program could write root's files in /proc/sys without any capability.
     # To prevent writes to /proc/sys, /proc is remounted read-only.
     bound = ["--ro-bind", str(_INSIDE), inside, "--remount-ro", "/", "--remount-ro", "/proc"]
     return [bwrap, *_walls(bwrap), *_places(python), *bound, "--", python, *options, inside]
@@ -49,7 +49,7 @@ def _walls(bwrap: str) -> list[str]:
     known = subprocess.run(
         [bwrap, "--help"], capture_output=True, encoding="utf-8", errors="replace", check=False
     ).stdout
-    # bubblewrap has the option --disable-userns since version 0.8
+    # bubblewrap has had the option --disable-userns since version 0.8
     newer = [option for option in ("--disable-userns",) if option in known]
     own = ["--uid", str(_OWN_USER), "--gid", str(_OWN_USER), "--cap-drop", "ALL", "--chdir", "/tmp"]
     return [*spaces, *newer, *own, "--die-with-parent", "--as-pid-1"]
@@ -58,7 +58,7 @@ def _walls(bwrap: str) -> list[str]:
 def _places(python: str) -> list[str]:
     """Return the bwrap options for the program's file system.
 
-    The program sees the system's programs, Python without installed packages, a few devices and an empty /tmp.
+    The program sees the executables of the system, Python without installed packages, a few devices and an empty /tmp.
     """
     places = ["--tmpfs", "/tmp", "--proc", "/proc", "--dir", "/dev", "--symlink", "/tmp", "/dev/shm"]
     for name in ("null", "zero", "full", "random", "urandom"):
@@ -87,7 +87,7 @@ def _packages() -> list[str]:
 def counts_processes_per_namespace() -> bool:
     """Return whether RLIMIT_NPROC counts only the processes in the sandbox, which requires Linux 5.14 or later.
 
-    Before Linux 5.14, RLIMIT_NPROC counts all processes of the user.
+    Before Linux 5.14, RLIMIT_NPROC counts all processes of the user, even outside the sandbox.
     """
     version = re.match(r"(\d+)\.(\d+)", platform.release())
     return version is not None and tuple(map(int, version.groups())) >= (5, 14)

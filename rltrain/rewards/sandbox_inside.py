@@ -1,9 +1,9 @@
-"""Script of the watcher, which runs inside the sandbox: it starts and watches a program and ends all its processes.
+"""Script of the watcher, the process that supervises a program inside the sandbox and ends all its processes.
 
-Only `rltrain.rewards.sandbox` uses `sandbox_inside`. The watcher never reads the program's text, and the program runs
-in a fork of the watcher. Because the program is a fork of the watcher, a sandbox starts only one interpreter, and the
-program's memory contains nothing that the judge knows. The interpreter runs without site-packages, so psutil is not
-available in the watcher.
+Only `rltrain.rewards.sandbox` uses `sandbox_inside`. The program and the judge run in forks of the watcher, so a
+sandbox starts only one interpreter. The watcher reads neither the program's source nor the judge's source, so the
+program's memory contains no data of the judge. The interpreter runs without site-packages, so psutil is not available
+in the watcher.
 """
 
 import os
@@ -12,7 +12,7 @@ import select
 import sys
 import time
 
-# descriptors (to read from, to write to) of the pipes between program and judge, equal in both processes
+# Both the program and the judge read from the file descriptor LINK[0] and write to the file descriptor LINK[1].
 LINK = (100, 101)
 _POLL_S = 0.02
 _MAX_FILES = 10_000
@@ -20,19 +20,19 @@ _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def start(given: dict[str, int]) -> int:
-    """Fork the program and, if there is one, the judge. This function returns only in the forked processes.
+    """Fork the program and, if the run has a judge, the judge. `start` returns only in the forked processes.
 
     Args:
         given: settings of the watcher by name, which `rltrain.rewards.sandbox` passes on the command line.
 
     Returns:
-        In a forked process, the descriptor of the source text that the forked process must run.
+        The file descriptor of the source text that the forked process must run.
     """
     has_judge, alone = given["has_judge"], os.getpid() == 1
     if not alone:
-        # orphaned processes become children of the watcher, even if they called setsid
+        # Orphaned processes become children of the watcher, even if they called setsid.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    # other processes cannot access the memory and the files of a process that is not dumpable
+    # Other processes cannot access the memory and the open files of a process that is not dumpable.
     _prctl(_PR_SET_DUMPABLE, 0)
     pipes: list[tuple[int, ...]] = [os.pipe() if has_judge else () for _ in range(2)]
     there, back = pipes
@@ -56,9 +56,9 @@ def start(given: dict[str, int]) -> int:
 
 
 def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
-    """Detach the forked process with setsid, set its limits, and close all descriptors that its program must not have.
+    """Detach the forked process with setsid, set its limits, and close all descriptors that it must not use.
 
-    Returns the descriptor of the source text.
+    Return the file descriptor of the source text that the forked process runs.
     """
     os.setsid()
     last = LINK[1] + 1
@@ -66,7 +66,7 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
     for link, number in zip(links, LINK, strict=False):
         os.dup2(link, number, inheritable=False)
     os.closerange(3, LINK[0] if links else last)
-    # the highest descriptor that the forked process has inherited
+    # Highest descriptor that the forked process has inherited.
     highest = max(given[name] for name in ("control", "program", "judge", "verdicts"))
     os.closerange(last + 1, max(highest + 1, 1024))
     mebibyte = 1 << 20
@@ -83,8 +83,8 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
 
 def _limit(kind: int, value: int) -> None:
     there = resource.getrlimit(kind)[1]
-    # At the soft limit of CPU time, the process gets SIGXCPU, which reveals the cause of its end.
-    # At the hard limit of CPU time, the process only gets SIGKILL.
+    # At the soft limit of CPU time, the process gets SIGXCPU, which shows that the CPU time was used up. At the hard
+    # limit of CPU time, the process gets SIGKILL, which does not show the cause.
     hard = value + (kind == resource.RLIMIT_CPU)
     hard = hard if there == resource.RLIM_INFINITY else min(hard, there)
     resource.setrlimit(kind, (min(value, hard), hard))
@@ -98,13 +98,13 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
-    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop; return what happened."""
+    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop; return the event."""
     control = given["control"]
     wake = [control]
     try:
-        wake.append(os.pidfd_open(first))  # the pidfd is opened before the process can be reaped
+        wake.append(os.pidfd_open(first))  # The pidfd must be opened before the process is reaped.
         pause = _POLL_S
-    except OSError:  # Linux before 5.3 has no pidfd_open
+    except OSError:  # Linux versions before 5.3 have no pidfd_open.
         pause = _POLL_S / 4
     while True:
         ready = select.select(wake, [], [], pause)[0]
@@ -120,7 +120,7 @@ def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
 def _reap(first: int) -> int | None:
     """Reap all children that have ended, including adopted orphans.
 
-    Return the exit code of `first` if it has ended, else None.
+    Return the exit code of the process `first` if that process has ended, else None.
     """
     code = None
     try:
@@ -135,7 +135,7 @@ def _reap(first: int) -> int | None:
 
 
 def _excess(given: dict[str, int], *, alone: bool) -> str:
-    """Return which limit all processes of the sandbox together exceed, or "" if they exceed none."""
+    """Return a text that names the limit that the processes in the sandbox together exceed, or "" if there is none."""
     tasks = memory = 0
     for pid in _others(alone=alone):
         try:
@@ -143,14 +143,14 @@ def _excess(given: dict[str, int], *, alone: bool) -> str:
                 tasks += int(file.read().rpartition(b")")[2].split()[17])
             with open(f"/proc/{pid}/statm", "rb") as file:
                 pages = file.read().split()
-        except (OSError, IndexError):  # the process has ended in the meantime
+        except (OSError, IndexError):  # The process has already ended.
             continue
         memory += (int(pages[1]) - int(pages[2])) * resource.getpagesize()
     if tasks > given["max_processes"] + given["has_judge"]:
         return f"more than {given['max_processes']} processes and threads"
     if memory > given["memory_mb"] << 20:
         return f"more than {given['memory_mb']} MB in all its processes"
-    if alone:  # in the strong form, /tmp is an in-memory file system of the sandbox
+    if alone:  # In the strong form, /tmp is an in-memory file system of the sandbox.
         folder = os.statvfs("/tmp")
         if (folder.f_blocks - folder.f_bfree) * folder.f_frsize > given["memory_mb"] << 20:
             return f"more than {given['memory_mb']} MB in files"
@@ -173,17 +173,17 @@ def _others(*, alone: bool) -> list[int]:
                     children = [int(pid) for pid in file.read().split()]
                 found += children
                 fresh += children
-        except OSError:  # the process has ended in the meantime
+        except OSError:  # The parent process has already ended.
             continue
     return found
 
 
 def _end_all(*, alone: bool) -> None:
-    """Kill every process of the sandbox and wait until none is left."""
+    """Kill all processes of the sandbox except the watcher, and wait until they have ended."""
     while True:
-        # from the first process of a PID namespace, kill(-1) reaches only the processes of that namespace
+        # From the first process of a PID namespace, kill(-1) reaches only the processes of that namespace.
         for pid in [-1] if alone else _others(alone=False):
-            try:  # contextlib.suppress is not used, because importing contextlib takes longer than the whole script
+            try:  # contextlib.suppress is not used, because importing contextlib takes longer than this script.
                 os.kill(pid, 9)
             except ProcessLookupError:
                 continue

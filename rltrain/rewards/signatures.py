@@ -2,10 +2,10 @@
 
 rltrain calls a reward function with the parameters of one sample (`SINGLE`) or of a list of samples (`BATCHED`), and
 with columns of the data. `adapted` recognises a function of TRL, verl or OpenRLHF by the names of its parameters, and
-wraps it into a function that has rltrain's own parameters. All other modules call only the wrapper. TRL documents its
-signature in "Using a custom reward function" in the documentation of GRPOTrainer. verl's reward managers `naive` and
-`batch` define the signatures of verl. OpenRLHF documents its signature in "Custom reward function". This module never
-imports torch.
+wraps it into a function that has rltrain's own parameters. Other modules call a reward function of another trainer only
+through its wrapper. TRL documents its signature in "Using a custom reward function" in the documentation of
+GRPOTrainer. verl's reward managers `naive` and `batch` define the signatures of verl. OpenRLHF documents its signature
+in the section "Custom reward function" of its documentation. `rltrain.rewards.signatures` never imports torch.
 """
 
 import inspect
@@ -16,12 +16,12 @@ from typing import Any
 from rltrain.base.errors import ConfigError
 from rltrain.rewards.result import RewardResult, ScoreError
 
-# names of the first two parameters of a function for one sample, and of a batched function
+# Names of the first two parameters of a reward function for one sample, and of a batched reward function.
 SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")
-# names of arguments that `**columns` never receives, because a function gets them only through named parameters
+# Names of arguments that are passed only to named parameters of a reward function, never through `**columns`.
 MESSAGES, RESPONSE_IDS = "prompt_messages", "response_ids"
 ON_REQUEST = (MESSAGES, RESPONSE_IDS)
-_OWN = {"prompt", "response", "responses"}  # parameters that only functions for rltrain have
+_OWN = {"prompt", "response", "responses"}  # Parameters that only reward functions written for rltrain have.
 _Values = Mapping[str, Any]
 
 
@@ -53,13 +53,13 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True, kw_only=True)
 class Signature:
-    """The way in which another trainer calls reward functions.
+    """Description of how another trainer calls reward functions.
 
     Attributes:
         trainer: name of the trainer.
-        marks: sets of parameter names. A function is recognised as a function of the trainer if it has all parameters
-            of at least one set.
-        first: names of the first two parameters of the wrapper: `SINGLE` or `BATCHED`.
+        marks: sets of parameter names. A function counts as written for the trainer if its parameters include all names
+            of at least one of these sets.
+        first: names of the first two parameters of the wrapper, which are `SINGLE` or `BATCHED`.
         reads: columns that the wrapper reads if the data has them.
         truth: (parameter that gets the right answer, columns that may contain the right answer in order of preference);
             None if the trainer passes no right answer.
@@ -114,7 +114,7 @@ class Adapted:
                 raise ScoreError(
                     f"needs a value in one of the columns {', '.join(self.one_of)}, and this sample has none"
                 )
-            arguments.pop(self._truth, None)  # the wrapped function then uses the default value of the parameter
+            arguments.pop(self._truth, None)  # The wrapped function uses its parameter's default.
         return {name: value for name, value in arguments.items() if self._takes_all or name in self._names}
 
 
@@ -146,11 +146,11 @@ def _wrapper_parameters(
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper with rltrain's own parameters if the function was written for another trainer.
 
-    Any other function is returned unchanged.
+    A function that was not written for another trainer is returned unchanged.
     """
     try:
         names = {p.name for p in parameters(function)}
-    except ConfigError:  # `check_columns` reports a function whose parameters cannot be read
+    except ConfigError:  # `check_columns` reports a function whose parameters cannot be read.
         return function
     if names & _OWN:
         return function
@@ -171,12 +171,12 @@ def offered(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def one_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the columns of which the data must have at least one; () if the function needs none of the columns."""
+    """Return the columns of which the data must have at least one, or () if the function needs no such column."""
     return function.one_of if isinstance(function, Adapted) else ()
 
 
 def _trl(values: _Values) -> dict[str, Any]:
-    """Return the arguments that TRL passes.
+    """Return the arguments that TRL passes to a reward function.
 
     Each prompt and each completion is a text, or a list of messages if the prompt is a chat.
     """
@@ -255,7 +255,7 @@ def _verl_result(result: Any) -> Any:
 
 
 def _openrlhf(values: _Values) -> dict[str, Any]:
-    """Return the arguments that OpenRLHF passes.
+    """Return the arguments that OpenRLHF passes to a reward function.
 
     Each entry of `queries` is a prompt followed by its response.
     """

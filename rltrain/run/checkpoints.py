@@ -1,10 +1,10 @@
-"""Checkpoints on the driver: functions that save checkpoints, remove old ones, and read them to resume a run.
+"""Functions of the driver that save checkpoints, remove old checkpoints, and read a checkpoint to resume a run.
 
-A checkpoint is a folder `step_N` with these parts:
+A checkpoint is a folder named `step_N` with these parts:
 
 - `state/ROLE/`: tensors, written by the ranks;
 - `model/`: the exported policy, in Hugging Face format;
-- `driver.json`: all other state;
+- `driver.json`: all other state of the run;
 - `history/`: copies of the run's JSON-lines files, such as metrics and ledger;
 - `config.yaml`: the config of the run;
 - `manifest.json`: size and CRC-32 of every file; written last.
@@ -38,14 +38,15 @@ logger = logging.getLogger(__name__)
 MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml", "history"
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
-# First and longest pause, in seconds, between two checks of whether a rank has written its files. The pause doubles
-# after each check. A rank runs one call at a time, so a call that waits for the files would delay the training.
+# Shortest and longest pause, in seconds, between two checks of whether a rank has written its checkpoint files. The
+# pause doubles after each check. A rank runs one method call at a time, so a method that waited for the files would
+# delay training.
 _ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An undamaged checkpoint: all its files match the manifest.
+    """A checkpoint whose files all match its manifest.
 
     Attributes:
         folder: location of the checkpoint.
@@ -70,12 +71,12 @@ def read(folder: Folder) -> Checkpoint:
     """Read a checkpoint and check the size and CRC-32 of every file.
 
     Raises:
-        CheckpointError: a file is missing, unreadable or damaged, or the folder has the name of another step.
+        CheckpointError: a file is missing, unreadable or damaged, or the step in the folder's name is wrong.
     """
     manifest = read_manifest(folder)
     step, name = manifest["step"], str(folder).rpartition("/")[2]
     if _NAME.fullmatch(name) and name != f"step_{step}":
-        raise CheckpointError(f"{folder}: is the checkpoint of step {step} under another name")
+        raise CheckpointError(f"{folder}: is the checkpoint of step {step}, but the folder's name gives another step")
     for name, (size, crc) in manifest["files"].items():
         try:
             found = folder.checksum(name)
@@ -104,7 +105,7 @@ def read(folder: Folder) -> Checkpoint:
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
-    """Read and check the manifest of a checkpoint, and return it. Other files of the checkpoint are not read.
+    """Read, check and return the manifest of a checkpoint. Other files of the checkpoint are not read.
 
     Raises:
         CheckpointError: the manifest is missing, unreadable or invalid.
@@ -113,7 +114,7 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         content = folder.read(MANIFEST)
     except FileNotFoundError:
         raise CheckpointError(
-            f"{folder}: holds no {MANIFEST}, so it is not a checkpoint, or it was never finished"
+            f"{folder}: holds no {MANIFEST}, so the folder is not a checkpoint, or its save was never finished"
         ) from None
     except OSError as error:
         raise CheckpointError(f"{folder}: {MANIFEST} cannot be read ({error.strerror or error})") from None
@@ -121,14 +122,14 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         sealed = json.loads(content)
         manifest = sealed["manifest"]
         if sealed["crc"] != _seal(manifest):
-            raise ValueError("its checksum does not match")
+            raise ValueError("the checksum of the manifest does not match")
         kinds = {"step": int, "incarnation": int, "files": dict, "metric": float | int | None, "best": str | None}
         if not all(isinstance(manifest[key], kind) for key, kind in kinds.items()):
-            raise ValueError("a value of the wrong kind")
+            raise ValueError("the manifest has a value of the wrong type")
         if manifest["step"] < 0 or manifest["incarnation"] < 0:
-            raise ValueError("a step below 0")
+            raise ValueError("the step or the incarnation is below 0")
         if not all(_is_entry(name, entry) for name, entry in manifest["files"].items()):
-            raise ValueError("a file outside of the checkpoint, or without size and checksum")
+            raise ValueError("an entry has an invalid file name, or no size and checksum")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({described(error, 200)})") from None
     found: dict[str, Any] = manifest
@@ -159,7 +160,7 @@ class SavesState(Protocol):
 
 @dataclass
 class _Save:
-    """A save in progress: the ranks write their files, and the driver adds its own files when the ranks are done.
+    """The save of a checkpoint, in which the ranks write their files first and the driver then adds its own files.
 
     Attributes:
         step: training step of the weights.
@@ -181,7 +182,7 @@ class _Save:
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """Saves, reads and removes the checkpoints of one run.
 
     Args:
         folder: folder that holds the checkpoints.
@@ -195,7 +196,7 @@ class Checkpoints:
     Attributes:
         writing: the task that completes the save in progress; None if no save is in progress.
         last: step of the latest checkpoint, whose save may still be in progress; None if there is no checkpoint yet or
-            if its save failed.
+            if the latest save failed.
     """
 
     def __init__(
@@ -214,13 +215,13 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         """Return the newest undamaged checkpoint, or None if there is none.
 
-        A warning names each damaged checkpoint that is newer than the returned one.
+        A warning names each damaged checkpoint that is newer than the returned checkpoint.
         """
         for step in reversed(steps_in(self.folder)):
             try:
                 return read(self.folder.at(f"step_{step}"))
             except CheckpointError as error:
-                logger.warning("%s; trying the checkpoint before it", error)
+                logger.warning("%s; trying the previous checkpoint instead", error)
         return None
 
     def restored(self, checkpoint: Checkpoint | None) -> None:
@@ -253,10 +254,10 @@ class Checkpoints:
         history: Mapping[str, FileStart],
         metrics: Mapping[str, float],
     ) -> None:
-        """Start saving a checkpoint, after waiting for the end of the previous save.
+        """Wait until the previous save has ended, and start saving a checkpoint.
 
-        The method returns when the ranks have copied their tensors. After the method has returned, a background task
-        waits until the ranks have written their files, and completes the checkpoint.
+        `start` returns when the ranks have copied their tensors. A background task then waits until the ranks have
+        written their files, and completes the checkpoint.
 
         Args:
             step: training step of the weights.
@@ -284,15 +285,15 @@ class Checkpoints:
             await asyncio.gather(*(group.call(SavesState.save_state, url) for group in groups.values()))
         except RLTrainError:
             raise
-        except Exception as error:  # a file system driver may raise any exception
+        except Exception as error:  # A file system driver may raise any exception.
             self._failed(save, reason(error))
             return
         self.writing = asyncio.create_task(self._recorded(save), name=f"checkpoint of step {step}")
-        # Let the task start, because a task that is cancelled before it starts runs no cleanup code.
+        # Let the new task start, because a task that is cancelled before its start runs no cleanup code.
         await asyncio.sleep(0)
 
     async def finish(self) -> None:
-        """Wait for the end of the save in progress, if there is one.
+        """If a save is in progress, wait until it has ended.
 
         Raise WorkerLost if a rank is lost while the method waits.
         """
@@ -324,17 +325,17 @@ class Checkpoints:
                 try:
                     await asyncio.shield(commit)
                 finally:
-                    await commit  # a thread cannot be cancelled, so wait until it ends
+                    await commit  # A thread cannot be cancelled, so wait until the thread ends.
         except RLTrainError:
             raise
-        except Exception as error:  # a file system driver may raise any exception
+        except Exception as error:  # A file system driver may raise any exception.
             self._failed(save, reason(error))
         finally:
             if not complete:
                 self._failed(save, "a rank died while it wrote")
 
     async def _written(self, save: "_Save") -> list[Saved]:
-        """Wait for the results of all ranks, and return them."""
+        """Wait until all ranks have written their files, and return the results of the ranks."""
         for role, group in save.groups.items():
             pause_s = _ASK_AFTER_S
             while role not in save.saved:
@@ -354,13 +355,13 @@ class Checkpoints:
         """
         if self.last is None:
             raise CheckpointError(
-                f"{self.folder}: the last checkpoint could not be written, so {path} was not created; free space "
-                "there, and continue with trainer.resume=auto"
+                f"{self.folder}: the latest checkpoint could not be written, so {path} was not created; free space "
+                "in the checkpoint folder, and continue with trainer.resume=auto"
             )
         _publish(self.folder.at(f"step_{self.last}").at(MODEL), path)
 
     def _commit(self, save: _Save) -> None:
-        """Complete a save: write the driver's files, then the manifest, and remove old checkpoints.
+        """Complete the save of a checkpoint: write the driver's files and the manifest, and remove old checkpoints.
 
         The checkpoint becomes valid when its manifest is written.
         """
@@ -373,7 +374,7 @@ class Checkpoints:
             files[f"{HISTORY}/{name}"] = folder.copy(start, f"{HISTORY}/{name}")
         missing = sorted(files.keys() - set(folder.files()))
         if missing:
-            raise OSError(f"{missing[0]} is not visible to the driver: all nodes must see the same folder")
+            raise OSError(f"{missing[0]} is not visible to the driver: all nodes must share the checkpoint folder")
         manifest = {
             "step": save.step,
             "incarnation": save.incarnation,
@@ -384,7 +385,7 @@ class Checkpoints:
         folder.write(MANIFEST, json.dumps({"manifest": manifest, "crc": _seal(manifest)}, indent=1).encode())
         try:
             self._prune(save.step)
-        except Exception as error:  # a file system driver may raise any exception
+        except Exception as error:  # A file system driver may raise any exception.
             logger.warning("%s: an old checkpoint cannot be removed (%s)", self.folder, reason(error))
 
     def _failed(self, save: _Save, why: str) -> None:
@@ -392,11 +393,11 @@ class Checkpoints:
         folder = self.folder.at(f"step_{save.step}")
         if self.last == save.step:
             self.last = None
-        logger.warning("%s: not saved, %s; the run goes on, and the checkpoints before it are kept", folder, why)
+        logger.warning("%s: not saved, %s; the run goes on, and earlier checkpoints are kept", folder, why)
         try:
             self._discard(f"step_{save.step}")
-        except Exception as error:  # a file system driver may raise any exception
-            logger.warning("%s: its partial files cannot be removed (%s)", folder, reason(error))
+        except Exception as error:  # A file system driver may raise any exception.
+            logger.warning("%s: the partial files of this checkpoint cannot be removed (%s)", folder, reason(error))
 
     def _prune(self, newest: int) -> None:
         """Remove all checkpoints except the latest `keep` checkpoints and the best checkpoint."""
@@ -411,7 +412,7 @@ class Checkpoints:
                     continue
                 # A checkpoint that was saved with another value of `trainer.keep_best` records another metric.
                 score = manifest["metric"] if manifest["best"] == self.best else None
-                if score is not None and score == score:  # excludes NaN
+                if score is not None and score == score:  # The comparison `score == score` excludes NaN.
                     scores[step] = score
             if scores:
                 kept.add(max(scores, key=lambda step: (scores[step], step)))
@@ -437,8 +438,8 @@ class Checkpoints:
 def _publish(model: Folder, path: Path) -> None:
     """Replace the folder `path` with a copy of the folder `model`.
 
-    Weight files become hard links if possible; other files are copied. While the function runs, the folder `path` may
-    be missing for a moment, but it is never incomplete.
+    Weight files become hard links if possible; other files are copied. While `_publish` runs, the folder `path` may be
+    missing for a moment, but the folder is never incomplete.
     """
     partial, old = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.old")
     for leftover in (partial, old):
@@ -446,12 +447,12 @@ def _publish(model: Folder, path: Path) -> None:
     for name in model.files():
         (partial / name).parent.mkdir(parents=True, exist_ok=True)
         try:
-            # Only weights become hard links: the other files are small, and users edit them.
+            # Only weight files become hard links, because users may edit the other files, which are small.
             if not model.local or not name.endswith(".safetensors"):
                 raise OSError
             os.link(model.path(name), partial / name)
         except OSError:
-            # Making a hard link also fails if the target is on another disk or on a file system without hard links.
+            # Creating a hard link also fails if the target is on another disk or on a file system without hard links.
             model.fs.get_file(model.path(name), str(partial / name))
     if os.path.lexists(path):
         path.rename(old)
@@ -467,7 +468,7 @@ def _remove(path: Path) -> None:
 
 
 def require_own(folder: Folder) -> None:
-    """Check that each folder `step_N` in a checkpoint folder contains only what a run writes.
+    """Check that each folder `step_N` in a checkpoint folder contains only files that a run writes.
 
     The check is needed because saving a checkpoint would overwrite any other folder named `step_N`.
 

@@ -37,7 +37,8 @@ from rltrain.settings.typed import require
 from rltrain.tasks import TASKS, Task
 
 ENGINES = ("vllm", "hf", "stored")
-# Names of files and folders that a run writes. An output directory that contains one of them belongs to a run.
+# Names of files and folders that a run writes. An output folder that contains a file or folder in `RUN_FILES` belongs
+# to a run.
 RUN_FILES = (
     "config.yaml",
     "metrics.jsonl",
@@ -56,7 +57,7 @@ RUN_FILES = (
 )
 # Example of a file name, used to detect an output folder whose path is so long that no file in it can be created.
 _A_NAME_INSIDE = "x" * 200
-RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # environment variable that Ray sets for the entry point of `ray job submit`
+RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Environment variable that Ray sets for the entry point of `ray job submit`.
 
 
 def check(config: Config, fetch: Callable[[Config], Config] = lambda config: config) -> Config:
@@ -94,7 +95,7 @@ def check(config: Config, fetch: Callable[[Config], Config] = lambda config: con
 
 
 def _check_models(config: Config) -> None:
-    """Check the model and the reward models against the rest of the config."""
+    """Check that the model and the reward models fit the other settings in the config."""
     if config.model.path != BUILTIN_MODEL:
         check_directory(config.model.path)
     for model in config.reward.models:
@@ -112,7 +113,7 @@ def _check_models(config: Config) -> None:
 def _check_weights(config: Config) -> None:
     """Check that every role can load the weights of `model.path` completely.
 
-    If the algorithm needs a critic, the function first checks whether the model type can be a critic.
+    If the algorithm needs a critic, first check whether a model of this type can be a critic.
     """
     where = f"model.path={config.model.path}"
     if needs_critic(config.algorithm):
@@ -159,7 +160,7 @@ def sandbox_warning(config: Config) -> str:
                 f"reward.sandbox={level}: reward function '{function.name}': {error}; or use reward.sandbox=auto, "
                 "which accepts a weaker sandbox"
             ) from None
-        except (TypeError, ValueError):  # `check_columns` reports a function whose parameters cannot be inspected
+        except (TypeError, ValueError):  # `check_columns` reports functions without a readable signature.
             continue
     return ""
 
@@ -182,13 +183,13 @@ def builtin_task(config: Config) -> Task:
     if source not in names:
         near = difflib.get_close_matches(source, names, n=1, cutoff=0.0)[0]
         raise ConfigError(
-            f"data.train={source}: unknown built-in task; the nearest is '{near}', and all are {', '.join(names)}"
+            f"data.train={source}: unknown built-in task; the nearest is '{near}', and all tasks are {', '.join(names)}"
         )
     return TASKS[source.removeprefix(BUILTIN)]
 
 
 def check_cache(config: Config) -> None:
-    """Check that the cache folder is writable if the built-in model is not stored in it yet.
+    """Check that the cache folder is writable, unless the built-in model is already stored in that folder.
 
     Raises:
         ConfigError: the cache folder cannot be written to.
@@ -221,7 +222,7 @@ def _check_output(trainer: TrainerConfig) -> None:
         "://" not in trainer.output_dir, f"{where}: is not a local folder; only trainer.checkpoint_dir may be remote"
     )
     _check_writable(folder, where)
-    # if the run may be resumed, `rltrain.run.resume` checks the folders
+    # If the run may be resumed, `rltrain.run.resume` checks the output folder later.
     for name in RUN_FILES if trainer.resume == "never" else ():
         require(
             not (folder / name).exists(),
@@ -251,7 +252,7 @@ def checked_folder(url: str, where: str) -> Folder:
         ConfigError: the URL is malformed, its file system is unknown, or its file system cannot be used on this
             machine.
     """
-    # fsspec would interpret the text before "::" as a file system, or ignore the text after it.
+    # fsspec would interpret the text before "::" as a file system, or ignore the text after "::".
     require(
         "::" not in url and not url.startswith("://"),
         f"{where}: contains '::', or has no name before '://'; give another path",
@@ -260,7 +261,7 @@ def checked_folder(url: str, where: str) -> Folder:
         local_path(url, where)
     try:
         return Folder(absolute(url))
-    except Exception as error:  # a file system driver may raise any exception
+    except Exception as error:  # A file system driver may raise any exception.
         raise ConfigError(
             f"{where}: cannot be reached ({described(error, 200)}); give a local path, or a URL that fsspec knows"
         ) from None
@@ -326,7 +327,7 @@ def _model_config(path: str) -> Mapping[str, Any]:
 
     from rltrain.tasks.tiny_model import tiny_model
 
-    with torch.device("meta"):  # on the meta device, building a model draws no random numbers for weights
+    with torch.device("meta"):  # On the meta device, creating a model draws no random numbers.
         return dict(tiny_model().config.to_dict())
 
 

@@ -1,4 +1,4 @@
-"""Records what the report of a run needs besides the results: how the run was started, and the texts of the tokens."""
+"""Records how a run was started and the texts of its tokens, which the report of the run shows."""
 
 import dataclasses
 import logging
@@ -21,7 +21,7 @@ def command_of(overrides: Sequence[str], files: Sequence[str] = ()) -> Command:
     presets = choices_of(overrides, files)
     try:
         values = dataclasses.asdict(with_all_knobs(compose(presets)[0]))
-    except ConfigError:  # raised if the presets are valid only together with other arguments
+    except ConfigError:  # The presets may be valid only together with other arguments.
         values = {}
     return Command([*(f"--config={file}" for file in files), *overrides], presets, values)
 
@@ -31,6 +31,8 @@ def describe(output_dir: Path, args: Args, tokenizer: Any) -> None:
     write_command(command_of(args.overrides, args.files), output_dir)
     try:
         write_token_texts(tokenizer, output_dir)
-    # a user's own tokenizer may raise any exception, and the run itself does not need the texts
+    # A user's own tokenizer may raise any exception. The run continues without the texts of the tokens.
     except Exception as error:
-        logger.warning("%s is not written, so the report shows the ids of tokens: %s", TOKENS, described(error))
+        logger.warning(
+            "%s is not written, so the report shows token ids instead of texts: %s", TOKENS, described(error)
+        )

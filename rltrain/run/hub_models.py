@@ -1,4 +1,4 @@
-"""Pins the models of a run that come from the hub to commits, and downloads their files."""
+"""Pins each model that a run takes from the hub to a commit, and downloads the files of the model."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -18,7 +18,7 @@ def fetch_models(config: Config, console: Console) -> Config:
 
     A pinned name contains the commit of the model.
 
-    A resumed run keeps the commit of each model whose name has no revision.
+    If the name of a model has no revision, a resumed run uses the commit that the saved run used.
 
     Args:
         config: the whole config.
@@ -32,7 +32,7 @@ def fetch_models(config: Config, console: Console) -> Config:
     wanted = {key: name for key, name in names.items() if name is not None}
     kept: dict[tuple[str, str], str] = {}
     if config.trainer.resume != "never" and any(name.revision is None for name in wanted.values()):
-        from rltrain.run.resume import saved_values  # imported late, because the module imports torch
+        from rltrain.run.resume import saved_values  # Importing `rltrain.run.resume` also imports torch, which is slow.
 
         kept = _commits(saved_values(config.trainer))
     for key, name in wanted.items():
@@ -47,7 +47,7 @@ def fetch_models(config: Config, console: Console) -> Config:
 
 
 def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return the commits of models in a run's config, by config key and name of the model without revision."""
+    """Return the commits in a run's config, by a tuple of config key and model name without revision."""
     model, reward = saved.get("model"), saved.get("reward")
     found = {"model.path": model.get("path")} if isinstance(model, Mapping) else {}
     models = reward.get("models") if isinstance(reward, Mapping) else None

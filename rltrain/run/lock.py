@@ -16,7 +16,7 @@ from rltrain.settings.schema import TrainerConfig
 
 
 class RunLock:
-    """Context manager that locks a run's output folder and, if it is local, its checkpoint folder.
+    """Context manager that locks the output folder of a run, and also the checkpoint folder if that folder is local.
 
     The locks last until the context exits or the process ends, even if the process is killed. A forked child process
     does not hold the locks.
@@ -72,12 +72,13 @@ class RunLock:
                 f"{where}: another run is using this folder (process {holder}, {file}); wait until that run ends, or "
                 "name a new folder"
             ) from None
-        # the file system has no locks, or the user has no write access; a later write reports missing write access
+        # If the file system has no locks or the user has no write access, the run goes on without a lock. A later write
+        # to the folder reports missing write access.
         except OSError:
             return
         self.held.append(lock)
 
 
 def _real(path: str) -> str:
-    """Return the path without symbolic links, so that all paths that lead to one folder give the same lock file."""
+    """Return the path without symbolic links, so that all paths to the same folder lead to one lock file."""
     return os.path.realpath(absolute(path))

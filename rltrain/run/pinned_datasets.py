@@ -1,4 +1,4 @@
-"""Pins the data sets of a run that come from the hub to commits, before the data is read."""
+"""Pins each data set that a run takes from the hub to a commit, before the data is read."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -15,7 +15,7 @@ def fetch_datasets(config: Config, console: Console) -> Config:
 
     A pinned name contains the commit of the data set.
 
-    A resumed run keeps the commit of each data set whose name has no revision.
+    If the name of a data set has no revision, a resumed run uses the commit that the saved run used.
 
     Args:
         config: the whole config.
@@ -28,7 +28,7 @@ def fetch_datasets(config: Config, console: Console) -> Config:
     named = {key: source for key, source in sources.items() if _is_on_hub(source, key)}
     kept: Mapping[str, str] = {}
     if named and config.trainer.resume != "never":
-        from rltrain.run.resume import saved_values  # imported late, because the module imports torch
+        from rltrain.run.resume import saved_values  # Importing `rltrain.run.resume` also imports torch, which is slow.
 
         saved = saved_values(config.trainer).get("data") or {}
         kept = _sources(saved.get("train"), saved.get("val"), saved.get("val_sets") or {})
@@ -47,7 +47,7 @@ def fetch_datasets(config: Config, console: Console) -> Config:
 
 
 def _sources(train: str | None, val: str | None, sets: Mapping[str, str]) -> dict[str, str]:
-    """Return a dict from each config key under `data` that names a data source to the data source."""
+    """Return the data sources that the config names, as a dict indexed by the config key under `data`."""
     sources = {"train": train, "val": val} | {f"val_sets.{name}": source for name, source in sets.items()}
     return {key: source for key, source in sources.items() if source is not None}
 

@@ -13,19 +13,19 @@ from rich.text import Text
 from rltrain.settings.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
 from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config, RolloutConfig, TrainerConfig
 
-# in terminal columns: maximum width of the plan's panel, and width of the panel's borders and labels
+# Maximum width of the plan's panel, and width of the panel's borders and labels, both in terminal columns.
 _WIDEST, _FRAME = 100, 15
 _BYTES = {"float32": 4, "bfloat16": 2}
-_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # bytes per parameter on a training rank, for every model dtype
+_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # Bytes per parameter on a training rank, for every model dtype.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Facts:
-    """Facts that the plan shows but the config does not contain.
+    """Facts about a run that the plan shows but the config does not contain.
 
     Attributes:
         path: directory of the model.
-        parameters: number of model parameters; None if it cannot be read from the model files.
+        parameters: number of model parameters; None if this number cannot be read from the model files.
         adapters: number of adapter parameters; None if the whole model is trained.
         train_prompts: number of training prompts; None before the training data is loaded.
         val_prompts: number of prompts of each evaluation set, by the name of the set; "" is the name of the set of
@@ -36,8 +36,8 @@ class Facts:
         needs_critic: whether the advantage estimator reads values.
         devices: description of the devices that ranks and engines run on, such as "2 CPU cores".
         on_gpu: whether the devices are GPUs.
-        reward_models: number of parameters of each reward model by name; None if it cannot be read from the model
-            files.
+        reward_models: number of parameters of each reward model by name; None if this number cannot be read from the
+            model files.
         signatures: for each reward function that was written for another trainer, the name of that trainer.
         uses_ratio: whether the gradient of the loss depends on the old log-probs.
         aggregations: values of `algorithm.loss_agg_mode` for which the loss is defined; () means all values.
@@ -204,7 +204,7 @@ def _is_other_aggregation(algorithm: AlgorithmConfig, facts: Facts) -> bool:
 
 
 def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
-    """Describe the effect of a sequence-level loss if it is not defined for the value of `algorithm.loss_agg_mode`."""
+    """Describe the effect of a loss that is not defined for the configured value of `algorithm.loss_agg_mode`."""
     return (
         f"the {algorithm.loss_mode} loss is defined for algorithm.loss_agg_mode={' or '.join(facts.aggregations)}; "
         f"under {algorithm.loss_agg_mode} an answer weighs in proportion to its length"
@@ -361,7 +361,7 @@ def _memory(config: Config, facts: Facts) -> str:
     total = (
         f" = {_bytes(sum(by_role[role] for role in roles))}" if len(roles) > 1 and config.placement.share_ranks else ""
     )
-    # A rank holds the whole model in host memory until loading has sharded it or moved it to a GPU.
+    # A rank holds the whole model in host memory until the model has been sharded or moved to a GPU.
     whole = f"; to start, a rank takes {_bytes(facts.parameters * _MASTER)} of host memory for the whole model"
     start = whole if shards > 1 or facts.on_gpu else ""
     engine = _engine_memory(config, facts)
@@ -395,7 +395,7 @@ def _count(number: int, noun: str) -> str:
 def _broken(text: str, width: int) -> str:
     """Insert line breaks after `;` or before `->` where a line would exceed `width` columns.
 
-    Lines that are still too long are left for the terminal to wrap.
+    The terminal wraps lines that are still too long.
     """
     lines = [""]
     for part in re.split(r"(?<=; )|(?=-> )", text):

@@ -8,7 +8,8 @@ from rltrain.base.errors import WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
-PAUSES_S = (0.0, 2.0, 8.0, 30.0)  # seconds to wait before each restart; the last value is used for all further restarts
+# Seconds to wait before the first, second, third and fourth restart. Each later restart waits as long as the fourth.
+PAUSES_S = (0.0, 2.0, 8.0, 30.0)
 
 
 class Restarts:
@@ -40,7 +41,7 @@ class Restarts:
             if self.restart is None or self.count >= self.limit:
                 raise WorkerError(
                     f"{error}; the training ranks were restarted {self.count} times, and "
-                    f"trainer.max_restarts={self.limit} allows no more: continue with trainer.resume=auto"
+                    f"trainer.max_restarts={self.limit} allows no further restart: continue with trainer.resume=auto"
                 ) from error
             pause_s = PAUSES_S[min(self.count, len(PAUSES_S) - 1)]
             self.count += 1

@@ -42,7 +42,7 @@ AUTO, NEVER = "auto", "never"
 
 @dataclass(frozen=True)
 class Beginning:
-    """Where a run begins: at its start or at a checkpoint.
+    """The point at which a run begins: the start of the run, or a checkpoint.
 
     Attributes:
         checkpoint: checkpoint from which the run is resumed; None if the run trains from the start.
@@ -68,7 +68,7 @@ def beginning(config: Config) -> Beginning:
         return _beginning(config)
     except RLTrainError:
         raise
-    except Exception as error:  # a file system driver or a self-referential config may raise any exception
+    except Exception as error:  # A file system driver or a self-referential config may raise any exception.
         trainer = config.trainer
         raise ConfigError(
             f"trainer.resume={trainer.resume} with trainer.checkpoint_dir={trainer.checkpoint_dir}: cannot be read "
@@ -91,7 +91,7 @@ def saved_values(trainer: TrainerConfig) -> Mapping[str, Any]:
         of_steps = [place.at(f"step_{step}") for place in (run, own) for step in reversed(steps_in(place))]
         found = next((place for place in (run, *of_steps) if place.exists(CONFIG)), None)
         return {} if found is None else _values(found.read(CONFIG).decode(), str(found))
-    except Exception:  # a file system driver may raise any exception
+    except Exception:  # A file system driver may raise any exception.
         return {}
 
 
@@ -132,7 +132,7 @@ def _auto(config: Config, own: Folder) -> Beginning:
 
 
 def _require_own_output(config: Config, own: Folder) -> list[str]:
-    """Check that the output folder holds only files of the run that has the checkpoint folder `own`.
+    """Check that the output folder holds only files of the run whose checkpoint folder is `own`.
 
     Returns:
         The names of the run's files in the output folder.
@@ -146,7 +146,7 @@ def _require_own_output(config: Config, own: Folder) -> list[str]:
         try:
             text = config_file.read_text("utf-8")
         except ValueError:
-            raise ConfigError(f"{config_file}: is not UTF-8, so no run wrote it; name a new folder") from None
+            raise ConfigError(f"{config_file}: is not UTF-8, so no run wrote this file; name a new folder") from None
         _require_same(config, text, str(config_file))
         _require_same_place(_flat(_values(text, str(config_file))), config.trainer, own)
     elif own_only := [name for name in files if str(own) != str(output / name)]:
@@ -160,8 +160,8 @@ def _require_own_output(config: Config, own: Folder) -> list[str]:
 def _require_same_place(saved: Mapping[str, Any], trainer: TrainerConfig, own: Folder) -> None:
     """Check that `own`, the checkpoint folder in the config, is also the checkpoint folder of the saved run.
 
-    The folder `checkpoints` in the output folder is also accepted if the output folder was moved or the config names it
-    by another path.
+    The folder `checkpoints` in the output folder is also accepted if the output folder was moved or the config names
+    the output folder by another path.
 
     Raises:
         ConfigError: the saved run has another checkpoint folder.
@@ -178,8 +178,8 @@ def _require_same_place(saved: Mapping[str, Any], trainer: TrainerConfig, own: F
 def _named(path: str) -> Checkpoint:
     """Return the checkpoint that the user named by a path.
 
-    The path may be the folder of one checkpoint, the checkpoint folder of a run, or the output folder of a run. From a
-    folder with several checkpoints, the function returns the newest undamaged checkpoint.
+    The path may be the folder of one checkpoint, the checkpoint folder of a run, or the output folder of a run. If a
+    folder contains several checkpoints, the newest undamaged checkpoint is returned.
 
     Raises:
         ConfigError: the path leads to no undamaged checkpoint.
@@ -197,8 +197,8 @@ def _named(path: str) -> Checkpoint:
             assert found is not None, "required above"
             return found
     raise ConfigError(
-        f"{where}: holds no {MANIFEST}, so it is neither a finished checkpoint nor the folder of a run with one; give "
-        "never, auto, or the folder of a checkpoint"
+        f"{where}: holds no {MANIFEST}, so it is neither a finished checkpoint nor the folder of a run with a finished "
+        "checkpoint; set trainer.resume to never, auto, or the folder of a checkpoint"
     )
 
 
@@ -245,8 +245,8 @@ def _require_no_checkpoints(trainer: TrainerConfig, own: Folder) -> None:
 def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -> None:
     """Check that resuming from the given checkpoint does not mix the files of two runs.
 
-    A checkpoint in the run's own checkpoint folder must be the newest one in the folder. To resume from a checkpoint in
-    another folder, the run needs new output and checkpoint folders.
+    A checkpoint in the run's own checkpoint folder must be the newest checkpoint in that folder. To resume from a
+    checkpoint in another folder, the run needs new output and checkpoint folders.
 
     Raises:
         ConfigError: the folders contain newer checkpoints or another run.
@@ -280,13 +280,13 @@ def _require_same(config: Config, saved: str, where: str) -> None:
     """
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
-        # values are also compared by `repr`, because NaN is not equal to itself
+        # Values are also compared by `repr`, because NaN is not equal to NaN.
         same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))
         if not same and not _is_changeable(key):
             raise ConfigError(
                 f"{key}={_shown(new.get(key))}: the checkpoint has {_shown(old.get(key))}, and another value would "
-                f"make it another run ({where}); use the same value, or start a new run with the checkpoint's model "
-                "as model.path"
+                f"make this a different run ({where}); use the same value, or start a new run with the checkpoint's "
+                "model as model.path"
             )
 
 
@@ -298,12 +298,12 @@ def _is_changeable(key: str) -> bool:
 class _NoAliases(yaml.SafeLoader):  # type: ignore[misc]
     """YAML loader that refuses aliases.
 
-    The function `_flat` would visit an aliased part of a document once for every path that leads to the part.
+    Aliases are refused because `_flat` would visit an aliased part of a document once for every path to that part.
     """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it holds an alias, which no run writes")
+            raise yaml.YAMLError("the YAML text contains an alias, which no run writes")
         return super().compose_node(parent, index)
 
 
@@ -334,7 +334,8 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
 
     The files of data, models and rewards must be unchanged, and the checkpoint's state must be loadable.
 
-    If an error in a user's function ended the run, the file of that function may have changed.
+    If an error in a user's function ended the run, the file of that function may differ from the file that the run
+    used.
 
     Args:
         config: the whole config.
@@ -361,7 +362,7 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
         )
     try:
         _try(config, checkpoint, prompts)
-    except Exception as error:  # an invalid state may cause any exception
+    except Exception as error:  # An invalid state may cause any exception.
         raise ConfigError(
             f"{checkpoint.folder}: its state cannot be used to resume a run ({described(error, 200)}); give another "
             "checkpoint"
@@ -377,16 +378,16 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
     kl_controller(config.algorithm.kl_in_reward).load_state_dict(state["kl_controller"])
     entropy_controller(config.algorithm).load_state_dict(state["entropy_controller"])
     if not isinstance(state["sources"], dict):
-        raise ValueError("it has no fingerprints of what the run has read")
+        raise ValueError("the state has no fingerprints of the sources that the run has read")
     if state["step"] != checkpoint.step or state["incarnation"] != checkpoint.incarnation:
-        raise ValueError("its step differs from the step in its manifest")
+        raise ValueError("the step or the incarnation differs from the checkpoint's manifest")
     if not isinstance(state["engine_checked"], bool):
         raise ValueError("engine_checked is neither true nor false")
     alarms = Alarms(config)
     for name, needed in ((METRICS, CURVES), (EVALUATIONS, ("step",))):
         for row in rows_of(checkpoint.history.get(name, b"")):
             if not all(isinstance(value, int | float) for value in row.values()) or not row.keys() >= set(needed):
-                raise ValueError(f"a line of {name} holds no metrics")
+                raise ValueError(f"a line of {name} lacks metrics, or contains a value that is not a number")
             if name == METRICS:
                 alarms.look(int(row["step"]), row)
     for role in ("actor", *["critic"] * needs_critic(config.algorithm)):
@@ -394,7 +395,7 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
 
 
 class _Nobody:
-    """Stand-in for the engines and the reward workers: it has no pending work and ignores requests."""
+    """Stand-in for the engines and the reward workers that has no pending work and ignores requests."""
 
     pending = 0
 

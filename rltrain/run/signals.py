@@ -1,6 +1,6 @@
 """Handling of the signals SIGTERM, SIGINT (Ctrl-C) and SIGHUP (lost terminal).
 
-The first signal stops the run at a safe point, where nothing is lost. A second signal stops the run at once.
+The first signal stops the run at a safe point, where no work is lost. A second signal stops the run immediately.
 """
 
 import asyncio
@@ -22,12 +22,12 @@ class Signals:
 
     A signal that was already ignored when the program started stays ignored. `nohup` ignores SIGHUP, and a shell
     without job control ignores SIGINT for the processes that it starts in the background. A SIGHUP after another signal
-    has no effect: when a connection drops, the shell sends a second SIGHUP after the one that the terminal has sent.
+    has no effect: when a connection drops, the shell sends a second SIGHUP after the SIGHUP of the terminal.
 
-    If a signal stops the code in the context at once, the context raises the exception Stopped with the exit status for
-    the signal.
+    If a signal stops the code in the context immediately, the context raises the exception Stopped with the exit status
+    for that signal.
 
-    Until `stop_with` is called, the first signal also stops the code at once.
+    Until `stop_with` is called, even the first signal stops the code in the context immediately.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Signals:
             raise Stopped(self.status) from None
 
     def stop_with(self, tasks: BackgroundTasks) -> None:
-        """Make the first signal from now on interrupt the run through `tasks`, so that the run stops at a safe point.
+        """From now on, let the first signal interrupt the run through `tasks`, so that the run stops at a safe point.
 
         The method must be called in the thread of the running event loop, which must be the main thread.
         """
@@ -57,10 +57,7 @@ class Signals:
 
     @property
     def status(self) -> int:
-        """Return the exit status for the received signal:
-
-        128 + signal number. If no signal was received, return the status for SIGINT.
-        """
+        """Return 128 plus the number of the received signal, or plus the number of SIGINT if no signal was received."""
         return 128 + (self.received or signal.SIGINT)
 
     def _catch(self, number: int, _frame: FrameType | None) -> None:
@@ -70,4 +67,4 @@ class Signals:
         if not first or self._tasks is None or self._loop is None:
             raise KeyboardInterrupt
         self._tasks.interrupt(Stopped(self.status))
-        self._loop.call_soon_threadsafe(lambda: None)  # wakes the event loop, which may be waiting for an event
+        self._loop.call_soon_threadsafe(lambda: None)  # Wake the event loop, which may be waiting for an event.

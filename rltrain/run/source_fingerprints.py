@@ -1,7 +1,7 @@
 """Fingerprints of the data, functions and weights that a config names.
 
-A fingerprint is one number, computed from the content by a hash function. A run can be resumed only while the
-fingerprints of its sources are unchanged.
+A fingerprint is a number that a hash function computes from the content of a source. A run can be resumed only while
+the fingerprints of its sources are unchanged.
 """
 
 import zlib
@@ -28,8 +28,8 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
     Returns:
         Fingerprints by source name (config key and path). The sources with a fingerprint are the training prompts, the
         files of the reward functions and of the reward aggregation, and the weights of the reward models. The weights
-        of `model.path` are included only if checkpoints do not contain them, because they are the base of LoRA adapters
-        or the reference model.
+        of `model.path` are included if they are the base of LoRA adapters or the reference model, because checkpoints
+        do not contain such weights.
     """
     found = {f"data.train={config.data.train}": prompts.fingerprint()}
     functions = [("reward.functions", function.path) for function in config.reward.functions]

@@ -13,14 +13,15 @@ from rltrain.settings.algorithm_config import AlgorithmConfig
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-# Keys that say from which distribution the answers were sampled. The trainer computes its log-probs accordingly.
+# Config keys that determine the distribution from which answers are sampled and for which the trainer computes
+# log-probs.
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
 
 
 def check_stored_run(config: Config) -> None:
     """Check that the earlier run has stored all answers that this run needs.
 
-    The engine checks the prompts themselves when the run trains.
+    `check_stored_run` does not compare the prompts of the two runs; the engine compares the prompts during training.
 
     Raises:
         ConfigError: the folder is not the output folder of a run, or lacks answers; the answers were sampled with other
@@ -64,8 +65,8 @@ def check_stored_run(config: Config) -> None:
 
 
 def _require_sampled_groups_only(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError if the algorithm needs answers besides those that it trains on, which no run stores."""
-    from rltrain.algorithms import required_columns  # imported late, because the package imports torch
+    """Raise ConfigError if the algorithm needs answers that no run stores, such as greedy answers."""
+    from rltrain.algorithms import required_columns  # Importing `rltrain.algorithms` also imports torch.
 
     require(
         not algorithm.dynamic_sampling,

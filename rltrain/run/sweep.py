@@ -1,9 +1,10 @@
-"""Sweeps: one run for each combination of several values, started by Hydra's launchers and sweepers.
+"""Sweeps, which start one run for each combination of config values with Hydra's launchers and sweepers.
 
 Hydra reads the sweep (`KEY=A,B`, `KEY=range(1,4)`, the syntax of an installed sweeper) and starts the jobs, either one
 after another or with the launcher that `hydra/launcher=NAME` selects. Each job is a separate process that runs `python
 -m rltrain.main` with one value per key. Hydra must not compose rltrain's config, because Hydra's rules for keys differ
-from rltrain's. Hydra receives each config key as one word: `trainer.seed` becomes `set__trainer__seed`.
+from rltrain's. Hydra receives each config key as a single word; for example, `trainer.seed` becomes
+`set__trainer__seed`.
 """
 
 import json
@@ -27,8 +28,8 @@ from rltrain.settings.typed import require
 JOB_FILE = "sweep_job.json"
 # Without `trainer.keep_best`, jobs are compared by the first metric in OBJECTIVES that a job has measured.
 OBJECTIVES = ("eval/sampled_accuracy", "eval/sampled_reward")
-_DOT = "__"  # replaces each dot of a config key
-_START = f"set{_DOT}"  # prefix that distinguishes a config key from the names of config groups
+_DOT = "__"  # In the keys that Hydra receives, two underscores replace each dot of a config key.
+_START = f"set{_DOT}"  # `_START` is a prefix that distinguishes config keys from the names of config groups.
 _OUTPUT_WORD = f"++{_START}trainer{_DOT}output_dir="
 
 
@@ -63,7 +64,7 @@ def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> i
         path = create_config_search_path(str(config_dir()))
         hydra = Hydra.create_main_hydra2(task_name="rltrain", config_search_path=path)
         folder = hydra.compose_config("sweep", arguments, RunMode.MULTIRUN).hydra.sweep.dir
-        # the folder is passed as resolved text, so that the time in its name is the same for all jobs
+        # The folder is passed as resolved text, so that all jobs use the same time in the folder's name.
         arguments.append(f"hydra.sweep.dir={folder}")
         hydra.multirun("sweep", job, arguments, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:
@@ -79,14 +80,14 @@ def _is_hydras(text: str) -> bool:
 
 
 def _one_word_key(text: str) -> str:
-    """Convert a setting KEY=VALUE to the form that Hydra accepts for a new key, with the key as one word."""
+    """Convert a setting KEY=VALUE to the form that Hydra accepts for a new key, in which the key is a single word."""
     key, equals, value = text.partition("=")
     require(bool(equals), f"'{text}': a sweep takes settings of the form KEY=VALUE")
     return f"++{_START}{key.lstrip('+').replace('.', _DOT)}={value}"
 
 
 class Job:
-    """The function that Hydra's launcher calls for each combination of values: runs one job and returns its objective.
+    """Function object that Hydra's launcher calls for each combination of values, to run a job and return its result.
 
     Instances must be picklable, because some launchers of Hydra run jobs in other processes.
 
@@ -103,8 +104,8 @@ class Job:
         Returns:
             The last value of the metric that `trainer.keep_best` names. Without `trainer.keep_best`, the metric is the
             accuracy of the sampled answers in evaluations, or the mean reward of the sampled answers if there is no
-            accuracy. The value is NaN if the run failed or has not measured the metric. A Hydra sweeper that searches
-            for the best values optimises the returned value.
+            accuracy. The returned value is NaN if the run failed or has not measured the metric. A Hydra sweeper that
+            searches for the best values optimises the returned value.
         """
         from hydra.core.hydra_config import HydraConfig
 
@@ -133,20 +134,20 @@ def _with_dots(text: str) -> str:
 def _run(command: list[str]) -> int:
     """Run a command and return its exit status.
 
-    After Ctrl-C, which also reaches the command, wait until the command has ended.
+    If the user presses Ctrl-C, the command also receives the interrupt, so wait until the command has ended.
     """
     with subprocess.Popen(command) as process:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            process.wait()  # the interrupted command saves a checkpoint before it ends
+            process.wait()  # The interrupted command saves a checkpoint before it ends.
             raise
 
 
 def _objective(folder: Path) -> float:
     """Return the metric value by which the runs of a sweep are compared.
 
-    Return NaN if the run has not measured the metric.
+    Return NaN if the run in `folder` has not measured the metric.
     """
     best = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["trainer"]["keep_best"]
     rows = [row for name in (METRICS, EVALUATIONS) for row in rows_of((folder / name).read_bytes())[-1:]]
@@ -165,7 +166,8 @@ def show_results(folder: Path, console: Console) -> int:
         table.add_row(settings, str(job["status"]), result, job["output_dir"])
     console.print(table)
     console.print(
-        f"result: last value of the metric in trainer.keep_best, or otherwise of {' or '.join(OBJECTIVES)}", style="dim"
+        f"result: last value of the metric in trainer.keep_best, or if that key is null of {' or '.join(OBJECTIVES)}",
+        style="dim",
     )
     return int(any(job["status"] for job in jobs))
 

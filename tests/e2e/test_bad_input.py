@@ -156,7 +156,7 @@ CASES = {
     ),
     "reward function that does not import": (
         ["reward.functions=[{files}/broken.py:score]"],
-        ["{files}/broken.py", "does not import (ModuleNotFoundError", "fix it first"],
+        ["{files}/broken.py", "does not import (ModuleNotFoundError", "fix that error first"],
     ),
     "reward function that wants a column": (
         ["profile=demo", "model.path={files}/model", "data.train={files}/good.jsonl"],

@@ -35,10 +35,10 @@ MODULES = {
     "regex_format": "regex_format",
     "repetition_penalty": "repetition",
 }
-# reward functions that need no data column, and so always apply
+# Reward functions that need no data column, so that they apply to every sample.
 NEVER_NONE = {"overlong_penalty", "regex_format", "repetition_penalty"}
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
-CALLS = {  # typical arguments of each built-in reward function
+CALLS = {  # Typical arguments of each built-in reward function.
     "exact_match": {"answer": "7", "ignore_case": True, "ignore_whitespace": True},
     "json_schema": {"schema": OBJECT},
     "length_penalty": {"target": 100, "unit": "words"},
@@ -83,9 +83,9 @@ def load(name):
 
 
 def cases(name):
-    """Yield (reason for the case, response, arguments, expected score) for each line of a function's golden set.
+    """Yield (reason for the case, response, arguments, expected score) for each line of the golden set of a function.
 
-    A golden set stores a huge response as a string and a repeat count.
+    A golden set stores a very long response as a string and a repeat count.
     """
     for line in (GOLDEN / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
         case = json.loads(line)
@@ -108,7 +108,7 @@ def differences(name):
     return wrong
 
 
-# Golden sets
+# Tests with golden sets of responses and expected scores
 
 
 @pytest.mark.parametrize("name", MODULES)
@@ -132,7 +132,7 @@ def test_a_golden_set_has_zero_and_other_scores_and_samples_it_does_not_apply_to
 
 
 def test_every_golden_file_is_of_a_function():
-    # the function `code_tests` has its own test file
+    # The function `code_tests` has its own test file.
     assert {path.stem for path in GOLDEN.glob("*.jsonl")} == {*MODULES, "code_tests"}
 
 
@@ -151,7 +151,7 @@ def test_a_module_imports_no_library_before_it_is_called():
     assert done.returncode == 0, done.stderr
 
 
-# Boxes
+# Tests of finding the last `\boxed{...}`
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_the_math_library_says_nothing_of_its_timeouts(capfd, caplog):
 
 def test_math_leaves_the_alarm_of_the_process_alone():
     before = signal.getsignal(signal.SIGALRM)
-    # whether the timer already runs, because the test itself has a time limit
+    # The timer may already run, because the test itself has a time limit.
     running = signal.getitimer(signal.ITIMER_REAL)[0] > 0
     assert math_answer("p", r"\boxed{\frac{2}{4}}", answer="1/2") == 1.0
     assert signal.getsignal(signal.SIGALRM) is before
@@ -290,7 +290,7 @@ def test_a_schema_without_end_is_the_datas_fault_and_deep_nesting_the_responses(
         ({"$ref": "#"}, "null"),
         ({"properties": {"a": {"$ref": "#/properties/a"}}}, '{"a": [1]}'),
     ):
-        with pytest.raises(ValueError, match="contains an endless reference to itself; correct it"):
+        with pytest.raises(ValueError, match="contains an endless reference to itself; remove that reference"):
             json_schema("p", response, schema=schema)
     nested = {"type": "array", "items": {"$ref": "#"}}
     assert json_schema("p", "[" * 9 + "]" * 9, schema=nested) == 1.0
@@ -338,7 +338,7 @@ def test_ordinary_sums_and_powers_are_still_compared_as_mathematics(response, an
     assert math_answer("p", response, answer=answer) == 1.0
 
 
-# Time
+# Tests of the run time of reward functions
 
 
 def seconds(call, repeats):
@@ -355,7 +355,7 @@ def test_ten_kilobytes_take_about_a_millisecond(name):
     prose = "We add 3 apples and 4 pears, which is 7 pieces of fruit in all. " * 155 + "\nThe answer is (B) 7."
     text = json.dumps({"a": 1, "b": prose}) if name == "json_schema" else prose
     function = load(name)
-    # a call takes about 1 ms, and the limit of 3 ms allows for a busy machine
+    # A call takes about 1 ms; the limit of 3 ms leaves room for a busy machine.
     assert seconds(lambda: function("p", text, **CALLS[name]), repeats=30) < 0.003
 
 
@@ -371,7 +371,7 @@ def test_no_text_makes_a_function_take_more_than_linear_time(name):
     assert slow == []
 
 
-# GSM8K
+# Tests with solutions in the format of GSM8K
 
 
 GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = <<48+24=72>>72.\n#### 72"
@@ -379,7 +379,7 @@ GSM8K = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nTogether 48+24 = <<48+
 
 def test_the_solutions_of_gsm8k_are_read_after_their_marker():
     assert numeric_match("", "So 48 + 24 = 72.\n#### 72", answer=GSM8K, marker="####") == 1
-    # with `marker`, the response must also contain the marker
+    # If `marker` is given, the response must also contain the marker.
     assert numeric_match("", "So 48 + 24 = 72.", answer=GSM8K, marker="####") == 0
     assert numeric_match("", "So 48 + 24 = 72.", answer=GSM8K, answer_marker="####") == 1
     assert numeric_match("", "I give it 24.", answer=GSM8K, answer_marker="####") == 0

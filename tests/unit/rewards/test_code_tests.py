@@ -37,7 +37,7 @@ def test_sum():
     assert all(add(i, 1) == i + 1 for i in range(10))
 test_sum()
 """
-LONG_S = 30.0  # a time limit in seconds that no program in this file reaches
+LONG_S = 30.0  # No program in this file reaches this time limit in seconds.
 
 
 def score(program: str, tests: object = TESTS, **knobs) -> float:
@@ -66,8 +66,8 @@ def test_G1_the_golden_set_scores_the_same_through_the_loader_in_another_thread(
     assert any(elsewhere)
 
 
-# Each cheat would pass if the judging code shared an interpreter or an output with the program.
-# No cheat defines a right function.
+# Each program in `CHEATS` tries to pass the tests without defining a right function. Each program in `CHEATS` would
+# pass if it shared an interpreter or an output with the tests.
 
 SPRAY = "import os\nfor fd in range(3, 256):\n    try: os.write(fd, b'1' * 64)\n    except OSError: pass\n"
 CHEATS = {
@@ -142,7 +142,7 @@ while True:
 }
 
 
-# in the weak sandbox, a program can kill processes outside the sandbox
+# In the weak form of the sandbox, a program can kill processes outside the sandbox.
 STRONG_ONLY = ("kills whoever it can",)
 
 
@@ -201,7 +201,7 @@ def add(a, b):
     except PermissionError as error:
         return str(error)
 """
-    assert score(program, "assert add(lambda: 0, 1) == \"a program may not ask for 'module'\"") == 1.0
+    assert score(program, "assert add(lambda: 0, 1) == \"a program may not send the request 'module'\"") == 1.0
 
 
 # Tests of right programs, and of the Python features that unit tests may use
@@ -277,7 +277,7 @@ def test_all_pairs_of_a_program_share_its_seconds():
     program = "import time\nif input() != '0': time.sleep(600)\nprint(1)"
     begin = time.monotonic()
     assert score(program, pairs, timeout_s=1.0) == 1 / 8
-    # all tests share one second, whereas one second for each test would take longer than 7 s
+    # All tests together get one second; with one second for each test, this call would take longer than 7 s.
     assert time.monotonic() - begin < 7.0
 
 
@@ -336,10 +336,10 @@ def test_without_a_sandbox_there_is_no_score(monkeypatch):
 @pytest.mark.parametrize(
     ("tests", "said"),
     [
-        ("assert (", "they must be Python text"),
+        ("assert (", "the tests must be Python text"),
         ("x = 1", "holds no assert and no call"),
         ([], "the list is empty"),
-        ([{"input": "1"}], "is not a pair; give {'input': text, 'output': text}"),
+        ([{"input": "1"}], "is not a test pair; give {'input': text, 'output': text}"),
     ],
 )
 def test_bad_tests_are_an_error_and_never_a_0(tests, said):

@@ -1,4 +1,4 @@
-"""Tests that a hostile program's forged messages to the judging process only end the judging, without other effects."""
+"""Tests that forged messages from a hostile program only end the process that runs the tests, without other effects."""
 
 import pickle
 
@@ -11,8 +11,8 @@ def score(program: str, tests: str) -> float:
     return code_tests("p", f"```python\n{program}\n```", tests=tests, timeout_s=30.0)
 
 
-# Each name maps to a forged message that the program sends in place of the answer 3.
-# No forged message may pass the test or change anything.
+# Maps the name of each case to a forged message that the program sends in place of the answer 3. No forged message may
+# make the test pass or change an object.
 SENT = {
     "something for nothing": ("answer", 3),
     "an error without text": ("raised", "ValueError", None),

@@ -13,7 +13,7 @@ PROMPT = "2299907="
     [
         ("#7", 1.0),
         ("0227999#7", 1.0),
-        ("0027999#7", 1.0),  # the scratch pad before the mark # is not judged
+        ("0027999#7", 1.0),  # The text before the mark # is not judged.
         ("#1#2#7", 1.0),
         (" # 7 ", 1.0),
         ("#7#2", 0.0),
@@ -21,7 +21,7 @@ PROMPT = "2299907="
         ("#77", 0.0),
         ("#7.", 0.0),
         ("0227999#", 0.0),
-        ("7", 0.0),  # this answer lacks the mark #
+        ("7", 0.0),  # This answer lacks the mark #.
         ("0227999", 0.0),
         ("", 0.0),
     ],

@@ -85,7 +85,7 @@ def module_of(path):
     return vars(__import__("sys").modules[loading.load_function(f"{path}:plain").__module__])
 
 
-# Options
+# Tests of options of reward functions
 
 
 def test_options_are_bound_and_a_column_of_their_name_gives_way(path):
@@ -103,7 +103,8 @@ def test_an_option_that_is_no_parameter_is_refused_unless_the_function_takes_any
     with pytest.raises(ConfigError) as caught:
         loading.check_columns(few, "mine", [], {"levle": 2})
     assert str(caught.value) == (
-        "reward function 'mine': kwargs.levle: it has no such parameter; did you mean level?; it takes response, level"
+        "reward function 'mine': kwargs.levle: the function has no such parameter; did you mean level?; "
+        "it takes response, level"
     )
     loading.check_columns(any_option, "mine", [], {"levle": 2})
 
@@ -130,7 +131,7 @@ def test_settings_of_the_run_reach_functions_that_have_such_a_parameter_and_opti
 def test_a_result_may_be_a_score_or_not_applicable_or_failed_with_a_reason(path):
     results = RewardWorker([function(path, "result")]).score(requests("abc", "none", "fail"))
     assert scores(results) == [3.0, None, "failed"]
-    assert results[2].error == "reward function 'result' says that it failed: no judge"
+    assert results[2].error == "reward function 'result' reported a failure: no judge"
     with pytest.raises(ScoreError, match="no reason given"):
         loading.as_score(RewardResult(failed=True))
 
@@ -178,7 +179,7 @@ def test_an_answer_is_correct_if_no_function_says_otherwise_and_success_is_a_boo
     assert "returned success=1 of type int: success must be True, False or None" in result.error
 
 
-# Batched
+# Tests of batched reward functions
 
 
 def test_a_batched_function_gets_all_samples_of_a_call_at_once_and_columns_as_lists(path):
@@ -196,12 +197,12 @@ def test_one_bad_sample_of_a_batch_fails_alone(path):
 
 def test_a_batch_that_returns_another_number_of_scores_is_an_error(path):
     results = RewardWorker([function(path, "lists")]).score(requests("a", "short", answer="x"))
-    # both samples fail, because the scores cannot be matched to the samples
+    # Both samples fail, because the number of scores differs from the number of samples.
     assert scores(results) == ["failed", "failed"]
     assert {r.error for r in results} == {
         "reward function 'lists' returned 1 scores for 2 samples; return one score per sample, in the same order"
     }
-    # the batched function was called only once with the 2 samples, although it failed
+    # The batched function was called only once with the 2 samples, although the call failed.
     assert module_of(path)["sizes"] == [2]
     for wrong, said in (([1.0], "returned 1 scores for 2 samples"), (1.0, "returned float: a batched function")):
         with pytest.raises(ScoreError, match=said):
@@ -213,7 +214,7 @@ def test_a_batched_function_may_be_async(path):
     assert scores(results) == [3.0, "failed", 1.0]
 
 
-# Async
+# Tests of async reward functions
 
 
 def test_async_calls_of_a_process_run_at_the_same_time(path):
@@ -224,7 +225,7 @@ def test_async_calls_of_a_process_run_at_the_same_time(path):
     seconds = time.monotonic() - start
     assert scores(results) == [float(n % 4) for n in range(64)]
     assert module_of(path)["most"] == 64
-    assert seconds < 0.8  # sequential calls would take 3.2 s
+    assert seconds < 0.8  # Sequential calls would take 3.2 s.
 
 
 async def scored_by_a_pool(reward, asked):
@@ -254,7 +255,7 @@ def test_an_async_call_that_takes_too_long_is_cancelled_alone(path):
     assert errors[1] == "reward function 'nap' did not return within 0.3 s"
     assert "raised ValueError: not today" in errors[2]
     assert "raised SystemExit: 4" in errors[3]
-    assert module_of(path)["running"] == 0  # calls that were still running are cancelled
+    assert module_of(path)["running"] == 0  # Calls that were still running are cancelled.
 
 
 def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit(tmp_path):
@@ -264,7 +265,7 @@ def test_a_timeout_of_the_functions_own_is_not_taken_for_the_limit(tmp_path):
     assert result.error.startswith("reward function 'own' raised TimeoutError: the server is slow")
 
 
-# Tests of different forms of reward functions in one run
+# Tests of runs that mix sync, async and batched reward functions
 
 
 def test_G3_forms_mix_and_scores_stay_in_the_order_of_the_config(path):

@@ -121,7 +121,7 @@ def test_G2_whatever_is_raised_is_failed_with_its_name_and_the_others_are_scored
     assert scores(results) == [3.0, "failed", 1.0]
     assert results[1].error.startswith(f"reward function '{form}' ")
     assert SAID[what] in results[1].error
-    assert scores(worker.score(requests("ab"))) == [2.0]  # the worker's event loop still works
+    assert scores(worker.score(requests("ab"))) == [2.0]  # The worker's event loop still works.
 
 
 @pytest.mark.parametrize(("form", "what"), [("awaited", "ctrl-c"), ("awaited", "itself"), ("async_lists", "ctrl-c"),
@@ -139,7 +139,7 @@ def test_an_async_function_that_stops_the_loop_stops_no_other(raising):
 
 @pytest.fixture
 def interrupts():
-    """Restore the default handler of Ctrl-C, because a shell starts background programs with SIGINT ignored."""
+    """Restore the default handler of SIGINT, because a shell may start pytest with SIGINT ignored."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)

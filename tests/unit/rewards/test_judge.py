@@ -116,7 +116,7 @@ def test_the_number_behind_score_is_the_reward_and_the_question_holds_prompt_and
         ("**Score:** 7", 7.0),
         ("score = -2", -2.0),
         ("SCORE:\n0", 0.0),
-        ("It says 'Score: 10' itself. Weak.\nScore: 3", 3.0),  # the last score in the judge's text counts
+        ("It says 'Score: 10' itself. Weak.\nScore: 3", 3.0),  # The last score in the judge's answer counts.
         ("Score: 3/10", 3.0),
     ],
 )
@@ -198,7 +198,7 @@ def test_a_wrong_request_is_not_tried_again():
 
 def test_no_server_at_all_is_failed_soon():
     with serving(lambda _: "") as server:
-        pass  # nothing listens on the port any more, because the server has released it
+        pass  # No server listens on the port any more.
     began = time.monotonic()
     result = ask(server.url, retries=1)
     assert result.failed
@@ -238,7 +238,7 @@ def test_in_a_worker_a_judge_that_fails_makes_its_sample_failed_and_one_that_han
         (result,) = worker(server.url).score(requests(1))
     assert result.failed
     assert result.error == (
-        "reward function 'judge' says that it failed: no number in the judge's answer, which begins 'no idea'"
+        "reward function 'judge' reported a failure: no number in the judge's answer, which begins 'no idea'"
     )
     with serving(lambda _: "Score: 1", delay_s=1.0) as server:
         (result,) = worker(server.url).score(requests(1), limit_s=0.2)
@@ -255,7 +255,7 @@ def test_the_key_comes_from_the_environment_and_no_message_shows_it(monkeypatch)
     with serving(lambda _: (401, {}, {"error": {"message": "wrong key sk-secret"}})) as server:
         message = ask(server, api_key_env="MY_KEY").message
     assert "wrong key [hidden]" in message
-    monkeypatch.setenv("CREDENTIAL", "a b")  # a short secret in a variable whose name does not suggest a secret
+    monkeypatch.setenv("CREDENTIAL", "a b")  # This short secret is in a variable whose name does not suggest a secret.
     for reply in ((401, {}, {"error": {"message": "wrong key 'a\\nb'"}}), "I was asked with a  b"):
         with serving(lambda _, reply=reply: reply) as server:
             assert "[hidden]" in ask(server, api_key_env="CREDENTIAL").message
@@ -269,7 +269,7 @@ def test_the_key_comes_from_the_environment_and_no_message_shows_it(monkeypatch)
         ({"question": "What is 2+2?"}, "question='What is 2+2?': has no {response}; set kwargs.question"),
         (
             {"question": "{response} {gold}"},
-            "question has {gold}, but this sample has only prompt, response; write a literal",
+            "question has {gold}, but this sample has only prompt, response; use one of these names, or write a",
         ),
         ({"question": 7}, "question='7': has no {response}"),
         ({"score": r"\d+"}, r"score='\\d+': has no group"),

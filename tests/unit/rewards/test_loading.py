@@ -27,7 +27,7 @@ COLUMNS = {"answer": "7", "finish_reason": "stop"}
 
 @pytest.fixture(autouse=True)
 def _own_import_path(monkeypatch):
-    monkeypatch.setattr(sys, "path", list(sys.path))  # loading a reward file adds the file's folder to sys.path
+    monkeypatch.setattr(sys, "path", list(sys.path))  # Loading a reward file adds the file's folder to sys.path.
 
 
 def write(folder: Path, text: str, name: str = "mine.py") -> Path:
@@ -56,7 +56,7 @@ def test_a_file_may_be_named_absolutely_or_from_the_working_directory(tmp_path, 
     monkeypatch.chdir(tmp_path)
     functions = [load_function(path) for path in ("mine.py:score", "./mine.py:score", f"{tmp_path}/mine.py:score")]
     assert [call(function, "p", "abc", {}) for function in functions] == [3.0] * 3
-    assert functions[0] is functions[2]  # a file is loaded only once, so that its functions share their state
+    assert functions[0] is functions[2]  # A file is loaded only once, so that its functions share their state.
     assert absolute("mine.py:score") == f"{tmp_path}/mine.py:score"
     assert absolute("package.module:score") == "package.module:score"
 
@@ -64,12 +64,12 @@ def test_a_file_may_be_named_absolutely_or_from_the_working_directory(tmp_path, 
 def test_a_package_may_lie_in_the_working_directory_of_an_installed_command(tmp_path, monkeypatch):
     write(tmp_path, "def score():\n    return 1\n", "rltrain_test_beside.py")
     monkeypatch.chdir(tmp_path)
-    # an installed command has a sys.path without the working directory
+    # The `sys.path` of an installed console command does not contain the working directory.
     monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
     for _ in range(2):
         assert call(load_function("rltrain_test_beside:score"), "p", "r", {}) == 1
     assert sys.path.count(str(tmp_path)) == 1
-    # the folder is appended to sys.path, so that its files cannot hide installed packages
+    # The folder is appended to sys.path, so that files in the folder cannot hide installed packages.
     assert sys.path[-1] == str(tmp_path)
 
 
@@ -140,7 +140,7 @@ def test_a_file_without_functions_says_so(tmp_path):
 def test_a_file_that_does_not_import_says_why(tmp_path, text, reason):
     path = write(tmp_path, text)
     assert f"{path} does not import ({reason}" in error_of(f"{path}:score")
-    # a module whose import failed is imported again
+    # A module whose import has failed is imported again at the next call.
     assert f"{path} does not import ({reason}" in error_of(f"{path}:score")
 
 
@@ -155,7 +155,7 @@ def test_what_is_no_function_is_refused(tmp_path):
     assert "'score' is of type float, not a function" in error_of(f"{write(tmp_path, 'score = 0.5')}:score")
 
 
-# Columns
+# Tests of the columns that reward functions take
 
 
 def test_a_function_that_needs_a_column_that_is_not_there_is_refused():
@@ -249,7 +249,7 @@ def test_G4_none_means_not_applicable_and_stays_none():
         (10**400, "returned a number of type int: a score outside float32's range"),
         (Fraction(10**400), "returned a number of type Fraction: a score outside float32's range"),
         (Decimal("inf"), "returned inf: a score must be finite"),
-        (numpy.complex64(1 + 2j), "of type complex"),  # float() would drop the imaginary part
+        (numpy.complex64(1 + 2j), "of type complex"),  # float() would drop the imaginary part of the number.
         (numpy.array("0.5"), "returned '0.5' of type str"),
     ],
 )
@@ -260,7 +260,7 @@ def test_what_is_no_score_is_an_error_and_never_0(result, said):
 
 
 def test_a_sample_without_a_needed_column_is_an_error():
-    with pytest.raises(ScoreError, match="needs 'answer', but this sample has only level, prompt, response"):
+    with pytest.raises(ScoreError, match="needs the column 'answer', but this sample has only level, prompt, response"):
         call(lambda answer: 1.0, "p", "r", {"level": 1})
 
 
@@ -288,7 +288,7 @@ def test_async_functions_run_to_their_end_on_one_loop_that_stays():
         return len(response)
 
     assert [call(slow, "p", "r" * n, {}) for n in (1, 2)] == [1.0, 2.0]
-    # both calls use the same event loop, so that a function can keep its connections between calls
+    # Both calls use the same event loop, so that a function can keep its connections between calls.
     assert loops[0] is loops[1]
 
 
@@ -309,7 +309,7 @@ def test_async_functions_work_where_a_loop_is_running_and_survive_an_exit():
 
 def test_an_object_that_can_be_called_is_a_function_too():
     @dataclass
-    class Length:  # instances of a dataclass with __eq__ are not hashable
+    class Length:  # Instances of a dataclass with __eq__ are not hashable.
         per: float
 
         def __call__(self, response):

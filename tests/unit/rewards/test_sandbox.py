@@ -1,6 +1,6 @@
 """Tests of misbehaving programs in both forms of the sandbox.
 
-Each program must end in time with the right status, and leave no processes or files.
+Each program must end in time with the right status, and must leave no processes or files behind.
 """
 
 import logging
@@ -22,7 +22,7 @@ from rltrain.rewards.sandbox import SandboxError, SandboxResult, run
 WHY_NOT = sandbox.why_not_strong()
 needs_strong = pytest.mark.skipif(bool(WHY_NOT), reason=f"no strong form here: {WHY_NOT}")
 BOTH = [pytest.param("required", marks=needs_strong), "limits"]
-SOON_S = 20.0  # a generous number of seconds for programs with a time limit of 1 s, even on a slow machine
+SOON_S = 20.0  # Even on a slow machine, a program with a time limit of 1 s ends within this number of seconds.
 
 
 def left(mark: str) -> list[str]:
@@ -42,7 +42,7 @@ def left(mark: str) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def _nothing_is_left(monkeypatch, tmp_path):
-    # the test has its own temporary folder, because other runs on the machine use the default folder
+    # Each test has its own temporary folder, because other runs on the machine use the default folder.
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     real = sandbox.environment
     monkeypatch.setattr(sandbox, "environment", lambda folder: {**real(folder), "MARK": str(tmp_path)})
@@ -60,7 +60,7 @@ def in_time(code: str, level: str, **limits) -> SandboxResult:
     return result
 
 
-# Ordinary programs
+# Tests of ordinary programs in the sandbox
 
 
 @pytest.mark.parametrize("level", BOTH)
@@ -126,7 +126,7 @@ if not os.fork():
     os._exit(0)
 os.wait()
 """
-CASES = {  # each case is name: (program, status, return code, text in the reason or the standard error)
+CASES = {  # Maps the name of each case to (program, status, return code, text in the reason or in the standard error).
     "sleeps": ("import time; time.sleep(600)", "timeout", None, ""),
     "spins": ("while True: pass", "timeout", None, ""),
     "spins in C": ("sum(range(10**12))", "timeout", None, ""),
@@ -310,7 +310,7 @@ print("still here")
     assert result.status == "ok"
     assert result.stdout.splitlines()[0] == "True"
     assert result.stdout.splitlines()[-1] == "still here"
-    assert os.getpid()  # the test process itself was not killed
+    assert os.getpid()  # The test process itself was not killed.
 
 
 @needs_strong
@@ -358,7 +358,7 @@ os.write(101, b"x")
     assert result.stdout == "tried\n", result
 
 
-# Levels
+# Tests of the sandbox levels "auto", "required" and "limits"
 
 
 def test_an_unknown_level_or_a_limit_of_nothing_is_refused():
@@ -398,5 +398,5 @@ def test_a_bubblewrap_that_the_kernel_forbids_is_found_out_by_trying(monkeypatch
 
 def test_an_interpreter_that_does_not_start_is_no_verdict_on_the_program(monkeypatch):
     monkeypatch.setattr(sandbox, "command", lambda strong: ["/bin/sh", "-c", "echo no libpython >&2; exit 127"])
-    with pytest.raises(SandboxError, match="Python did not start inside it: no libpython"):
+    with pytest.raises(SandboxError, match="Python did not start inside the sandbox: no libpython"):
         run("print(1)", level="limits")

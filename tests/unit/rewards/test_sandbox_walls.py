@@ -1,4 +1,4 @@
-"""Tests of escapes from the strong form of the sandbox, and of messages where the strong form does not work."""
+"""Tests of escapes from the strong form of the sandbox, and of the messages if that form does not work."""
 
 import logging
 import os
@@ -126,7 +126,7 @@ def test_strong_only_links_that_a_program_leaves_delete_nothing_of_ours(tmp_path
     assert (tmp_path / "keep").read_text() == "x"
 
 
-# Tests for machines where the strong form does not work
+# Tests of machines on which the strong form of the sandbox does not work
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_required_is_refused_before_any_worker_where_only_the_weak_form_works(wi
 
 def test_a_run_without_model_written_code_asks_for_no_sandbox(without_bubblewrap):
     assert checks.sandbox_warning(compose(["reward.sandbox=required"])[0]) == ""
-    assert sandbox._why_not == []  # no code has tried whether the strong form works
+    assert sandbox._why_not == []  # No code has tested whether the strong form of the sandbox works.
 
 
 @pytest.mark.parametrize("placement", ["local", "inprocess"])
@@ -180,7 +180,7 @@ def test_the_driver_says_once_what_the_weak_form_allows(
     assert line.startswith("warning: reward function 'code': sandbox: model-written code runs with limits")
     assert "because bwrap is not installed" in line
     assert run("print(1)", level="auto").stdout == "1\n"
-    assert caplog.messages == []  # the warning is not repeated
+    assert caplog.messages == []  # The warning is not logged a second time.
 
 
 @needs_strong

@@ -158,7 +158,7 @@ def scored(path, name: str, asked: list[RewardRequest], **kwargs) -> list:
     return [result.error if result.failed else result.scores[0] for result in ours]
 
 
-# TRL
+# Tests of reward functions with TRL's signature
 
 
 def test_a_function_of_TRL_gets_lists_of_texts_where_prompts_are_text(path):
@@ -183,7 +183,7 @@ def test_chats_and_texts_in_one_batch_each_get_their_own_form(path):
     mixed = [RewardRequest((0, n), r.prompt, r.response, r.columns) for n, r in enumerate(mixed)]
     first, second = scored(path, "trl_chat", mixed)
     assert first == 1.0
-    # the function fails on the text prompt, because it only handles messages
+    # The function fails on the text prompt, because the function handles only lists of messages.
     assert "string indices must be integers" in second
 
 
@@ -219,7 +219,7 @@ def test_a_function_that_needs_TRLs_trainer_state_is_refused_at_the_start(path):
     )
 
 
-# verl
+# Tests of reward functions with verl's signature
 
 
 def test_the_right_answer_of_verls_functions_comes_from_each_of_three_places(path):
@@ -276,12 +276,12 @@ def test_data_without_a_right_answer_is_refused_at_the_start(path):
         check_columns(compute_score, "gsm8k", ["level"])
     assert str(caught.value) == (
         "reward function 'gsm8k' needs one of the columns ground_truth, reward_model, answer, and the data has none of "
-        "them; there are data_source, solution_str, extra_info, finish_reason, level; rename a column, or set "
-        "ground_truth in kwargs"
+        "them; the available names are data_source, solution_str, extra_info, finish_reason, level; rename a column, "
+        "or set ground_truth in kwargs"
     )
     for columns, kwargs in ((["answer"], {}), (["reward_model"], {}), ([], {"ground_truth": "7"})):
         check_columns(compute_score, "gsm8k", columns, kwargs)
-    # no column is needed, because ground_truth has a default
+    # No column is needed, because the parameter `ground_truth` has a default.
     check_columns(load_function(f"{path}:verl_options"), "options", [])
 
 
@@ -299,7 +299,7 @@ def test_a_row_without_a_right_answer_fails_alone(path):
     assert "this sample has none" in second
 
 
-# OpenRLHF
+# Tests of reward functions with OpenRLHF's signature
 
 
 def test_a_function_of_OpenRLHF_gets_queries_that_are_prompts_and_responses(path):
@@ -340,6 +340,7 @@ def test_a_function_with_rltrains_own_parameters_is_not_wrapped(path):
 
 def test_messages_and_token_ids_reach_only_functions_that_name_them(path):
     chat = [{"role": "user", "content": "hello"}]
-    assert scored(path, "own_columns", requests("abc", messages=chat, answer="7")) == [2.0]  # answer, finish_reason
+    # The function receives two columns: answer and finish_reason.
+    assert scored(path, "own_columns", requests("abc", messages=chat, answer="7")) == [2.0]
     assert scored(path, "own_facts", requests("abc", messages=chat)) == [13.0]
     assert call(load_function(f"{path}:own_columns"), "p", "r", {"answer": "7"}) == 1.0

@@ -1,6 +1,6 @@
 """Tests of which folders count as checkpoints, which checkpoints are kept, and failures to write a checkpoint.
 
-The tests use fakes in place of training ranks.
+The tests use fake training ranks.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ HISTORY = {
 
 
 class Ranks:
-    """Two fake training ranks that each write one file at the second request for their state, if `writes` is set."""
+    """Two fake training ranks, which write their files at the second call of `saved_state` if `writes` is set."""
 
     def __init__(self):
         self.url, self.looks, self.error, self.writes = "", 0, "", True
@@ -44,7 +44,7 @@ class Ranks:
             return [None, None]
         try:
             return self._write(Folder(self.url))
-        except OSError as error:  # ranks return an error in their result instead of raising it
+        except OSError as error:  # Ranks return an error in their result instead of raising the error.
             return [Saved(error=str(error)), Saved()]
 
     def _write(self, folder):
@@ -63,13 +63,13 @@ def made(tmp_path, *, keep=0, best=None) -> Checkpoints:
     return Checkpoints(Folder(str(tmp_path / "checkpoints")), "seed: 0\n", keep=keep, best=best, sources={"a": 7})
 
 
-LINES = tempfile.TemporaryDirectory()  # folder of the run's history files, which is removed when the tests end
+LINES = tempfile.TemporaryDirectory()  # This folder holds the run's history files and is removed when the tests end.
 
 
 def history_files(folder):
     """Write a run's history files, and return the size of each file when the checkpoint was started.
 
-    Each file has grown by one line since the start of the checkpoint.
+    After the checkpoint was started, each history file has grown by one line.
     """
     for name, content in HISTORY.items():
         (folder / name).write_bytes(content + b"a line of a later step\n")
@@ -143,7 +143,7 @@ async def test_F4_whichever_file_is_damaged_it_is_named_and_the_one_before_is_us
             (folder / name).write_bytes(bad)
         caplog.clear()
         assert checkpoints.newest().step == 1, name
-        # a folder without a manifest is no checkpoint, so no message is logged
+        # A folder without a manifest is not a checkpoint, so no message is logged.
         if not (harm == "remove" and name == MANIFEST):
             (said,) = caplog.messages
             assert f"{folder}: {name}" in said
@@ -219,7 +219,7 @@ async def test_a_save_that_fails_on_a_rank_is_said_and_leaves_the_run_and_the_ol
     with pytest.raises(CheckpointError, match=r"so .*model was not created; free space"):
         checkpoints.publish(tmp_path / "model")
     ranks.error = ""
-    await save(checkpoints, 2, ranks=ranks)  # tried again
+    await save(checkpoints, 2, ranks=ranks)  # The second attempt to save step 2 succeeds.
     assert checkpoints.newest().step == 2
 
 
@@ -237,7 +237,7 @@ async def test_an_abandoned_save_is_said_and_leaves_nothing(tmp_path, caplog, be
     assert "step_2: not saved, a rank died while it wrote; the run goes on" in said
     assert (checkpoints.writing, checkpoints.last) == (None, None)
     assert os.listdir(tmp_path / "checkpoints") == ["step_1"]
-    await checkpoints.finish()  # `finish` returns, because no save is in progress
+    await checkpoints.finish()  # `finish` returns, because no save is in progress.
 
 
 async def test_a_rank_that_dies_while_it_writes_fails_the_save_and_is_reported_by_finish(tmp_path, caplog):
@@ -272,7 +272,7 @@ async def test_a_save_begins_only_when_the_one_before_is_complete(tmp_path):
 async def test_an_abandoned_save_whose_manifest_is_being_written_is_complete_before_the_run_goes_on(
     tmp_path, monkeypatch
 ):
-    """The manifest is written in a thread, which cannot be cancelled."""
+    """A thread writes the manifest, and a thread cannot be cancelled."""
     checkpoints, entered, leave = made(tmp_path), threading.Event(), threading.Event()
     commit = checkpoints._commit
 
@@ -336,7 +336,7 @@ async def test_a_copy_under_another_number_is_no_checkpoint(tmp_path, caplog):
     shutil.copytree(tmp_path / "checkpoints/step_2", tmp_path / "checkpoints/step_50")
     shutil.copytree(tmp_path / "checkpoints/step_2", tmp_path / "checkpoints/best")
     assert checkpoints.newest().step == 2
-    assert "step_50: is the checkpoint of step 2 under another name" in caplog.messages[0]
+    assert "step_50: is the checkpoint of step 2, but the folder's name gives another step" in caplog.messages[0]
     assert read(checkpoints.folder.at("best")).step == 2
 
 

@@ -87,7 +87,7 @@ def test_every_algorithm_passes(algorithm):
         (["rollout=hf", "rollout.engine=vllm"], "the engine's settings are missing; use rollout=vllm"),
         (["data.train=no.jsonl"], "data.train=no.jsonl: no such file; check the path (relative paths start at "),
         (["data.val=no.jsonl"], "data.val=no.jsonl: no such file"),
-        (["data.train=builtin:mediam"], "unknown built-in task; the nearest is 'builtin:median', and all are"),
+        (["data.train=builtin:mediam"], "unknown built-in task; the nearest is 'builtin:median', and all tasks are"),
         (["data.train=builtin:sort"], "with the reward of task median: every answer would be wrong; use data=sort"),
         (["model.path=no"], "model.path=no: no such directory; give the folder of a model, its ORG/NAME on the hub"),
         (["rollout.max_response_length=1009"], "= 1025 tokens: the model has 1024 positions"),
@@ -140,7 +140,7 @@ def test_an_output_folder_with_another_run_is_refused(tmp_path, name):
     )
     check(
         config_of(f"trainer.output_dir={tmp_path}", "trainer.resume=auto")
-    )  # `rltrain.run.resume` checks later whether the folder belongs to the run
+    )  # `rltrain.run.resume` checks later whether the folder belongs to the run.
 
 
 def test_an_output_folder_that_is_there_and_holds_no_run_is_fine(tmp_path):

@@ -1,6 +1,7 @@
 """Tests of two runs with one output folder.
 
-The second run is refused, even if it reaches the folder through a link. The lock ends with the process that holds it.
+The second run is refused, even if the second run names the folder through a symbolic link. When a process ends, its
+locks are released.
 """
 
 import os
@@ -59,7 +60,7 @@ def test_a_second_process_in_a_folder_is_refused_until_the_first_has_died(tmp_pa
         with lock_of(*words) as lock:
             lock.take()
     finally:
-        os.killpg(first.pid, signal.SIGKILL)  # killpg also kills the child of the process
+        os.killpg(first.pid, signal.SIGKILL)  # `killpg` also kills the child processes of the process.
         first.stdout.close()
 
 

@@ -30,7 +30,7 @@ def test_the_batch_sizes_are_spelt_out():
 
 def test_epochs_are_converted_to_steps_of_which_the_last_may_be_partly_filled():
     config = with_epochs_as_steps(config_of("trainer.total_epochs=1.5", "trainer.prompts_per_step=32"), 65)
-    assert config.trainer.total_steps == 4  # 97.5 prompts
+    assert config.trainer.total_steps == 4  # 1.5 epochs of 65 prompts are 97.5 prompts.
     assert dict(plan_rows(config, FACTS))["run"].startswith("4 steps (trainer.total_epochs=1.5), 8 optimizer steps; ")
     assert with_epochs_as_steps(config_of("trainer.total_steps=9"), 65).trainer.total_steps == 9
 
@@ -212,7 +212,7 @@ def test_memory_is_sixteen_bytes_a_trained_parameter_over_the_ranks():
         "; to start, a rank takes 4.0 GB of host memory for the whole model"
     )
     frozen = row("memory", reference, "model.dtype=bfloat16", facts=gib)
-    # the memory of the reference model has no optimizer states, because it is never trained
+    # The reference model is never trained, so its memory contains no optimizer states.
     assert frozen.startswith("a rank: actor 16.0 GB + reference 2.0 GB + critic")
 
 
@@ -233,7 +233,7 @@ def test_an_engine_holds_its_shard_in_its_own_dtype():
     overrides = ["model.dtype=bfloat16", "rollout.vllm.tensor_parallel_size=2"]
     assert "an engine: weights 1.0 GB, 50% of its GPU in total;" in row("memory", *overrides, facts=gib)
     assert "an engine: weights 4.0 GB;" in row("memory", "rollout=hf", facts=gib)
-    # with the rollout engine hf, vLLM's settings have no effect
+    # With the rollout engine hf, vLLM's settings have no effect.
     another = ["rollout.engine=hf", "rollout.vllm.tensor_parallel_size=2"]
     assert "an engine: weights 4.0 GB;" in row("memory", *another, facts=gib)
     assert "+ 1 engine +" in row("processes", *another)

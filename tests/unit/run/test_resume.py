@@ -329,7 +329,7 @@ def test_a_config_that_is_none_is_refused_in_one_line(tmp_path, content):
 async def test_the_order_of_keys_and_the_way_a_number_is_written_make_no_difference(tmp_path):
     await saved(tmp_path)
     plain = dataclasses.asdict(config(tmp_path))
-    # the file is read as YAML, and JSON is also valid YAML
+    # The file is read as YAML, and JSON is also valid YAML.
     (tmp_path / "config.yaml").write_text(json.dumps(plain, sort_keys=True))
     assert beginning(config(tmp_path, "trainer.resume=auto")).checkpoint.step == 2
 

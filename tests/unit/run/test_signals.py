@@ -40,7 +40,7 @@ def send_twice(number, seen) -> None:
             signals.stop_with(tasks)
             tasks.check()
             os.kill(os.getpid(), number)
-            # a signal interrupts waits in which nothing can be lost, but it does not interrupt computation
+            # A signal interrupts waits in which no work can be lost, but a signal does not interrupt computation.
             seen.append("computing goes on")
             await asyncio.sleep(0)
             with pytest.raises(Stopped):
@@ -82,7 +82,7 @@ os.kill(pid, number)
 def test_the_first_signal_also_ends_a_wait_when_nothing_else_happens_in_the_event_loop(number):
     """Another process sends the signal while the event loop sleeps.
 
-    The event loop has no timer that could wake the event loop before the signal arrives.
+    No timer can wake the event loop before the signal arrives.
     """
     senders = []
 

@@ -1,4 +1,4 @@
-"""Tests that a fingerprint changes when the content of a file changes under an unchanged name.
+"""Tests that the fingerprint of a file changes when the content changes but the file name does not.
 
 The fingerprints cover prompts, reward files, and the model weights that no checkpoint replaces.
 """

@@ -1,4 +1,4 @@
-"""Checks before a run that trains on the stored answers of an earlier run."""
+"""Tests of the checks before a run that trains on the stored answers of an earlier run."""
 
 import pytest
 

@@ -1,6 +1,6 @@
 """Tests of sweeps without training.
 
-A fake replaces the function that starts jobs, and records the command of each job.
+A fake function starts no jobs and only records the command of each job.
 """
 
 import json

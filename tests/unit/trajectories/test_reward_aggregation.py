@@ -217,7 +217,9 @@ def test_C4_a_weighted_sum_beyond_float32_is_an_error_and_never_not_applicable(r
 def test_an_aggregation_that_cannot_be_called_is_refused_at_the_start(own):
     with pytest.raises(ConfigError) as caught:
         check_aggregation(f"{own}:demanding")
-    assert str(caught.value).startswith(f"reward.aggregation={own}:demanding: it is called with components, uid, valid")
+    assert str(caught.value).startswith(
+        f"reward.aggregation={own}:demanding: the function is called with components, uid, valid"
+    )
     check_aggregation(f"{own}:largest")
     check_aggregation(f"{own}:some")
 
