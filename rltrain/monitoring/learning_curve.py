@@ -2,11 +2,12 @@
 
 from pathlib import Path
 
-CURVES = ("step", "reward/mean", "rollout/length_mean")  # the values that the image shows for each training step
+# The image of the learning curve shows these metrics of each training step.
+CURVES = ("step", "reward/mean", "rollout/length_mean")
 
 
 def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[str, float]], path: Path) -> None:
-    """Draw the training reward, the evaluation rewards and the answer length over the steps as a PNG file."""
+    """Plot training reward, evaluation rewards and answer length against the training step, as a PNG image."""
     import matplotlib as mpl
 
     mpl.use("Agg")

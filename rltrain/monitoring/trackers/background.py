@@ -1,4 +1,4 @@
-"""Runs a sink in a thread, so that a slow or failing service neither delays nor ends the run."""
+"""Calls a sink in a separate thread, so that a slow or failing service neither delays nor ends the run."""
 
 import logging
 import threading
@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from rltrain.base.errors import described
 from rltrain.monitoring.sinks import Metrics, Rows, Sink, TakesConfig, TakesSamples
 
-# maximum number of calls that wait for the sink; a step makes one call, or up to three with samples and evaluation
+# At most 1000 calls of a sink wait to be executed. A training step makes one call, or up to three if samples and an
+# evaluation are logged.
 MAX_WAITING = 1000
 CLOSE_TIMEOUT_S = 30.0
 
@@ -21,33 +22,35 @@ _Call = Callable[[], None]
 
 @runtime_checkable
 class GivesUp(Protocol):
-    """Optional interface of a sink whose library may keep the process from exiting."""
+    """Optional interface of a sink whose library may keep the run's process from exiting."""
 
     def give_up(self) -> None:
         """Stop the work that the sink's library is still doing.
 
-        `BackgroundSink` calls `give_up` in the main thread if `close` takes too long.
+        `BackgroundSink` calls `give_up` in the main thread if the sink's method `close` takes too long.
         """
 
 
 class BackgroundSink:
-    """Forwards each call to another sink, in a separate thread and in the order of the calls.
+    """Forwards each method call to a wrapped sink, in a separate thread and in the order of the calls.
 
-    Only the method `close` waits for the wrapped sink, and no method raises an exception. If a call to the wrapped sink
-    fails, the later calls are still made. If `restore` fails, the wrapped sink has no run to write to, so it receives
-    no calls until the next `restore`.
+    Of the methods of `BackgroundSink`, only `close` waits for the wrapped sink, and none raises an exception. If a call
+    of the wrapped sink raises an exception, the later calls are still made. If `restore` fails, the wrapped sink has no
+    run to write to, so the wrapped sink gets no calls until the next `restore`.
 
     Args:
-        name: name of the sink in alarms.
-        sink: the wrapped sink, which receives the calls. All methods of `sink` are called in the separate thread.
+        name: name of the wrapped sink in the text of alarms.
+        sink: the wrapped sink, to which the calls are forwarded. All methods of `sink` except `give_up` are called in
+            the separate thread.
     """
 
     def __init__(self, name: str, sink: Sink) -> None:
         self.name, self.sink = name, sink
-        # each entry is (call, whether the call is skipped unless the last `restore` succeeded)
+        # Each entry of the queue is a pair (call, whether the call is skipped if the last `restore` failed).
         self._calls: SimpleQueue[tuple[_Call, bool] | None] = SimpleQueue()
         self._alarms: SimpleQueue[str] = SimpleQueue()
-        self._has_run = False  # whether the last `restore` succeeded; used only by the separate thread
+        # Whether the last call of `restore` succeeded; only the separate thread reads and writes this attribute.
+        self._has_run = False
         self._failed = self._full = False
         self._ends_by: float | None = None
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
