@@ -2,8 +2,9 @@
 
 The ledger has one line per training step, with the following keys:
 
-- `used`: uids of the prompt groups that were trained on. - `dropped`: uids of the prompt groups that were discarded. -
-`failed`: pairs (uid of the prompt group, index of the answer in the group) of the answers whose reward failed.
+- `used`: uids of the prompt groups that were trained on.
+- `dropped`: uids of the prompt groups that were discarded.
+- `failed`: pairs (uid of the prompt group, index of the answer in the group) of the answers whose reward failed.
 
 The uid of each prompt group occurs exactly once in the whole ledger, either in `used` or in `dropped`.
 """

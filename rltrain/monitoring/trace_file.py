@@ -129,7 +129,7 @@ class _Process:
         self.free: dict[str, list[tuple[int, int]]] = {}
 
     def introduce(self, recorded: Recorded) -> Iterator[dict[str, Any]]:
-        """Yield two metadata events: one with the name of the process, and one with its position among the processes."""
+        """Yield two metadata events: one with the process's name, and one with its position among the processes."""
         name = f"{recorded.process} (pid {recorded.pid}, {recorded.host})"
         for kind, args in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": self.number})):
             yield {"name": kind, "ph": "M", "pid": self.number, "tid": 0, "args": args}
@@ -164,8 +164,8 @@ class _Process:
     def _free_thread(self, event: Event) -> tuple[int, bool]:
         """Return the number of a thread for an event that must not be nested, and whether the thread is new.
 
-        Of the event's track, the thread that has been free for the longest time is chosen. If all threads of the
-        event's track are busy when the event starts, a new thread is created.
+        The chosen thread is the thread of the event's track that has been free for the longest time. If all threads of
+        the event's track are busy when the event starts, a new thread is created.
         """
         heap = self.free.setdefault(event.track, [])
         if heap and heap[0][0] <= event.start_ns:

@@ -177,7 +177,7 @@ def _size(file: SampleFile) -> Size:
     metadata = pq.read_metadata(file.path)
     names = set(metadata.schema.to_arrow_schema().names)
     if missing := _NEEDED - names:
-        raise ValueError(f"it has no column {', '.join(sorted(missing))}")
+        raise ValueError(f"the table lacks the columns {', '.join(sorted(missing))}")
     tokens = 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -279,7 +279,7 @@ class Chunk:
             return None
         offsets, values = self._tokens(name)
         if not np.array_equal(offsets, self.offsets):
-            raise ValueError(f"its column {name} and response_ids have different lengths")
+            raise ValueError(f"the columns {name} and response_ids have lists of different lengths")
         return values
 
     def encode(self, vocabulary: Vocabulary, k: int) -> str:

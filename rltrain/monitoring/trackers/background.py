@@ -57,7 +57,7 @@ class BackgroundSink:
         self._thread.start()
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Pass the config to the sink, if the sink implements `TakesConfig`."""
+        """Pass the config of the run to the wrapped sink, if the sink implements `TakesConfig`."""
         if isinstance(self.sink, TakesConfig):
             self._calls.put((partial(self.sink.log_config, config), False))
 
@@ -70,14 +70,14 @@ class BackgroundSink:
         self._put(partial(self.sink.log_eval, step, dict(metrics)))
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Pass samples of a training step to the sink, if the sink implements `TakesSamples`."""
+        """Pass samples of a training step to the wrapped sink, if the sink implements `TakesSamples`."""
         if isinstance(self.sink, TakesSamples):
             self._put(partial(self.sink.log_samples, step, rows))
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Make the wrapped sink discard everything after the training step `step`.
+        """Make the wrapped sink discard all metrics and samples after the training step `step`.
 
-        A call of `restore` is never skipped, however many calls are waiting.
+        A call of `restore` is never dropped, however many earlier calls are still waiting.
         """
         rows = [dict(row) for row in steps], [dict(row) for row in evaluations]
         self._calls.put((partial(self._restore, step, *rows), False))
@@ -88,7 +88,7 @@ class BackgroundSink:
         self._has_run = True
 
     def finish(self) -> None:
-        """Make the wrapped sink close once all waiting calls are done.
+        """Arrange that the wrapped sink closes after all waiting calls have been executed.
 
         `finish` returns immediately, without waiting for the wrapped sink.
         """
@@ -99,7 +99,7 @@ class BackgroundSink:
     def close(self) -> None:
         """Close the sink.
 
-        Wait until the sink is closed, or until `CLOSE_TIMEOUT_S` seconds have passed since the call of `finish`.
+        Wait until the wrapped sink is closed, or until 30 seconds have passed since the call of `finish`.
         """
         self.finish()
         assert self._ends_by is not None, "set by `finish`"
@@ -116,7 +116,7 @@ class BackgroundSink:
     def alarms(self) -> list[str]:
         """Return the alarms that were raised since the last call of `alarms`.
 
-        Only the first failure of each kind raises an alarm.
+        Only the first exception and the first dropped call raise an alarm.
         """
         return [self._alarms.get() for _ in range(self._alarms.qsize())]
 
@@ -141,7 +141,7 @@ class BackgroundSink:
     def _try(self, call: _Call) -> None:
         try:
             call()
-        except BaseException as error:  # catches SystemExit too, which would end the thread
+        except BaseException as error:  # The handler also catches SystemExit, which would otherwise end the thread.
             logger.debug("%s failed", self.name, exc_info=True)
             if not self._failed:
                 self._failed = True
