@@ -79,9 +79,9 @@ class Trainer:
         incarnation: number of times that the run was restored; `incarnation` and `step` together identify the weights.
         origin: checkpoint to which the run was last restored; None if the run was never restored to a checkpoint.
         beginning: state of the driver before the first step; None if the run began from a checkpoint.
-        engine_checked: whether the engine's log-probs have been compared with the actor's log-probs in this run. With
-            top-p or top-k, `engine_checked` is True from the start, because the engine's log-probs belong to a
-            restricted distribution.
+        engine_checked: whether the log-probs of engine and actor have been compared since the run began. With top-p or
+            top-k, `engine_checked` is True from the start, because the engine's log-probs belong to a restricted
+            distribution.
         checked_before: value of `engine_checked` before the current step.
         dropped: uids of the prompt groups that the most recent training step dropped.
     """

@@ -174,7 +174,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/weight_clip_fraction",
-            "`cispo`, `dppo_tv`, `dppo_kl`, `topr`, `ce_gppo`: share of tokens whose gradient weight was clipped",
+            "share of tokens whose gradient weight the loss clips (`cispo`, `dppo_tv`, `dppo_kl`, `topr`, `ce_gppo`)",
             "share",
         ),
         Metric(
@@ -306,7 +306,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "largest of the actor's gradient norms before clipping, over optimizer steps",
             "number",
         ),
-        Metric("actor/lr", "mean of the actor's learning rate over the optimizer steps of the step", "number"),
+        Metric("actor/lr", "mean of the actor's learning rate over the optimizer steps of a training step", "number"),
         Metric(
             "actor/skipped_updates",
             "number of actor updates that were skipped because the loss or gradient was not finite",
@@ -336,7 +336,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "largest of the critic's gradient norms before clipping, over optimizer steps",
             "number",
         ),
-        Metric("critic/lr", "mean of the critic's learning rate over the optimizer steps of the step", "number"),
+        Metric("critic/lr", "mean of the critic's learning rate over the optimizer steps of a training step", "number"),
         Metric(
             "critic/skipped_updates",
             "number of critic updates that were skipped because the loss or gradient was not finite",
@@ -395,7 +395,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "perf/actor_filler_fraction",
-            "share of processed tokens in the actor update that only keep ranks without rows in step with the others",
+            "share of filler tokens, which ranks without rows process, in all tokens of the actor update",
             "share",
             "near 0",
         ),

@@ -32,8 +32,8 @@ SHOWN_TEXT = 400  # Printed samples show at most SHOWN_TEXT characters of a prom
 SHOWN_PARTS = 3  # The progress bar shows the scores of at most SHOWN_PARTS reward functions.
 # If the output is not a terminal, a download prints one line of progress every 60 seconds.
 DOWNLOAD_LINE_EVERY_S = 60.0
-# If the output is not a terminal, one line is printed after every tenth training step. One line is also printed after
-# each step that ends 10 seconds or more after the previous line.
+# If the output is not a terminal, one line is printed after every tenth training step. A line is also printed after
+# each training step that ends at least 10 seconds after the previously printed line.
 PLAIN_EVERY, PLAIN_EVERY_S = 10, 10.0
 # If nothing is printed about a training step for 60 seconds, a line about the current step is printed.
 HEARTBEAT_S = 60.0
@@ -132,8 +132,8 @@ class ConsoleDisplay:
         """Return the estimated time until the run ends, such as "  12 min left"; return "" before the third step.
 
         The estimate of the remaining time assumes that a remaining step takes as long as the mean of the last
-        `TIMED_STEPS` steps, including evaluations and checkpoints. The mean leaves out the first step of the process,
-        because process start and compilation make the first step slow.
+        `TIMED_STEPS` steps, including evaluations and checkpoints. The estimate leaves out the first step of the
+        process, because process start and compilation make the first step slow.
         """
         (first, began), (last, ended) = self.ended[0], self.ended[-1]
         if last - first < 2 or last >= self.total_steps:
@@ -383,7 +383,7 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
 
 
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
-    """Return two shell commands: the first trains with another algorithm on the same data, and the second opens
+    """Return two shell commands: one trains with another algorithm on the same data, and one opens TensorBoard.
 
     The training command omits all overrides of keys in the config section `algorithm`, because another algorithm may
     not accept the overrides.

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-# The image of the learning curve shows these metrics of each training step.
+# CURVES names the values that the learning curve needs for each step.
 CURVES = ("step", "reward/mean", "rollout/length_mean")
 
 

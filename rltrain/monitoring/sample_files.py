@@ -12,9 +12,9 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.data.stored_samples import ROLLOUTS, sample_files
 
 SHOWN = 8  # At most 8 samples of a training step are sent to trackers.
-# These columns of a sample table have one value per response token. A sample table contains only those columns that the
-# batch of the step contains. The column `old_log_probs` is missing if one optimizer step trains on the whole batch. The
-# column `entropies` is missing if no loss reads entropies.
+# _OF_TOKENS names the columns of a sample table that have one value per response token. A sample table contains only
+# those columns that the batch of the step contains. The column `old_log_probs` is missing if one optimizer step trains
+# on the whole batch. The column `entropies` is missing if no loss reads entropies.
 _OF_TOKENS = (
     "responses",
     "response_mask",

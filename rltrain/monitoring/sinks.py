@@ -157,7 +157,8 @@ class TensorBoard:
 
     def __init__(self, output_dir: Path) -> None:
         self.folder = output_dir / "tensorboard"
-        # The check precedes the creation of `SummaryWriter`, which creates an event file immediately.
+        # `has_events` is set before `SummaryWriter` is created, because `SummaryWriter` creates an event file
+        # immediately.
         self.has_events = any(self.folder.glob("events.*"))
         self.writer = self._open(None)
 

@@ -30,8 +30,8 @@ _encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
 def next_path(folder: Path) -> Path:
     """Return the path of the next trace file of a run; no file with that path exists yet.
 
-    The first trace file of a run is `trace.json.gz`. Each time the run is resumed, a new trace file is used:
-    `trace.2.json.gz`, then `trace.3.json.gz` and so on.
+    The first trace file of a run is `trace.json.gz`. Each time the run is resumed, a new trace file gets the next
+    number, as in `trace.2.json.gz` and `trace.3.json.gz`.
     """
     path, number = folder / TRACE, 1
     while path.exists():
@@ -44,13 +44,14 @@ class TraceFile:
     """Writes timeline events to a gzip file that is complete and valid after each call of `write`.
 
     Each call of `write` appends compressed events, the closing brackets of the JSON text, and the checksum of the gzip
-    format. The next call of `write` overwrites the closing brackets and the checksum. A killed run therefore leaves a
-    valid gzip file with valid JSON.
+    format. The next call of `write` overwrites the closing brackets and the checksum. Even if the run is killed, the
+    trace file is a valid gzip file that contains valid JSON.
 
     Args:
         path: path of the trace file; no file with that path may exist yet.
-        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Without this
-            subtraction, times would lose precision, because Perfetto reads times as floating-point microseconds.
+        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Without the
+            subtraction of `start_ns`, times would lose precision, because Perfetto reads times as floating-point
+            microseconds.
     """
 
     def __init__(self, path: Path, start_ns: int) -> None:
@@ -75,7 +76,7 @@ class TraceFile:
         os.close(self.file)
 
     def _append(self, text: str) -> None:
-        """Overwrite the closing brackets and checksum at the end of the file with compressed text and a new end."""
+        """Overwrite the end of the file with compressed text, new closing brackets and a new checksum."""
         body = self.compressor.compress(text.encode()) + self.compressor.flush(zlib.Z_SYNC_FLUSH)
         ending = self.compressor.copy()
         data = body + ending.compress(_CLOSING) + ending.flush()
@@ -122,10 +123,10 @@ class _Process:
         self.number = number
         # Names of the threads of the process; the name of thread number n has the index n - 1.
         self.threads: list[str] = []
-        # Maps the name of a track to the track's timeline rows, for events that may be nested.
+        # `rows` maps the name of a track to the track's timeline rows, for events that may be nested.
         self.rows: dict[str, list[_Row]] = {}
-        # Maps the name of a track to a heap of pairs (end of the thread's latest event, thread number), for events that
-        # must not be nested.
+        # `free` maps the name of a track to a heap of pairs (end of the thread's latest event, thread number), for
+        # events that must not be nested.
         self.free: dict[str, list[tuple[int, int]]] = {}
 
     def introduce(self, recorded: Recorded) -> Iterator[dict[str, Any]]:

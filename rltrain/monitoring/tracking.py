@@ -17,7 +17,7 @@ from rltrain.monitoring.trackers.background import BackgroundSink
 from rltrain.monitoring.trackers.loading import TENSORBOARD, make_sinks
 
 ALARMS = "alarms.jsonl"
-IN_CHECKPOINTS = (METRICS, EVALUATIONS, LEDGER, ALARMS)  # A checkpoint copies these files of the output folder.
+IN_CHECKPOINTS = (METRICS, EVALUATIONS, LEDGER, ALARMS)  # IN_CHECKPOINTS names the files that a checkpoint copies.
 
 
 class Display(Protocol):
@@ -43,7 +43,7 @@ class Tracker:
         display: display that shows the results to the user.
         components: names of the reward functions and reward models.
         trackers: value of the config key `trainer.trackers`, which names all sinks except `JsonLines`.
-        sample_every: number of training steps after which samples are sent again to the sinks that implement
+        sample_every: samples are sent after every `sample_every` training steps to the sinks that implement
             `TakesSamples`; 0 sends no samples.
         config: the resolved config as nested dicts and lists of plain values, without secrets.
     """

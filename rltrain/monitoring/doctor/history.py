@@ -93,7 +93,7 @@ class History:
         """Return all rows of a Parquet file of samples, with only the given columns; [] if the file cannot be read."""
         try:
             found: list[dict[str, Any]] = pq.read_table(file.path, columns=list(columns)).to_pylist()
-        except Exception as error:  # pyarrow may raise any exception for a damaged file
+        except Exception as error:  # The library pyarrow may raise any exception for a damaged file.
             self.run.notes.append(f"rollouts/{file.path.name}: cannot be read ({described(error, 120)})")
             return []
         return found

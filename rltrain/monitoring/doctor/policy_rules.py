@@ -40,8 +40,8 @@ def learning_rate_too_high(history: History) -> Finding | None:
     per token, and the mean reward then fell. Second: the updates of at least 3 steps each moved the policy by a KL of
     at least 0.3 nats per token. Third: the entropy changed by a factor of at least 3 from one step to the next, the
     mean reward then fell, and the run measured no KL above 0 (which is normal with one update per step). A fall of the
-    mean reward counts if it is at least half the standard deviation of single rewards. The fall is the mean reward of
-    the 5 steps up to the large update, minus the mean reward of the last 5 steps of the run.
+    mean reward counts if it is at least half the standard deviation of single rewards. The fall of the mean reward is
+    measured from the 5 steps up to the large update to the last 5 steps of the run.
     """
     kl = history.points("actor/ppo_kl")
     huge = [point for point in kl if point[1] >= HUGE_KL]
@@ -71,8 +71,8 @@ def learning_rate_too_high(history: History) -> Finding | None:
 def shown_rate(history: History) -> str:
     """Return the learning rate that the doctor recommends, as text.
 
-    The recommended learning rate is the preset's, if that is at most half the run's learning rate. Otherwise, or if the
-    preset's learning rate is unknown, the recommended learning rate is a tenth of the run's.
+    If the preset's learning rate is at most half the run's learning rate, the doctor recommends the preset's learning
+    rate. If the preset's learning rate is higher or unknown, the doctor recommends a tenth of the run's learning rate.
     """
     rate, preset = history.number("actor.lr", 0.0), history.preset("actor.lr")
     lower = isinstance(preset, int | float) and 0 < preset <= rate / 2

@@ -255,8 +255,8 @@ def _lost(history: History, name: str) -> tuple[int, list[str]] | None:
 def reward_fell(history: History) -> Finding | None:
     """Find a mean reward that rose and then fell again.
 
-    The mean reward over 5 steps rose to a best value, and is lower again in the last 5 steps. The fall is more than
-    half of the rise, and larger than the standard deviation of single rewards.
+    The mean reward over 5 steps rose to a best value, and is lower again in the last 5 steps. The mean reward fell by
+    more than half of its rise, and by more than the standard deviation of single rewards.
     """
     found, spread = windows(history.points("reward/mean")), dict(windows(history.points("reward/std")))
     best = max(found, key=lambda point: point[1], default=None)

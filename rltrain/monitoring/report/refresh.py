@@ -1,4 +1,4 @@
-"""Rewrites the report of an active run from time to time, in a process that uses at most 1% of a CPU core.
+"""Rewrites the report of an active run from time to time, in processes that use about 1% of a CPU core at most.
 
 The report of a long run takes seconds of CPU time and more than 100 MB of memory. The report is not written in a thread
 of the driver, because the thread would enlarge the driver's memory and hold Python's global interpreter lock.
@@ -89,7 +89,8 @@ def _started(folder: Path) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        # A new session keeps the terminal's signals, such as Ctrl-C, from the report process; the run ends it.
+        # In a new session, the report process does not receive terminal signals such as Ctrl-C; the driver ends the
+        # report process.
         start_new_session=True,
     )
 
@@ -105,6 +106,6 @@ def run(folder: str, parent: int) -> None:
     os.nice(_NICE)
     try:
         write_report([Path(folder)], Path(folder) / REPORT)
-    except Exception as error:  # The user sees one line without a traceback.
+    except Exception as error:  # The user sees a warning of one line instead of a traceback.
         sys.exit(described(error))
     sys.stdout.write(f"{time.process_time()}\n")

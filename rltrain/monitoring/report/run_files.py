@@ -166,7 +166,8 @@ def _read_token_texts(run: RunFiles) -> None:
 
 
 def _texts_of_model(model: Path) -> tuple[list[str], set[int]]:
-    from rltrain.data.model_directory import load_tokenizer  # importing the library transformers takes seconds
+    # The import is delayed until here, because importing the library transformers takes seconds.
+    from rltrain.data.model_directory import load_tokenizer
     from rltrain.monitoring.token_texts import special_ids, token_texts
 
     tokenizer = load_tokenizer(str(model))

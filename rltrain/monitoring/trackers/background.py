@@ -11,8 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from rltrain.base.errors import described
 from rltrain.monitoring.sinks import Metrics, Rows, Sink, TakesConfig, TakesSamples
 
-# At most 1000 calls of a sink wait to be executed. A training step makes one call, or up to three if samples and an
-# evaluation are logged.
+# At most 1000 calls of a sink wait to be executed. A training step makes one call of a sink, or up to three calls if
+# samples and an evaluation are logged.
 MAX_WAITING = 1000
 CLOSE_TIMEOUT_S = 30.0
 
@@ -32,7 +32,7 @@ class GivesUp(Protocol):
 
 
 class BackgroundSink:
-    """Forwards each method call to a wrapped sink, in a separate thread and in the order of the calls.
+    """Forwards each method call to a wrapped sink. The calls are executed in a separate thread, in the original order.
 
     Of the methods of `BackgroundSink`, only `close` waits for the wrapped sink, and none raises an exception. If a call
     of the wrapped sink raises an exception, the later calls are still made. If `restore` fails, the wrapped sink has no
@@ -49,7 +49,7 @@ class BackgroundSink:
         # Each entry of the queue is a pair (call, whether the call is skipped if the last `restore` failed).
         self._calls: SimpleQueue[tuple[_Call, bool] | None] = SimpleQueue()
         self._alarms: SimpleQueue[str] = SimpleQueue()
-        # Whether the last call of `restore` succeeded; only the separate thread reads and writes this attribute.
+        # `_has_run` is True if the last call of `restore` succeeded; only the separate thread uses `_has_run`.
         self._has_run = False
         self._failed = self._full = False
         self._ends_by: float | None = None

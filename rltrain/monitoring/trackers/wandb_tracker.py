@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PROJECT = "rltrain"
 # The timeout of 20 seconds for finishing a W&B run is less than the 30 seconds that `BackgroundSink` waits. The library
-# wandb also applies the timeout when the run's process exits.
+# wandb also applies its finish timeout when the run's process exits.
 FINISH_TIMEOUT_S = 20.0
 SERVICE = "wandb-core"  # The process `wandb-core` of the library wandb sends the data that was passed to `Run.log`.
 _WITHOUT_SERVER = ("offline", "disabled", "dryrun")
@@ -71,7 +71,7 @@ class WandbTracker:
         self.log_step(step, metrics)
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Add the samples to the W&B row of the training step `step`, as a table with the name `samples`."""
+        """Add the samples to the W&B row with the number of the training step `step`, as a table named `samples`."""
         import wandb
 
         assert self.run is not None, "`restore` is called first"
@@ -134,7 +134,7 @@ class WandbTracker:
 
         try:
             run = self._start(None, resume_from=f"{run_id}?_step={step}")
-        except wandb.Error:  # a self-hosted server may be too old to support `resume_from`
+        except wandb.Error:  # A self-hosted W&B server may be too old to support `resume_from`.
             run = self._start(run_id, resume="allow")
         run.config.update(self.config, allow_val_change=True)
         return run

@@ -22,9 +22,7 @@ PARTS = ["right", "short"]
 
 
 def batch() -> DataProto:
-    """Return a batch of three samples: a good sample, a failed sample without tokens, and a sample with control
-    characters.
-    """
+    """Return a batch of three samples: a good one, a failed one without tokens, and one with control characters."""
     made = DataProto.from_dict(
         {"prompts": jagged([[1], [1, 2], [3]], torch.int64), "responses": jagged([[4, 5], [], [6]], torch.int64),
          "uid": torch.tensor([0, 0, 1]), "scores": torch.tensor([1.0, 0.0, 0.5]),

@@ -1,4 +1,4 @@
-"""Tests of each rule of the doctor on both sides of the rule's threshold, and of findings that are effects of others."""
+"""Tests of each rule of the doctor on both sides of the rule's threshold, and of causes and effects of findings."""
 
 import re
 from pathlib import Path
@@ -44,8 +44,7 @@ STALE = {"rollout/staleness_max": 2.0}
 # The metric rises from 0.3 to 0.8: its best mean over 5 steps is 0.8, and its mean over the first 5 steps is 0.3.
 LEARNT = [*[0.3] * 5, *[0.8] * 10]
 
-# Each case has the name of a rule, metrics and config keys for which the rule just reports, and others for which it
-# just does not.
+# Each case has the name of a rule, metrics just beyond the rule's threshold, and metrics just within the threshold.
 BOTH_SIDES = {
     "1% of the rewards fail": (
         "reward function fails",

@@ -1,4 +1,4 @@
-"""Tests that a separate process rewrites the report of an active run, but not too often, and that failures are logged."""
+"""Tests that a separate process rewrites the report of an active run, not too often, and that failures are logged."""
 
 import logging
 import os
@@ -23,9 +23,7 @@ class Clock:
 
 @pytest.fixture
 def started(monkeypatch):
-    """Replace each process that writes the report with a process that runs the given Python code, and count the
-    processes.
-    """
+    """Replace each report process with a process that runs the given Python code, and count these processes."""
     codes, processes = [], []
 
     def start(folder):
