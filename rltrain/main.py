@@ -376,7 +376,8 @@ async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Cons
 
     On a stop signal, or if the user quits a debugger in user code, `fit` saves another checkpoint and ends the run.
 
-    If a Ray daemon dies, `fit` raises ClusterLost after it has saved a checkpoint, if the training ranks still respond.
+    If a Ray daemon dies, `fit` saves a checkpoint, provided that the training ranks still respond, and then raises
+    ClusterLost.
     """
     if checkpoint is not None:
         await trainer.restore(checkpoint)

@@ -13,7 +13,7 @@ from typing import Any
 from rltrain.base.secret_values import redacted
 
 COMMAND = "command.json"
-# The output and checkpoint folders of runs are not compared, because they differ between any two runs.
+# The output and checkpoint folders are not compared with the presets, because every run has other folders.
 _OF_A_PLACE = {"trainer.output_dir", "trainer.checkpoint_dir"}
 
 

@@ -35,7 +35,7 @@ SMALLEST = 1e-3
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
-# At most 300,000 tokens are encoded first, to correct the estimated size of all encoded samples.
+# About 300,000 tokens are encoded as a test, to correct the estimated size of all encoded samples.
 PROBED_TOKENS = 300_000
 MISSING = -(1 << 15)  # The 16-bit integer -32768 stands for NaN and for infinity.
 # A response token is observed (tool output), sampled but not trained on, or trained on.

@@ -116,7 +116,7 @@ class BackgroundSink:
     def alarms(self) -> list[str]:
         """Return the alarms that were raised since the last call of `alarms`.
 
-        Only the first exception and the first dropped call raise an alarm.
+        Of several exceptions, and of several dropped calls, only the first raises an alarm.
         """
         return [self._alarms.get() for _ in range(self._alarms.qsize())]
 
