@@ -1,4 +1,4 @@
-"""Finds out what went wrong in finished or running training runs, from the files in the runs' output folders.
+"""Finds out what went wrong in finished or running training runs, by reading the files in their output folders.
 
 Usage: `python -m rltrain.doctor RUN_DIR [RUN_DIR ...]`.
 """
@@ -25,7 +25,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Examine the runs that the command-line arguments name, print the findings, and return the exit status.
 
     Returns:
-        0 if no run has findings, 1 if a run has findings or a file could not be read, 2 if the arguments are wrong.
+        0 if no problem was found in any run, 1 if a problem was found or a run's files could not be read, and 2 if the
+        arguments are wrong.
     """
     return run_program(_examine, USAGE, argv, remedy=_remedy)
 

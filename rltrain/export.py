@@ -1,4 +1,4 @@
-"""Export of the policy in a checkpoint to Hugging Face format: `python -m rltrain.export CHECKPOINT OUT_DIR`."""
+"""Exports the policy in a checkpoint to the Hugging Face format: `python -m rltrain.export CHECKPOINT OUT_DIR`."""
 
 import json
 import sys
@@ -14,9 +14,9 @@ USAGE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program with command-line arguments, and return the exit status.
+    """Run `rltrain.export` with the given command-line arguments, and return the exit status.
 
-    Errors are printed as one line on stderr.
+    Each error is printed as a single line to stderr.
     """
     return run_program(_export, USAGE, argv, remedy=lambda error: f"{error.strerror or error}; choose another OUT_DIR")
 
@@ -27,12 +27,12 @@ def _export(words: list[str]) -> None:
 
 
 def export(checkpoint: str, out: str) -> int:
-    """Write the policy of a checkpoint to the folder `out`, and return the number of files written.
+    """Write the policy in a checkpoint to the folder `out`, and return the number of files that were written.
 
     Raises:
-        CheckpointError: the checkpoint is missing or damaged, or its model cannot be loaded.
-        ConfigError: a folder cannot be accessed, the output folder is not empty, or the checkpoint holds adapters whose
-            base model has incomplete weights.
+        CheckpointError: the checkpoint is missing or damaged, or the model in the checkpoint cannot be loaded.
+        ConfigError: a folder cannot be accessed, the output folder is not empty, or the checkpoint has LoRA adapters
+            whose base model has incomplete weights.
     """
     from rltrain.data.model_weights import check_weights, skeleton
     from rltrain.run.checkpoints import read
@@ -47,14 +47,14 @@ def export(checkpoint: str, out: str) -> int:
     model = source.at(MODEL)
     small = {name: model.read(name) for name in model.files() if not _is_weights(name)}
     if not small:
-        raise CheckpointError(f"{source}: holds no {MODEL} folder; give another checkpoint")
+        raise CheckpointError(f"{source}: the checkpoint has no folder {MODEL}; give another checkpoint")
     if ADAPTER_CONFIG in small:
         base = json.loads(small[ADAPTER_CONFIG])["base_model_name_or_path"]
         check_weights(base, f"{base}, the base model of the adapters in {source}")
     state = StateFiles(source.at(f"{STATE}/actor"))
     try:
         whole = skeleton(model.root)
-    except Exception as error:  # transformers may raise any exception on invalid files
+    except Exception as error:  # The library transformers may raise any exception for invalid model files.
         raise CheckpointError(f"{model}: cannot be loaded ({reason(error)}); give another checkpoint") from None
     return len(export_model(state, small, whole, target))
 

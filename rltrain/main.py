@@ -1,6 +1,7 @@
 """The command `python -m rltrain.main`: reads the config, checks it, starts the workers, trains and prints a summary.
 
-The module defines no classes, because a class would be pickled as `__main__.X`, which workers cannot import.
+The module defines no classes, because a class `X` would be pickled as `__main__.X`, which worker processes cannot
+import.
 """
 
 import asyncio
@@ -46,28 +47,29 @@ from rltrain.settings.compose import compose, profile_defaults, to_yaml
 from rltrain.settings.schema import Config
 from workers.cluster.worker_process import quiet
 
-if TYPE_CHECKING:  # imports for annotations only, because importing torch takes seconds
+# Modules that import torch are imported only for type annotations, because importing torch takes seconds.
+if TYPE_CHECKING:
     from rltrain.monitoring.console import ConsoleDisplay
     from rltrain.monitoring.tracking import Tracker
     from rltrain.run.checkpoints import Checkpoint, Checkpoints
     from rltrain.run.signals import Signals
     from rltrain.trainer import Trainer
 
-# maximum length of a printed error message in characters, because the message may repeat the user's input or data
+# A printed error message has at most 4000 characters, because a message may quote long user input or data.
 LONGEST = 4000
-# exit statuses; STOPPED is for Ctrl-C, while SIGTERM gives 143 and SIGHUP gives 129
+# The exit status STOPPED is used after Ctrl-C; the exit status is 143 after SIGTERM and 129 after SIGHUP.
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program with command-line arguments, and return the exit status.
+    """Run `rltrain.main` with the given command-line arguments, and return the exit status.
 
     An expected error is printed as one line on stderr.
     """
     open_closed_streams()
     hide_in_logs()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # the encoding of some locales cannot represent every character
+        # The encoding of stdout cannot represent every character in some locales.
         sys.stdout.reconfigure(errors="backslashreplace")
     console, verbose = Console(), False
     try:
@@ -89,7 +91,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not verbose:
             quiet()
         config = check(config, fetch=lambda checked: _with_models(checked, console))
-        ensure_home()  # `check` comes first, because it refuses '~' in a path if the user has no home folder
+        # `check` must run before `ensure_home`, because `check` refuses '~' in a path if the user has no home folder.
+        ensure_home()
         config = _with_datasets(config, console)
         check_cache(config)
         with RunLock(config.trainer) as lock:
@@ -112,7 +115,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _with_models(config: Config, console: Console) -> Config:
     from rltrain.run.hub_models import fetch_models
 
-    ensure_home()  # the cache for downloads from the hub is in the home folder
+    ensure_home()  # Downloads from the Hugging Face hub are cached in the home folder.
     return fetch_models(config, console)
 
 
@@ -126,14 +129,14 @@ def _require_working_directory() -> None:
     try:
         os.getcwd()
     except FileNotFoundError:
-        raise ConfigError("the working directory does not exist any more; change to one that does") from None
+        raise ConfigError("the working directory no longer exists; change to an existing directory") from None
 
 
 def set_threads(config: Config) -> None:
-    """Set the number of OpenMP threads of the driver process, before anything imports torch.
+    """Set the number of OpenMP threads of the driver process; call this function before torch is imported.
 
-    The driver process itself trains only under `placement=inprocess`. Under Ray, each worker process gets its own
-    thread settings.
+    With `placement=inprocess`, the driver process itself trains the model. With Ray, each worker process sets its own
+    number of threads.
     """
     settings = openmp_settings(config.placement.threads_per_worker)
     if config.placement.launcher == "ray":
@@ -142,15 +145,15 @@ def set_threads(config: Config) -> None:
 
 
 def show(text: str) -> int:
-    """Print the text, and return the exit status.
+    """Print a text to stdout, and return the exit status.
 
-    A reader of the output, such as `head`, may close the pipe without causing an error.
+    It is no error if the reader of stdout, such as `head`, closes the pipe early.
     """
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # prevents the interpreter from writing its remaining output to the closed pipe at exit
+        # `outlive_readers` prevents the interpreter from writing its remaining output to the closed pipe at exit.
         outlive_readers()
     return 0
 
@@ -163,10 +166,10 @@ def _system_error(error: OSError) -> str:
 
 
 def fail(message: str, status: int, *, verbose: bool) -> int:
-    """Print an error message as one line on stderr.
+    """Print an error message as a single line to stderr.
 
-    If `verbose` is true, print the traceback before the error message. Return `status`, which is the exit status of the
-    program.
+    If `verbose` is true, the traceback is printed before the error message. The return value is `status`, the exit
+    status of the program.
     """
     outlive_readers()
     if verbose:
@@ -178,15 +181,16 @@ def fail(message: str, status: int, *, verbose: bool) -> int:
 def _traceback() -> str:
     try:
         return traceback.format_exc()
-    # `format_exc` opens the source file, and the file name in a user's function may be invalid
+    # `format_exc` raises an exception if a user's function has an invalid source file name, because `format_exc` opens
+    # the file.
     except Exception as error:
         return f"Traceback that cannot be shown ({described(error)})"
 
 
 def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
-    """Load the data, print the plan, train, print a summary, and return the exit status.
+    """Load the data, print the plan of the run, train, print a summary, and return the exit status.
 
-    If the command line asks only for the plan, no workers are started and no files are written.
+    If the command line asks only for the plan of the run, no workers are started and no files are written.
     """
     from rltrain.monitoring.console import summary
     from rltrain.run.command import describe
@@ -214,7 +218,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
         return 0
     output_dir, text = output_folder(config.trainer), resolved_yaml(config)
     lock.take()
-    # config.yaml is replaced in one step, so it is never incomplete and a killed run can be resumed
+    # The file config.yaml is replaced atomically, so that the file is complete even if the run is killed at this point.
     (output_dir / "config.yaml.partial").write_text(text, "utf-8")
     (output_dir / "config.yaml.partial").replace(output_dir / "config.yaml")
     describe(output_dir, args, tokenizer)
@@ -260,11 +264,11 @@ def train(
     *,
     text_of: Callable[[list[int]], str],
 ) -> tuple["Tracker", Path | None, int]:
-    """Start the workers and train. On Ctrl-C, SIGTERM or SIGHUP, the function saves a checkpoint and ends the run.
+    """Start the workers and train. On Ctrl-C, SIGTERM or SIGHUP, `train` saves a checkpoint and ends the run.
 
-    The function `text_of` converts token ids to text with special tokens, for the samples that the display shows.
+    The argument `text_of` is a function that converts token ids to text, including special tokens, for printed samples.
 
-    Return the tracker, the path of the learning-curve image (None if there is none), and the exit status.
+    Return the tracker, the path of the learning-curve image (None if the run has no image), and the exit status.
     """
     from rltrain.monitoring.console import ConsoleDisplay
     from rltrain.monitoring.tracking import Tracker
@@ -351,8 +355,9 @@ async def _train(
 
 
 def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
-    """Create the object that saves the run's checkpoints, together with fingerprints of the data, reward functions and
-    models that the run reads.
+    """Create the object that saves the run's checkpoints.
+
+    Each checkpoint also stores fingerprints of the data, reward functions and models of the run.
     """
     from rltrain.run.checkpoints import Checkpoints
     from rltrain.run.source_fingerprints import sources
@@ -367,38 +372,39 @@ def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
 
 
 async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Console) -> int:
-    """Train, starting from a checkpoint or from step 0, and return the exit status.
+    """Train from a checkpoint or from step 0 to the last step, and return the exit status.
 
-    On a signal, or if the user quits the debugger, save another checkpoint and end the run.
+    On a stop signal, or if the user quits a debugger in user code, `fit` saves another checkpoint and ends the run.
 
-    If a Ray daemon dies, the function saves a checkpoint, provided that the training ranks still respond, and raises
+    If a Ray daemon dies, `fit` saves a checkpoint, provided that the training ranks still respond, and then raises
     ClusterLost.
     """
     if checkpoint is not None:
         await trainer.restore(checkpoint)
     else:
-        # removes metrics of an earlier run that ended in the output folder before its first checkpoint
+        # `restore` removes the metrics of an earlier run in the output folder that ended before its first checkpoint.
         trainer.tracker.restore(0, {})
     try:
         await trainer.fit()
         return 0
-    except (Stopped, bdb.BdbQuit) as stopped:  # BdbQuit: the user has quit a debugger in user code
+    except (Stopped, bdb.BdbQuit) as stopped:  # BdbQuit is raised if the user quits a debugger in user code.
         console.print(f"stopping: saving a checkpoint of step {trainer.step}", highlight=False)
         await trainer.save()
         await trainer.checkpoints.finish()
         return stopped.status if isinstance(stopped, Stopped) else STOPPED
     except ClusterLost as lost:
         raise ClusterLost(f"{lost}; {await saved_at_least(trainer, lost)}") from lost
-    except (RLTrainError, OSError):  # OSError is also raised if the disk is full
+    except (RLTrainError, OSError):  # A full disk, for example, raises OSError.
         with contextlib.suppress(RLTrainError):
-            await trainer.checkpoints.finish()  # let a save that is already in progress complete
+            # The call waits until a checkpoint that is already being saved is complete.
+            await trainer.checkpoints.finish()
         raise
 
 
 async def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
     """Save a checkpoint after a Ray daemon died, if the training ranks still respond.
 
-    Return a text that names the step of the last usable checkpoint.
+    Return a text that names the step of the last undamaged checkpoint.
     """
     with contextlib.suppress(RLTrainError, OSError):
         if lost.can_save:
@@ -409,9 +415,7 @@ async def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
 
 
 def resolved_yaml(config: Config) -> str:
-    """Return the config as YAML, including the default values of the knobs (function parameters) of the loss and the
-    estimator.
-    """
+    """Return the config as YAML, including the defaults of the loss's and the advantage estimator's parameters."""
     from rltrain.trajectories.token_rewards import with_all_knobs
 
     return to_yaml(with_all_knobs(config))
@@ -420,7 +424,7 @@ def resolved_yaml(config: Config) -> str:
 def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
     """Return the tokenizer and the ids of the tokens that end an answer.
 
-    The tokenizer and end tokens of the built-in model are known even before that model has been created.
+    For the built-in model, the tokenizer and the end tokens are known even before the model has been created.
     """
     from rltrain.data.model_directory import check_vocabulary, end_token_ids, load_tokenizer
     from rltrain.data.model_weights import BUILTIN_MODEL
@@ -435,10 +439,12 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
 
 
 def start_model(config: Config, display: "ConsoleDisplay") -> str:
-    """Return the path of the model with which training starts: an absolute directory, or a name on the hub with a
-    commit, whose files every node has.
+    """Return the path of the model with which training starts.
 
-    The built-in model is created when it is first used, with progress on the display.
+    The path does not depend on the working directory: it is an absolute directory, or a repository name on the Hugging
+    Face hub with a commit.
+
+    The built-in model is created when it is first used, while the display shows the progress.
     """
     from rltrain.data.hub import portable
     from rltrain.data.model_weights import BUILTIN_MODEL
@@ -456,9 +462,9 @@ def start_model(config: Config, display: "ConsoleDisplay") -> str:
 
 
 def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, PromptSet]]:
-    """Load the training prompts and the evaluation prompts; the evaluation sets are returned as a dict by name.
+    """Load the training prompts and the evaluation prompts. The evaluation sets are returned as a dict by name.
 
-    Raise ConfigError if the data lacks a column that a reward function reads.
+    Raise ConfigError if a data set lacks a column that a reward function reads.
     """
     from rltrain.data.model_directory import check_prompt_ids
     from rltrain.data.model_weights import BUILTIN_MODEL
@@ -496,7 +502,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, Prom
 def plan(
     config: Config, args: Args, console: Console, prompts: PromptSet, evaluations: Mapping[str, PromptSet]
 ) -> None:
-    """Print the plan of the run: model, data, devices and main settings."""
+    """Print the plan of the run: the model, the data, the devices and the main settings."""
     import torch
     from transformers import AutoModelForSequenceClassification
 
@@ -542,7 +548,7 @@ def plan(
 
 
 def join_cluster(config: Config) -> None:
-    """Start Ray on this machine, or join a running cluster, which must have a device for every rank."""
+    """Start Ray on this machine, or join a running Ray cluster, which must have a device for every training rank."""
     from workers.placement import connect
 
     resources = connect(config)

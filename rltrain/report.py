@@ -15,9 +15,9 @@ USAGE = "usage: python -m rltrain.report RUN_DIR [RUN_DIR ...] [--output FILE] (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program with command-line arguments, and return the exit status.
+    """Run `rltrain.report` with the given command-line arguments, and return the exit status.
 
-    Errors are printed as one line on stderr.
+    Each error is printed as a single line to stderr.
     """
     return run_program(_report, USAGE, argv, remedy=_remedy)
 
@@ -27,7 +27,7 @@ def _report(words: list[str]) -> None:
     try:
         notes = write(folders, output)
     except OSError as error:
-        error.filename = error.filename or str(output)  # the OSError of a full disk has no file name
+        error.filename = error.filename or str(output)  # The OSError that a full disk raises has no file name.
         raise
     for note in notes:
         print(f"note: {one_line(note, LONGEST)}", file=sys.stderr)  # noqa: T201
@@ -39,9 +39,9 @@ def _remedy(error: OSError) -> str:
 
 
 def parse(words: Sequence[str]) -> tuple[list[Path], Path]:
-    """Return the folders of the runs and the path of the HTML page, given the command-line arguments.
+    """Parse the command-line arguments, and return the folders of the runs and the path of the HTML page.
 
-    By default, the page is `report.html` in the folder of the first run.
+    Without `--output`, the path of the page is `report.html` in the folder of the first run.
     """
     left, output = list(words), ""
     if "--output" in left:
@@ -58,10 +58,12 @@ def parse(words: Sequence[str]) -> tuple[list[Path], Path]:
 
 
 def write(folders: Sequence[Path], output: Path) -> list[str]:
-    """Write the HTML page, and return a list with one line about each file that could not be read."""
+    """Write the HTML page, and return a list with one text about each file that could not be read."""
     from rltrain.monitoring.report.config_differences import COMMAND
     from rltrain.monitoring.report.page import write_report
-    from rltrain.run.command import command_of  # imported late, because the module imports torch
+
+    # The module rltrain.run.command is imported late, because it imports torch.
+    from rltrain.run.command import command_of
 
     require(not output.is_dir(), f"--output={output}: is a folder; give the path of the page, such as report.html")
     older = any(not (folder / COMMAND).exists() for folder in folders)

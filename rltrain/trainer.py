@@ -1,15 +1,15 @@
-"""The training step, short enough to read on one page, and the training loop around the step.
+"""The training step of a run, and the training loop that repeats the training step.
 
-A step has these phases:
+A training step has five phases:
 
-1. Wait for the answers of the next prompt groups.
-2. Compute log-probs under the reference and the actor, and the critic's values, while the last scores arrive.
-3. Convert scores to token rewards and advantages, and choose the tokens on which to train.
+1. Wait until the rollout engines have generated the answers of the next prompt groups.
+2. Compute the log-probs of the reference and the actor, and the critic's values, while the last rewards are computed.
+3. Convert the scores of answers to token rewards and advantages, and choose the tokens to train on.
 4. Update the critic and the actor on mini-batches.
-5. Send the new weights to the engines.
+5. Send the new weights to the rollout engines.
 
-The trainer gets its workers as arguments, so that the same code runs with fake workers in a test, in one process and on
-a cluster.
+The class `Trainer` gets its workers as arguments, so the same training code runs with fake workers in a test, with
+workers in one process, and on a cluster.
 """
 
 import contextlib
@@ -57,31 +57,33 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Runs the training loop.
+    """Runs the training loop of a run, including recovery from lost training ranks.
 
     Args:
-        config: the whole config.
+        config: the whole config of the run.
         collector: produces batches of scored answers.
-        actor, reference, critic: worker groups of the roles. The reference is None if the config has no KL term, and
-            the critic is None if the advantage estimator needs no values.
-        tracker: records metrics and samples.
+        actor, reference, critic: worker groups of the actor, the reference and the critic. The reference is None if the
+            config has no KL term, and the critic is None if the advantage estimator needs no values.
+        tracker: records the metrics and samples of the run.
         checkpoints: saves and reads the checkpoints of the run.
-        val_prompts: prompts of each evaluation set, by the name of the set; "" is the name of the set of `data.val`.
-        tasks: the run's background tasks. An interruption of the run cancels only waits during which no results can be
-            lost.
+        val_prompts: maps the name of each evaluation set to the prompts of the set; the evaluation set of `data.val`
+            has the name "".
+        tasks: the run's background tasks. If the run is interrupted, only those waits are cancelled in which no results
+            can be lost.
         restart: function that ends all processes of the training ranks and starts new processes; None if the ranks
             cannot be restarted.
-        timeline: collects the events of all processes after each step; None is a timeline without a file.
+        timeline: collects the timeline events of all processes after each step; None records no timeline.
 
     Attributes:
-        step: number of training steps taken, which is also the version of the weights.
-        incarnation: number of times that the run was restored, which together with `step` identifies the weights.
+        step: number of finished training steps, which is also the version number of the current weights.
+        incarnation: number of times that the run was restored; `incarnation` and `step` together identify the weights.
         origin: checkpoint to which the run was last restored; None if the run was never restored to a checkpoint.
         beginning: state of the driver before the first step; None if the run began from a checkpoint.
-        engine_checked: whether the engine's log-probs were compared with the actor's log-probs. With top-p or top-k,
-            `engine_checked` is True from the start, because the engine's log-probs belong to a restricted distribution.
+        engine_checked: whether the log-probs of engine and actor have been compared since the run began. With top-p or
+            top-k, `engine_checked` is True from the start, because the engine's log-probs belong to a restricted
+            distribution.
         checked_before: value of `engine_checked` before the current step.
-        dropped: uids of the prompt groups that the last step dropped.
+        dropped: uids of the prompt groups that the most recent training step dropped.
     """
 
     def __init__(
@@ -113,12 +115,12 @@ class Trainer:
         self.beginning: dict[str, Any] | None = None
         self.engine_checked = self.checked_before = config.rollout.is_restricted
         self.dropped: list[int] = []
-        self.timer = Timer()  # timer of the phases of the current step
+        self.timer = Timer()  # The timer measures the phases of the current training step.
 
     async def fit(self) -> None:
-        """Train until the last training step is done.
+        """Train until the last training step of the run has ended.
 
-        After the loss of a training rank, training continues from the last checkpoint.
+        After the loss of a training rank, training continues from the last undamaged checkpoint.
         """
         if self.origin is None:
             self.beginning = self.state_dict()
@@ -132,10 +134,7 @@ class Trainer:
                 lost = error
 
     async def train(self) -> None:
-        """Train from the current step to the last step.
-
-        Evaluations and checkpoints are made as often as the config says.
-        """
+        """Train from the current step to the run's last step, with the configured evaluations and checkpoints."""
         with trace.span("sync_weights"):
             await self.sync_weights()
         await self.between_steps()
@@ -154,9 +153,9 @@ class Trainer:
         await self.checkpoints.finish()
 
     async def between_steps(self) -> None:
-        """Evaluate the policy and save a checkpoint, each only if the config asks for it at the current step.
+        """Evaluate the policy and save a checkpoint, if the config asks for an evaluation or a checkpoint at this step.
 
-        A restored run does not repeat an evaluation or a checkpoint of the current step.
+        A restored run does not repeat an evaluation or a checkpoint that already exists for the current step.
         """
         trainer, last = self.config.trainer, self.step >= self.config.trainer.total_steps
         self.checked_before = self.engine_checked
@@ -170,11 +169,11 @@ class Trainer:
     async def save(self, *, repairable: str = "") -> None:
         """Start saving a checkpoint of the current step, unless the step already has a checkpoint.
 
-        The method must be called between two training steps.
+        `save` must be called between two training steps.
 
         Args:
-            repairable: name of a user's file that may have changed when the run is resumed; "" for none. If
-                `repairable` is given, an existing checkpoint of the current step is replaced.
+            repairable: name of a file of the user, such as a reward function, that the user may repair before resuming
+                the run; "" for none. If `repairable` is not "", an existing checkpoint of the current step is replaced.
         """
         if repairable or self.checkpoints.last != self.step:
             state = self.state_dict() | ({"repairable": repairable} if repairable else {})
@@ -189,12 +188,12 @@ class Trainer:
                 )
 
     def trained(self) -> dict[str, WorkerGroup[SavesState]]:
-        """Return the worker groups whose state is saved, by role."""
+        """Return the worker groups whose state checkpoints save, by role ("actor" or "critic")."""
         groups: dict[str, WorkerGroup[SavesState] | None] = {"actor": self.actor, "critic": self.critic}
         return {role: group for role, group in groups.items() if group is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the driver's own state between two steps, as plain values."""
+        """Return the state of the driver process between two steps, as plain values."""
         return {
             "step": self.step,
             "incarnation": self.incarnation,
@@ -207,8 +206,8 @@ class Trainer:
     async def restore(self, checkpoint: Checkpoint | None) -> None:
         """Restore the run to a checkpoint, or to the start of the run if `checkpoint` is None.
 
-        All training ranks must be alive. Requests that the engines and reward workers are processing are dropped,
-        because the requests belong to the discarded steps.
+        All training ranks must be running when `restore` is called. Requests that rollout engines and reward workers
+        are still processing are dropped, because the requests belong to discarded training steps.
         """
         await self.checkpoints.abandon()
         state = self.beginning if checkpoint is None else checkpoint.state
@@ -239,7 +238,7 @@ class Trainer:
         return self.checkpoints.newest() or self.origin
 
     async def recover(self, error: WorkerLost) -> None:
-        """Restart the training ranks, and restore the run to the last undamaged checkpoint.
+        """Restart all training ranks, and restore the run to the last undamaged checkpoint.
 
         Raise WorkerError if the run has already had too many restarts.
         """
@@ -248,10 +247,10 @@ class Trainer:
             await self.collector.rollout.hold_weights()
             await self.restarts.after(error, checkpoint.step if checkpoint else 0)
             await self.restore(checkpoint)
-        logger.warning("the training ranks are back; going on after step %d", self.step)
+        logger.warning("the training ranks were restarted; training continues after step %d", self.step)
 
     async def train_step(self) -> tuple[dict[str, float], DataProto]:
-        """Take one training step. Return the metrics of the step and the batch that was trained on."""
+        """Take one training step. Return the metrics of the training step, and the batch on which the step trained."""
         config, timer = self.config, Timer()
         self.timer = timer
         async with self.saved_on_error():
@@ -294,10 +293,10 @@ class Trainer:
 
     @contextlib.asynccontextmanager
     async def saved_on_error(self) -> AsyncIterator[None]:
-        """Save a checkpoint if an error in rewards, or in values computed from them, ends the run in the `with` block.
+        """Save a checkpoint if the `with` block raises an error about rewards or about values computed from rewards.
 
-        The checkpoint contains the state before the current step, so a resumed run repeats the step. If rewards failed,
-        the samples are written to a file.
+        The checkpoint contains the state before the current training step, so a resumed run repeats the step. If too
+        many rewards failed, the samples of the step are also written to a file.
         """
         kl_controller = self.kl_controller.state_dict()
         try:
@@ -318,19 +317,19 @@ class Trainer:
             raise type(error)(text) from None
 
     def minibatches(self, batch: DataProto) -> list[list[int]]:
-        """Return the rows of each mini-batch of the current step, in the order of the optimizer steps."""
+        """Return the batch rows of each mini-batch of the current step, in the order of the optimizer steps."""
         trainer, uid = self.config.trainer, batch.batch["uid"].tolist()
         return minibatches(
             uid, self.config.minibatches_per_epoch, trainer.epochs_per_step, seed=trainer.seed, step=self.step
         )
 
     async def with_reference_log_probs(self, batch: DataProto, reference: WorkerGroup[ReferenceWorker]) -> DataProto:
-        """Compute the log-probs under the reference and add them to the batch, as the column `ref_log_probs`."""
+        """Compute the log-probs of the reference model, and add the column `ref_log_probs` to the batch."""
         budget = self.config.actor.max_tokens_per_microbatch
         return batch.union(await reference.rows(ReferenceWorker.compute_log_probs, batch, FORWARD, max_tokens=budget))
 
     async def with_values(self, batch: DataProto, critic: WorkerGroup[CriticWorker]) -> DataProto:
-        """Compute the critic's values and add them to the batch."""
+        """Compute the critic's values, and add the values to the batch."""
         states, budget = states_to_value(batch, self.config.algorithm), self.config.critic.max_tokens_per_microbatch
         found = await critic.rows(CriticWorker.compute_values, states, FORWARD, max_tokens=budget)
         return with_critic_values(batch, found, self.config.algorithm)
@@ -340,7 +339,7 @@ class Trainer:
     ) -> dict[str, float]:
         """Update the critic on all mini-batches, and return the metrics of the update.
 
-        Raise NumericsError if too many updates in a row were skipped.
+        Raise NumericsError if too many consecutive optimizer steps were skipped.
         """
         with self.saved_batch(batch):
             budget = self.config.critic.max_tokens_per_microbatch
@@ -348,9 +347,9 @@ class Trainer:
         return self.checked_update("critic", metrics, batch, minibatches)
 
     async def update_actor(self, batch: DataProto, minibatches: Sequence[list[int]]) -> dict[str, float]:
-        """Update the actor on all mini-batches, then the entropy coefficient, and return the metrics of the update.
+        """Update the actor on all mini-batches, then update the entropy coefficient, and return the update's metrics.
 
-        Raise NumericsError if too many updates in a row were skipped.
+        Raise NumericsError if too many consecutive optimizer steps were skipped.
         """
         entropy_coef = self.entropy_controller.value
         with self.saved_batch(batch):
@@ -366,19 +365,20 @@ class Trainer:
 
     @contextlib.contextmanager
     def saved_batch(self, batch: DataProto) -> Iterator[None]:
-        """Write the batch of the current step to a file if a NumericsError ends the update in the `with` block."""
+        """Write the batch of the current step to a file if the `with` block raises NumericsError."""
         try:
             yield
         except NumericsError as error:
             path = self.tracker.save_batch(self.step + 1, batch)
-            raise NumericsError(f"{error}; the step's batch: {path}") from None
+            raise NumericsError(f"{error}; file with the step's batch: {path}") from None
 
     def checked_update(
         self, role: str, metrics: dict[str, float], batch: DataProto, minibatches: Sequence[list[int]]
     ) -> dict[str, float]:
-        """Return the metrics of an update of `role` under full names, such as `actor/policy_loss`.
+        """Return the metrics of an update with the prefix of `role` in their names, such as `actor/policy_loss`.
 
-        If updates were skipped, an alarm reports their number and the file to which the batch of the step is written.
+        If optimizer steps were skipped, an alarm reports the number of skipped optimizer steps and the file with the
+        batch of the training step.
         """
         step = self.step + 1
         if skipped := int(metrics.get("skipped_updates", 0)):
@@ -391,18 +391,18 @@ class Trainer:
         return _named(role, metrics)
 
     async def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Add the column `old_log_probs`: log-probs of the proximal policy, computed by the actor or by the engine.
+        """Add the column `old_log_probs`: the log-probs before the update, from the actor or the engine.
 
-        If one optimizer step trains on the whole batch, the old log-probs equal the current log-probs, and the column
-        `old_log_probs` is left out. In the first step, the actor always computes log-probs, in order to check the
-        engine.
+        If one optimizer step trains on the whole batch, the old log-probs equal the current log-probs, so the column
+        `old_log_probs` is usually left out. In the first training step, the actor always computes log-probs, so that
+        the engine's log-probs can be compared with them.
 
         Returns:
-            The batch, and metrics of the gap between engine and actor. The metrics are empty if the actor did not
-            compute log-probs.
+            The batch, and metrics of the gap between the log-probs of engine and actor; the metrics are {} if the actor
+            did not compute log-probs.
 
         Raises:
-            LogProbError: in the first step, the gap between the log-probs of engine and actor exceeds
+            LogProbError: in the first training step, the mean gap between the log-probs of engine and actor exceeds
                 `rollout.max_log_prob_gap`.
         """
         metrics: dict[str, float] = {}
@@ -412,17 +412,18 @@ class Trainer:
             found = await self.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget)
             batch = batch.union(found)
             metrics = log_prob_gap(batch)
-            if batch.values("response_mask").any():  # a batch without trained tokens cannot show an error of the engine
+            # Without trained tokens, the log-probs of engine and actor cannot be compared.
+            if batch.values("response_mask").any():
                 self.check_engine(metrics["rollout/log_prob_gap"])
         if self.config.algorithm.old_log_probs == "rollout":
             batch = batch.with_values("responses", old_log_probs=batch.values("rollout_log_probs"))
         return batch, metrics
 
     def check_engine(self, gap: float) -> None:
-        """Raise LogProbError if the run's first mean log-prob gap exceeds `rollout.max_log_prob_gap`.
+        """Raise LogProbError if the first mean log-prob gap of the run exceeds `rollout.max_log_prob_gap`.
 
-        `gap` is the mean gap of a step, in nats; only the first call of `check_engine` in a run compares it with the
-        limit.
+        `gap` is a step's mean gap between the log-probs of engine and actor, in nats. Only the first call of
+        `check_engine` in a run compares `gap` with the limit.
         """
         first, self.engine_checked = not self.engine_checked, True
         limit = self.config.rollout.max_log_prob_gap
@@ -434,14 +435,14 @@ class Trainer:
             )
 
     async def sync_weights(self) -> None:
-        """Send the actor's weights to the engines as version `step`.
+        """Send the actor's weights to the rollout engines, with the version number `step`.
 
-        Raise SyncError if an engine does not use the sent weights afterwards.
+        Raise SyncError if an engine does not use the new weights after the weight sync.
         """
         await self.collector.rollout.load(self.actor.ranks, self.step, check=self.config.rollout.verify_sync)
 
     async def evaluate(self) -> None:
-        """Evaluate sampled and greedy answers to all evaluation sets, unless the current step is already evaluated."""
+        """Evaluate sampled and greedy answers to all evaluation prompts, unless this step is already evaluated."""
         if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:

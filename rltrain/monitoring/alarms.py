@@ -1,8 +1,8 @@
 """Alarms: one-line messages that appear when the metrics of a run show that something went wrong.
 
-An alarm is reported when its condition begins to hold, and again only if the condition has ceased to hold in between.
-Alarms depend only on the metrics of each step, so checkpoints do not store them: a resumed run restores the state of
-`Alarms` by passing the metrics of all earlier steps in order.
+An alarm is reported when its condition begins to hold. The same alarm is reported again only if its condition stops
+holding and then holds again. Alarms depend only on the metrics of each step, so checkpoints do not store them: a
+resumed run restores the state of `Alarms` by passing the metrics of all earlier steps, in order, to `Alarms.look`.
 """
 
 from collections import deque
@@ -11,21 +11,24 @@ from math import isfinite
 
 from rltrain.settings.schema import Config
 
-# Number of steps at the start of a run whose mean entropy counts as the starting entropy. The entropy of a single step
-# is noisy, and after ten steps the policy has changed.
+# The starting entropy of a run is the mean entropy of the run's first START_STEPS steps. The entropy of a single step
+# is too noisy to be the starting entropy, and ten or more steps would include a policy that has already changed.
 START_STEPS = 3
-# Alarm threshold for the entropy, as a share of the starting entropy. The entropy of a policy that learns falls for a
-# good reason: on the built-in tasks, the final entropy is 20 to 40% of the starting entropy. Below this threshold, the
-# answers to one prompt are almost identical, so the policy has no alternatives left to choose from.
+# The entropy alarm's threshold is the starting entropy times COLLAPSED_SHARE. A moderate fall of the entropy is normal
+# in training: on the built-in tasks, the final entropy is 20 to 40% of the starting entropy. Below 5% of the starting
+# entropy, the answers to one prompt are almost identical, so the policy no longer explores.
 COLLAPSED_SHARE = 0.05
-# Number of consecutive steps after which an alarm condition counts as persistent. One small batch may by chance contain
-# many prompts that are too easy or too hard, but a whole series of such batches is not chance.
+# The entropy alarm and the same-outcome alarm are raised after their condition has held for PERSISTENT_STEPS
+# consecutive steps. A single small batch may by chance contain only prompts that are too easy or too hard, but several
+# consecutive batches rarely do.
 PERSISTENT_STEPS = 5
-# Number of steps over which rewards are averaged for comparison, because the prompts of a single step may be harder.
+# The reward alarm compares mean rewards over windows of WINDOW_STEPS steps, because the prompts of a single step may be
+# unusually hard.
 WINDOW_STEPS = 5
-# An alarm is raised if the mean reward falls by at least LOST_SHARE of its gain from the first window of steps to the
-# best window. The fall must also be at least as large as the standard deviation of single rewards in the best window.
-# The two conditions together prevent alarms from noise in the mean and from a reward curve that has become flat.
+# The reward alarm is raised if the mean reward falls by more than LOST_SHARE times the gain from the first window of
+# steps to the best window. The fall of the mean reward must also be at least as large as the standard deviation of
+# single rewards in the best window. Requiring a large share of the gain and more than one standard deviation prevents
+# false reward alarms from noise in the mean reward.
 LOST_SHARE = 0.5
 
 
@@ -46,16 +49,18 @@ class Alarms:
         }
         self.sounding: set[str] = set()
         self.first_entropies: list[float] = []
-        self.collapsed = self.flat = 0  # numbers of consecutive steps for which the alarm conditions have held
-        # (mean, standard deviation) of the reward in each of the last steps
+        # Numbers of consecutive steps with collapsed entropy, and with the same outcome for all answers to each prompt.
+        self.collapsed = self.flat = 0
+        # The pairs (mean reward, standard deviation of rewards) of the last WINDOW_STEPS steps.
         self.window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
         self.first_reward: float | None = None
         self.best: tuple[float, float] = (float("-inf"), 0.0)
 
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
-        """Check the metrics of one step, and return a line with value, limit and remedy for each newly raised alarm.
+        """Check the metrics of one step, and return one line of text for each newly raised alarm.
 
-        Call `look` exactly once for each step, in order.
+        The line of an alarm contains the metric's value, the limit and a remedy. Call `look` exactly once for each
+        step, in order.
         """
         known = {name: value for name, value in metrics.items() if value is not None and isfinite(value)}
         begun = []
@@ -67,10 +72,11 @@ class Alarms:
         return begun
 
     def _gap(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if engine and actor disagree too much on the log-probs of tokens; otherwise "".
+        """Return an alarm message if engine and actor give too different log-probs to tokens; otherwise return "".
 
-        A batch with tokens that older weights sampled raises no alarm, because older weights give other log-probs. With
-        top-p or top-k, the result is always "", because the engine's log-probs then describe a truncated distribution.
+        The result is "" for a batch with tokens sampled by older weights, because older weights give different
+        log-probs. With top-p or top-k sampling, the result is always "", because the engine's log-probs then describe a
+        truncated distribution.
         """
         if self.config.rollout.is_restricted:
             return ""
@@ -85,7 +91,7 @@ class Alarms:
         )
 
     def _entropy(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if the entropy has collapsed, so that samples hardly differ; otherwise ""."""
+        """Return an alarm message if the entropy has collapsed, so that answers hardly differ; otherwise return ""."""
         if "rollout/entropy" not in metrics:
             return ""
         entropy = metrics["rollout/entropy"]
@@ -104,9 +110,9 @@ class Alarms:
         )
 
     def _same_outcome(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if the answers to every prompt have had the same outcome for several steps; else "".
+        """Return an alarm message if rewards have long been equal for all answers to each prompt; else return "".
 
-        If each prompt has only one answer, there is nothing to compare, so no alarm is raised.
+        If each prompt has only one answer, there are no answers to compare, so the result is "".
         """
         all_flat = metrics.get("reward/same_outcome_fraction", 0.0) >= 1
         self.flat = self.flat + 1 if all_flat and self.config.rollout.samples_per_prompt > 1 else 0
@@ -120,7 +126,7 @@ class Alarms:
         )
 
     def _reward(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if the mean reward of the last steps is far below its best value so far; else ""."""
+        """Return an alarm message if the mean reward of the last 5 steps is far below its best value; otherwise ""."""
         if "reward/mean" not in metrics:
             return ""
         self.window.append((metrics["reward/mean"], metrics.get("reward/std", 0.0)))

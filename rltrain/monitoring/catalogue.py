@@ -1,11 +1,11 @@
-"""The catalogue of all metrics that a run writes, with name, meaning, unit and healthy range.
+"""The catalogue of all metrics that a run writes, with the name, meaning, unit and healthy range of each metric.
 
 The following command generates `docs/metrics.md` from the list of metrics:
 
     python -m rltrain.monitoring.catalogue > docs/metrics.md
 
 A placeholder in the name of a metric (`<name>`, `<phase>` or `<k>`) stands for one word or number. The metric names of
-a named evaluation set contain the name of the set after `eval/`, as in `eval/aime/sampled_reward`.
+a named evaluation set contain the set's name after `eval/`: `eval/aime/sampled_reward` belongs to the set `aime`.
 """
 
 import re
@@ -15,13 +15,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Metric:
-    """A catalogue entry for one metric, or for several metrics whose names differ in one word.
+    """A catalogue entry for one metric, or for all metrics that differ only in a placeholder such as `<name>`.
 
     Attributes:
         name: name of the metric in `metrics.jsonl` and `evaluations.jsonl`.
         meaning: description of what the metric measures.
         unit: unit of the metric's value; "share" means a number from 0 to 1.
-        healthy: expected behaviour of the metric in a run that learns; "" if there is no expectation.
+        healthy: expected value or trend of the metric in a healthy run; "" if nothing is expected.
     """
 
     name: str
@@ -38,213 +38,385 @@ class Metric:
 
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Rewards": (
-        Metric("reward/mean", "mean score of the step's answers without failed ones", "score", "rises"),
-        Metric("reward/std", "standard deviation of these scores", "score", "above 0"),
+        Metric("reward/mean", "mean score of the step's answers, excluding answers without a score", "score", "rises"),
+        Metric("reward/std", "standard deviation of the scores in `reward/mean`", "score", "above 0"),
         Metric(
             "reward/accuracy",
-            "correct answers; only if a reward function decides which answers are correct (`success`)",
+            "share of correct answers; present only if a reward function decides which answers are correct (`success`)",
             "share",
             "rises",
         ),
-        Metric("reward/failed_fraction", "answers whose reward function failed; not trained on", "share", "0"),
-        Metric("reward/unscored_fraction", "answers without a score, failed ones included", "share", "near 0"),
-        Metric("reward/<name>/mean", "mean score of one function or model before its weight", "score"),
-        Metric("reward/<name>/std", "standard deviation of these scores", "score"),
-        Metric("reward/<name>/failed_fraction", "answers on which this function or model failed", "share", "0"),
+        Metric(
+            "reward/failed_fraction",
+            "share of answers whose reward function failed; the step does not train on such answers",
+            "share",
+            "0",
+        ),
+        Metric(
+            "reward/unscored_fraction",
+            "share of answers without a score, including answers whose reward function failed",
+            "share",
+            "near 0",
+        ),
+        Metric(
+            "reward/<name>/mean", "mean unweighted score from the reward function or reward model `<name>`", "score"
+        ),
+        Metric("reward/<name>/std", "standard deviation of the scores in `reward/<name>/mean`", "score"),
+        Metric(
+            "reward/<name>/failed_fraction",
+            "share of answers on which the reward function or reward model `<name>` failed",
+            "share",
+            "0",
+        ),
         Metric(
             "reward/zero_spread_fraction",
-            "groups whose answers all have the same score, length penalty included; `grpo` learns nothing from them",
+            "share of prompt groups whose answers all have the same score, so that their GRPO advantages are 0",
             "share",
             "below 0.8",
         ),
         Metric(
             "reward/same_outcome_fraction",
-            "groups whose answers all have the same outcome, whatever their lengths",
+            "share of prompt groups whose answers all have the same outcome (the score without the length penalty)",
             "share",
             "below 0.8",
         ),
         Metric(
             "reward/excluded_fraction",
-            "scored answers that are left out of statistics because they were cut",
+            "share of answers that have a score but are left out of statistics because they were truncated",
             "share",
             "near 0",
         ),
-        Metric("reward/mean_generated", "mean score of all answers, including dropped groups", "score"),
-        Metric("reward/kl", "mean KL to the reference, for the KL penalty in the reward", "nats a token"),
-        Metric("reward/kl_coef", "coefficient of that KL", "number"),
+        Metric(
+            "reward/mean_generated",
+            "mean score of all answers, including the answers of dropped prompt groups",
+            "score",
+        ),
+        Metric(
+            "reward/kl",
+            "mean KL from the policy to the reference policy, as used by the KL penalty in the reward",
+            "nats a token",
+        ),
+        Metric("reward/kl_coef", "coefficient of the KL penalty in the reward", "number"),
     ),
     "Answers and the engine": (
-        Metric("rollout/length_mean", "mean length of answers, in sampled tokens", "tokens"),
-        Metric("rollout/length_max", "longest answer", "tokens"),
-        Metric("rollout/truncated_fraction", "answers cut at the length limit", "share", "below 0.1"),
+        Metric("rollout/length_mean", "mean number of sampled tokens per answer", "tokens"),
+        Metric("rollout/length_max", "number of sampled tokens of the longest answer", "tokens"),
+        Metric(
+            "rollout/truncated_fraction",
+            "share of answers that were truncated at the length limit",
+            "share",
+            "below 0.1",
+        ),
         Metric(
             "rollout/entropy",
-            "estimate of the entropy: minus the mean log-prob of sampled tokens",
+            "estimate of the policy's entropy: the mean of -log p over the sampled tokens",
             "nats a token",
             "falls slowly, stays above 0",
         ),
-        Metric("rollout/staleness_mean", "mean age of the weights that sampled a token", "versions"),
-        Metric("rollout/staleness_max", "largest age", "versions", "at most `trainer.max_staleness`"),
+        Metric(
+            "rollout/staleness_mean", "mean age of the weights that sampled a token, in weight versions", "versions"
+        ),
+        Metric(
+            "rollout/staleness_max",
+            "largest age of the weights that sampled a token, in weight versions",
+            "versions",
+            "at most `trainer.max_staleness`",
+        ),
         Metric(
             "rollout/log_prob_gap",
-            "mean distance between the engine's and the actor's log-probs",
+            "mean absolute difference between the log-probs of the rollout engine and the actor",
             "nats a token",
             "below `rollout.max_log_prob_gap`",
         ),
-        Metric("rollout/log_prob_gap_max", "largest distance", "nats"),
-        Metric("rollout/kl", "KL from the engine's policy to the actor's, estimator k1", "nats a token", "near 0"),
+        Metric(
+            "rollout/log_prob_gap_max",
+            "largest absolute difference between the log-probs of the rollout engine and the actor",
+            "nats",
+        ),
+        Metric("rollout/kl", "KL(engine || actor), estimated with k1", "nats a token", "near 0"),
         Metric(
             "rollout/k3",
-            "KL from the engine's policy to the actor's, estimator k3 without its bound",
+            "KL(engine || actor), estimated with k3; single token values are not limited to 10 nats",
             "nats a token",
             "near 0",
         ),
         Metric(
             "rollout/effective_sample_size",
-            "effective share of the tokens when each is weighted by the ratio of actor to engine",
+            "effective sample size of the token importance weights p_actor / p_engine, divided by the number of tokens",
             "share",
             "near 1",
         ),
         Metric(
             "rollout/groups_dropped",
-            "groups whose answers all have the same outcome, dropped by dynamic sampling",
+            "number of prompt groups that dynamic sampling dropped because all their answers have the same outcome",
             "groups",
         ),
-        Metric("rollout/groups_missing", "groups still missing from the batch after dynamic sampling", "groups", "0"),
+        Metric(
+            "rollout/groups_missing",
+            "number of prompt groups by which the batch is too small after dynamic sampling",
+            "groups",
+            "0",
+        ),
     ),
     "Actor": (
-        Metric("actor/policy_loss", "loss without KL and entropy terms", "loss"),
+        Metric("actor/policy_loss", "policy loss without the KL and entropy terms", "loss"),
         Metric(
-            "actor/clip_fraction", "trained tokens whose gradient the loss's clipping removed", "share", "below 0.3"
+            "actor/clip_fraction",
+            "share of trained tokens whose gradient was removed by the clipping of the policy loss",
+            "share",
+            "below 0.3",
         ),
-        Metric("actor/clip_fraction_c", "trained tokens whose gradient the dual clip removed", "share", "near 0"),
+        Metric(
+            "actor/clip_fraction_c",
+            "share of trained tokens that the dual clip affects: tokens with negative advantage and a very large ratio",
+            "share",
+            "near 0",
+        ),
         Metric(
             "actor/weight_clip_fraction",
-            "`cispo`, `dppo_tv`, `dppo_kl`, `topr`, `ce_gppo`: tokens with a bounded weight, which keep their gradient",
+            "share of tokens whose gradient weight the loss clips (`cispo`, `dppo_tv`, `dppo_kl`, `topr`, `ce_gppo`)",
             "share",
         ),
-        Metric("actor/weight_mean", "`topr`, `vespo`: mean weight of a token's gradient", "number"),
-        Metric("actor/gate_mean", "`sapo`: mean of the gate, 1 where the policy has not moved", "number"),
+        Metric(
+            "actor/weight_mean",
+            "for the losses `topr` and `vespo`: mean factor by which a token's gradient is multiplied",
+            "number",
+        ),
+        Metric(
+            "actor/gate_mean",
+            "for the loss `sapo`: mean gradient weight of a token, which is 1 where the ratio is 1",
+            "number",
+        ),
         Metric(
             "actor/selected_fraction",
-            "tokens that the loss's selector chose: to drop (`clip_cov`, `m2po`), penalise (`kl_cov`) or keep "
+            "share of tokens that the policy loss drops (`clip_cov`, `m2po`), penalises (`kl_cov`) or keeps "
             "(`top_entropy`)",
             "share",
         ),
         Metric(
             "actor/ratio_mean",
-            "mean ratio of the new policy to the old one; for `gspo` and `geo_mean`, the ratio of the answer",
+            "mean ratio p_new / p_old of the token probabilities; for `gspo` and `geo_mean`, of the whole answer",
             "number",
             "near 1",
         ),
-        Metric("actor/ppo_kl", "KL from the old policy to the new one, r - 1 - log r", "nats a token", "below 0.1"),
+        Metric(
+            "actor/ppo_kl",
+            "KL(old policy || new policy), estimated as the mean of r - 1 - log r with r = p_new / p_old",
+            "nats a token",
+            "below 0.1",
+        ),
         Metric(
             "actor/same_policy_gap",
-            "mean distance of the actor's log-probs from the old ones before its first optimizer step",
+            "mean absolute difference of the actor's and the old log-probs, before the step's first optimizer step",
             "nats a token",
             "0",
         ),
         Metric(
             "actor/engine_gap",
-            "as `rollout/log_prob_gap`, for the actor before its first optimizer step",
+            "like `rollout/log_prob_gap`, but measured during the first optimizer step's forward pass",
             "nats a token",
             "below `rollout.max_log_prob_gap`",
         ),
-        Metric("actor/engine_kl", "as `rollout/kl`, for the actor before its first optimizer step", "nats a token"),
-        Metric("actor/engine_k3", "as `rollout/k3`, for the actor before its first optimizer step", "nats a token"),
+        Metric(
+            "actor/engine_kl",
+            "like `rollout/kl`, but measured during the first optimizer step's forward pass",
+            "nats a token",
+        ),
+        Metric(
+            "actor/engine_k3",
+            "like `rollout/k3`, but measured during the first optimizer step's forward pass",
+            "nats a token",
+        ),
         Metric(
             "actor/engine_effective_sample_size",
-            "as `rollout/effective_sample_size`, for the actor before its first optimizer step",
+            "like `rollout/effective_sample_size`, but measured during the first optimizer step's forward pass",
             "share",
             "near 1",
         ),
         Metric(
             "actor/correction_weight_mean",
-            "mean importance weight of `correction`, counting 0 for dropped tokens",
+            "mean importance weight from `algorithm.correction`; a dropped token counts with weight 0",
             "number",
             "near 1",
         ),
-        Metric("actor/correction_outside_fraction", "tokens outside the bounds of `correction`", "share", "near 0"),
-        Metric("actor/correction_dropped_fraction", "tokens whose policy term `correction` drops", "share", "near 0"),
-        Metric("actor/correction_rollout_kl", "as `rollout/k3`, over the updates of the step", "nats a token"),
         Metric(
-            "actor/rejection_divergence", "mean of the KL estimate that decides what `rejection` drops", "nats a token"
+            "actor/correction_outside_fraction",
+            "share of tokens whose importance weight is outside the bounds of `algorithm.correction`",
+            "share",
+            "near 0",
         ),
-        Metric("actor/rejection_outside_fraction", "tokens outside the bounds of `rejection`", "share", "near 0"),
-        Metric("actor/rejection_dropped_fraction", "tokens whose policy term `rejection` drops", "share", "near 0"),
-        Metric("actor/kl_loss", "KL term of the loss, aggregated as the loss", "nats"),
         Metric(
-            "actor/squared_log_ratio", "squared log-ratio, policy over engine, aggregated as the loss", "nats squared"
+            "actor/correction_dropped_fraction",
+            "share of tokens that `algorithm.correction` excludes from the policy loss",
+            "share",
+            "near 0",
         ),
-        Metric("actor/ref_kl", "KL to the reference; `k3` counts at most 10 nats a token", "nats a token"),
-        Metric("actor/entropy", "mean entropy; only with an entropy bonus or target", "nats a token"),
-        Metric("actor/entropy_coef", "coefficient of the entropy bonus; only with a target", "number"),
-        Metric("actor/advantage_abs_mean", "mean absolute advantage of trained tokens", "reward"),
-        Metric("actor/grad_norm", "mean gradient norm before clipping", "number", "steady"),
-        Metric("actor/grad_norm_max", "largest gradient norm before clipping", "number"),
-        Metric("actor/lr", "mean learning rate of the step", "number"),
-        Metric("actor/skipped_updates", "updates skipped because the loss or gradient was not finite", "updates", "0"),
+        Metric(
+            "actor/correction_rollout_kl",
+            "like `rollout/k3`, but averaged over the tokens of all updates of the step",
+            "nats a token",
+        ),
+        Metric(
+            "actor/rejection_divergence",
+            "mean of the KL estimate that `algorithm.rejection` compares with its bounds",
+            "nats a token",
+        ),
+        Metric(
+            "actor/rejection_outside_fraction",
+            "share of tokens whose KL estimate is outside the bounds of `algorithm.rejection`",
+            "share",
+            "near 0",
+        ),
+        Metric(
+            "actor/rejection_dropped_fraction",
+            "share of tokens that `algorithm.rejection` excludes from the policy loss",
+            "share",
+            "near 0",
+        ),
+        Metric(
+            "actor/kl_loss",
+            "KL term of the loss before its coefficient, averaged over tokens in the same way as the policy loss",
+            "nats",
+        ),
+        Metric(
+            "actor/squared_log_ratio",
+            "squared difference of the policy's and the engine's log-probs, averaged like the policy loss",
+            "nats squared",
+        ),
+        Metric(
+            "actor/ref_kl",
+            "mean KL from the policy to the reference policy; the estimator `k3` is limited to 10 nats per token",
+            "nats a token",
+        ),
+        Metric(
+            "actor/entropy",
+            "mean entropy of the policy; present only with an entropy bonus or an entropy target",
+            "nats a token",
+        ),
+        Metric("actor/entropy_coef", "coefficient of the entropy bonus; present only with an entropy target", "number"),
+        Metric("actor/advantage_abs_mean", "mean absolute value of the advantages of trained tokens", "reward"),
+        Metric(
+            "actor/grad_norm",
+            "mean of the actor's gradient norms before clipping, over optimizer steps",
+            "number",
+            "steady",
+        ),
+        Metric(
+            "actor/grad_norm_max",
+            "largest of the actor's gradient norms before clipping, over optimizer steps",
+            "number",
+        ),
+        Metric("actor/lr", "mean of the actor's learning rate over the optimizer steps of a training step", "number"),
+        Metric(
+            "actor/skipped_updates",
+            "number of actor updates that were skipped because the loss or gradient was not finite",
+            "updates",
+            "0",
+        ),
     ),
     "Critic": (
         Metric("critic/value_loss", "the critic's loss", "reward squared", "falls"),
-        Metric("critic/clip_fraction", "tokens where clipping decides the critic's loss", "share"),
-        Metric("critic/value_mean", "mean value", "reward"),
-        Metric("critic/return_mean", "mean return", "reward"),
+        Metric("critic/clip_fraction", "share of tokens for which value clipping increases the critic's loss", "share"),
+        Metric("critic/value_mean", "mean value that the critic predicts", "reward"),
+        Metric("critic/return_mean", "mean return, which is the critic's target", "reward"),
         Metric(
             "critic/explained_variance",
-            "1: values predict returns; 0: no better than a constant",
+            "share of the returns' variance that the critic explains: 1 is perfect, 0 is no better than a constant",
             "number",
             "rises towards 1",
         ),
-        Metric("critic/grad_norm", "mean gradient norm before clipping", "number", "steady"),
-        Metric("critic/grad_norm_max", "largest gradient norm before clipping", "number"),
-        Metric("critic/lr", "mean learning rate of the step", "number"),
-        Metric("critic/skipped_updates", "updates skipped because the loss or gradient was not finite", "updates", "0"),
+        Metric(
+            "critic/grad_norm",
+            "mean of the critic's gradient norms before clipping, over optimizer steps",
+            "number",
+            "steady",
+        ),
+        Metric(
+            "critic/grad_norm_max",
+            "largest of the critic's gradient norms before clipping, over optimizer steps",
+            "number",
+        ),
+        Metric("critic/lr", "mean of the critic's learning rate over the optimizer steps of a training step", "number"),
+        Metric(
+            "critic/skipped_updates",
+            "number of critic updates that were skipped because the loss or gradient was not finite",
+            "updates",
+            "0",
+        ),
     ),
     "Evaluations": (
         Metric("eval/sampled_reward", "mean score of sampled answers to the prompts of `data.val`", "score", "rises"),
-        Metric("eval/sampled_reward/<name>", "mean score of one function or model before its weight", "score"),
+        Metric(
+            "eval/sampled_reward/<name>",
+            "mean unweighted score of sampled answers from the reward function `<name>`",
+            "score",
+        ),
         Metric(
             "eval/sampled_accuracy",
-            "correct answers; only if a reward function decides which answers are correct (`success`)",
+            "share of correct sampled answers; present only if a reward function decides correctness (`success`)",
             "share",
             "rises",
         ),
         Metric(
             "eval/sampled_pass_at_<k>",
-            "chance that at least one of k answers to a prompt is correct; with `trainer.eval_samples` above 1",
+            "probability that one or more of k answers to a prompt are correct; present if `trainer.eval_samples` > 1",
             "share",
             "rises",
         ),
-        Metric("eval/sampled_length", "mean length of sampled answers", "tokens"),
-        Metric("eval/sampled_failed_fraction", "sampled answers whose reward function failed", "share", "0"),
-        Metric("eval/greedy_reward", "mean score of one greedy answer to each prompt", "score", "rises"),
-        Metric("eval/greedy_reward/<name>", "mean score of one function or model before its weight", "score"),
+        Metric("eval/sampled_length", "mean number of tokens per sampled answer", "tokens"),
+        Metric("eval/sampled_failed_fraction", "share of sampled answers whose reward function failed", "share", "0"),
+        Metric(
+            "eval/greedy_reward", "mean score of greedy answers, one to each prompt of `data.val`", "score", "rises"
+        ),
+        Metric(
+            "eval/greedy_reward/<name>",
+            "mean unweighted score of greedy answers from the reward function `<name>`",
+            "score",
+        ),
         Metric(
             "eval/greedy_accuracy",
-            "correct greedy answers; only if a reward function decides which answers are correct (`success`)",
+            "share of correct greedy answers; present only if a reward function decides correctness (`success`)",
             "share",
             "rises",
         ),
-        Metric("eval/greedy_length", "mean length of greedy answers", "tokens"),
-        Metric("eval/greedy_failed_fraction", "greedy answers whose reward function failed", "share", "0"),
+        Metric("eval/greedy_length", "mean number of tokens per greedy answer", "tokens"),
+        Metric("eval/greedy_failed_fraction", "share of greedy answers whose reward function failed", "share", "0"),
     ),
     "Time": (
-        Metric("timing/<phase>", "time of one phase; `timing/step` is the whole step", "seconds"),
+        Metric(
+            "timing/<phase>",
+            "wall-clock time of the phase `<phase>` of a training step; `timing/step` is the time of the whole step",
+            "seconds",
+        ),
         Metric(
             "perf/tokens_per_s",
-            "prompt and response tokens, including the text of tools, per second of the whole step",
+            "number of prompt and response tokens of the step, including tool outputs, divided by the time of the step",
             "tokens a second",
         ),
-        Metric("perf/actor_filler_fraction", "filler tokens, which a rank without rows processes", "share", "near 0"),
-        Metric("perf/critic_filler_fraction", "the same for the critic", "share", "near 0"),
+        Metric(
+            "perf/actor_filler_fraction",
+            "share of filler tokens, which ranks without rows process, in all tokens of the actor update",
+            "share",
+            "near 0",
+        ),
+        Metric(
+            "perf/critic_filler_fraction",
+            "like `perf/actor_filler_fraction`, but for the critic update",
+            "share",
+            "near 0",
+        ),
         Metric(
             "perf/actor_idle_fraction",
-            "part of an update in which ranks wait for each other, estimated from their work",
+            "share of the actor update's time in which a rank waits for slower ranks, estimated from the work per rank",
             "share",
             "below 0.1",
         ),
-        Metric("perf/critic_idle_fraction", "the same for the critic", "share", "below 0.1"),
+        Metric(
+            "perf/critic_idle_fraction",
+            "like `perf/actor_idle_fraction`, but for the critic update",
+            "share",
+            "below 0.1",
+        ),
     ),
 }
 METRICS = tuple(metric for metrics in SECTIONS.values() for metric in metrics)

@@ -28,26 +28,28 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.evaluation_metrics import KINDS, evaluated_sets, prefix_of
 from rltrain.monitoring.report.page import REPORT
 
-SHOWN_TEXT = 400  # maximum number of characters of a prompt or an answer in a sample
-SHOWN_PARTS = 3  # maximum number of reward components in the progress bar
-DOWNLOAD_LINE_EVERY_S = 60.0  # seconds between lines about a download if the output is not a terminal
-# If the output is not a terminal, a line is printed every `PLAIN_EVERY` steps, and after each step that ends at least
-# `PLAIN_EVERY_S` seconds after the last line.
+SHOWN_TEXT = 400  # Printed samples show at most SHOWN_TEXT characters of a prompt or an answer.
+SHOWN_PARTS = 3  # The progress bar shows the scores of at most SHOWN_PARTS reward functions.
+# If the output is not a terminal, a download prints one line of progress every 60 seconds.
+DOWNLOAD_LINE_EVERY_S = 60.0
+# If the output is not a terminal, one line is printed after every tenth training step. A line is also printed after
+# each training step that ends at least 10 seconds after the previously printed line.
 PLAIN_EVERY, PLAIN_EVERY_S = 10, 10.0
-HEARTBEAT_S = 60.0  # seconds without output after which a line describes the current step
-TIMED_STEPS = 20  # number of most recent steps from which the remaining time is estimated
+# If nothing is printed about a training step for 60 seconds, a line about the current step is printed.
+HEARTBEAT_S = 60.0
+TIMED_STEPS = 20  # The remaining time of a run is estimated from its 20 most recent steps.
 
 
 class ConsoleDisplay:
-    """Shows the progress of a run: as a live bar on a terminal, otherwise as lines of text.
+    """Shows the progress of a run: as a live progress bar on a terminal, and as lines of text in a file or pipe.
 
     Args:
-        total_steps: number of training steps of the run.
-        sample_every: number of steps between printed samples; 0 turns samples off.
-        console: rich console to which the display writes.
+        total_steps: total number of training steps of the run.
+        sample_every: number of training steps between two printed samples; 0 prints no samples.
+        console: console of the library rich, to which the display writes.
         components: names of the reward functions and reward models.
-        text_of: function that converts token ids to text with special tokens. If `text_of` is None, samples are shown
-            without special tokens.
+        text_of: function that converts token ids to text, including special tokens. If `text_of` is None, samples are
+            shown without special tokens.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class ConsoleDisplay:
         self.task = self.progress.add_task("train", total=total_steps, state="")
         self.ended: list[
             tuple[int, float]
-        ] = []  # (step, end time) of the most recent steps that this process has trained
-        self.said_at = time.monotonic()  # time of the last line about a step, if the output is not a terminal
-        self.last = 0  # number of the most recent step that has ended
+        ] = []  # The pairs (step number, end time) of the most recent steps that this process has trained.
+        # Time of the last printed line about a training step; used only if the output is not a terminal.
+        self.said_at = time.monotonic()
+        self.last = 0  # Number of the most recent training step that has ended.
 
     def __enter__(self) -> "ConsoleDisplay":
         self.progress.start()
@@ -97,10 +100,10 @@ class ConsoleDisplay:
             yield
 
     def progress_of(self, what: str) -> Callable[[int, int], None]:
-        """Return a callback that shows the progress of a preparation phase before training.
+        """Return a callback that shows the progress of a phase before training, such as creating the built-in model.
 
-        The arguments of the callback are the number of finished parts and the total number of parts. Nothing is shown
-        until the first call of the callback.
+        The arguments of the callback are the number of finished steps and the total number of steps of the phase.
+        Nothing is shown until the first call of the callback.
         """
 
         def update(done: int, total: int) -> None:
@@ -111,7 +114,7 @@ class ConsoleDisplay:
         return update
 
     def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
-        """Update the progress bar, and show a sample at step 1 and every `sample_every` steps."""
+        """Update the progress bar, and print a sample after step 1 and after every `sample_every` steps."""
         state, now = step_text(metrics), time.monotonic()
         self.last = step
         self.ended = [*self.ended[-TIMED_STEPS:], (step, now)]
@@ -126,11 +129,11 @@ class ConsoleDisplay:
         self.failures(step, batch)
 
     def time_left(self) -> str:
-        """Return an estimate of the time until the last step, such as "  12 min left"; "" before the third step.
+        """Return the estimated time until the run ends, such as "  12 min left"; return "" before the third step.
 
-        The estimate assumes that the remaining steps take as long on average as the last `TIMED_STEPS` steps, including
-        evaluations and checkpoints. The estimate leaves out the first step of a process, because process start and
-        compilation make the first step slow.
+        The estimate of the remaining time assumes that a remaining step takes as long as the mean of the last
+        `TIMED_STEPS` steps, including evaluations and checkpoints. The estimate leaves out the first step of the
+        process, because process start and compilation make the first step slow.
         """
         (first, began), (last, ended) = self.ended[0], self.ended[-1]
         if last - first < 2 or last >= self.total_steps:
@@ -138,10 +141,10 @@ class ConsoleDisplay:
         return f"  {duration((ended - began) / (last - first) * (self.total_steps - last))} left"
 
     async def heartbeat(self, phase: Callable[[], str]) -> None:
-        """Print a line about the current step whenever nothing was printed about a step for `HEARTBEAT_S` seconds.
+        """Print a line about the current step whenever nothing was printed about any step for `HEARTBEAT_S` seconds.
 
-        The coroutine runs until it is cancelled. On a terminal, nothing is printed, because the live bar shows the
-        current step.
+        The heartbeat coroutine runs until it is cancelled. On a terminal, the heartbeat prints nothing, because the
+        progress bar shows the current step.
 
         Args:
             phase: function that returns the name of the current phase of the step, or "" before the first phase.
@@ -158,7 +161,7 @@ class ConsoleDisplay:
                 told_at = now
 
     def failures(self, step: int, batch: DataProto) -> None:
-        """Warn about failed rewards at the first step that has any, and later only every `PLAIN_EVERY` steps."""
+        """Warn about failed rewards after the first step with a failed reward, and later only in every tenth step."""
         errors = [error for error in batch.non_tensor_batch["reward_error"] if error]
         if errors and (not self.failures_seen or step % PLAIN_EVERY == 0):
             first = one_line(errors[0])
@@ -181,8 +184,8 @@ def downloading(console: Console, what: str) -> Iterator[Callable[[int, int], No
     """Show the progress of a download while the `with` block runs: a bar on a terminal, otherwise a line every minute.
 
     Yields:
-        A callback that takes the number of bytes downloaded so far and the total number of bytes. Nothing is shown
-        until the first call of the callback.
+        A callback that takes the number of downloaded bytes and the total number of bytes. Nothing is shown until the
+        first call of the callback.
     """
     bar = Progress(
         TextColumn("downloading {task.description}", markup=False),
@@ -213,7 +216,7 @@ def downloading(console: Console, what: str) -> Iterator[Callable[[int, int], No
 
 
 def step_text(metrics: dict[str, float]) -> str:
-    """Return the metrics of a step as text for the progress bar."""
+    """Return the most important metrics of a training step as text for the progress bar."""
     kl = metrics.get("actor/ref_kl", metrics.get("reward/kl", metrics.get("actor/ppo_kl", 0.0)))
     parts = _parts(metrics)
     scores = [f"{name} {metrics[f'reward/{name}/mean']:.2f}" for name in parts[:SHOWN_PARTS]]
@@ -233,13 +236,13 @@ def step_text(metrics: dict[str, float]) -> str:
 def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
     """Return the results of one evaluation set as text.
 
-    The text contains the accuracy (or the reward, if no accuracy is known), pass@k, the scores of the reward functions
-    if there are several, and the mean answer length.
+    The text contains the accuracy (or the mean reward, if the accuracy is unknown), pass@k and the mean answer length.
+    If the run has several reward functions, the text also contains the mean score of each reward function.
 
     Args:
         step: number of training steps before the evaluation.
         name: name of the evaluation set; "" stands for the set from `data.val`.
-        metrics: the metrics of all evaluation sets.
+        metrics: the metrics of all evaluation sets, by metric name.
     """
     what, form = _headline(name, metrics)
     texts = [", ".join(f"{kind} {metrics[f'{prefix_of(name, kind)}_{what}']:{form}}" for kind in KINDS)]
@@ -254,16 +257,17 @@ def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
 
 
 def _headline(name: str, metrics: Mapping[str, float]) -> tuple[str, str]:
-    """Return the main metric of an evaluation set, and the format string for the metric's values.
+    """Return the name of an evaluation set's main metric, and the format string for the metric's values.
 
-    The main metric is the accuracy if a reward function decides which answers are correct, and the reward otherwise.
+    The main metric of an evaluation set is the accuracy if a reward function decides which answers are correct, and the
+    mean reward otherwise.
     """
     known = all(f"{prefix_of(name, kind)}_accuracy" in metrics for kind in KINDS)
     return ("accuracy", ".1%") if known else ("reward", ".3g")
 
 
 def _parts(metrics: Mapping[str, float]) -> list[str]:
-    """Return the names of the reward components."""
+    """Return the names of the reward functions and reward models that occur in the metrics."""
     names = (name.split("/") for name in metrics)
     return [name[1] for name in names if len(name) == 3 and name[0] == "reward" and name[2] == "mean"]
 
@@ -281,14 +285,15 @@ def sample_text(
 ) -> Text:
     """Return the prompt, the answer and the reward of one row of the batch as text.
 
-    The step number determines which row is shown. Text that a model wrote is never interpreted as console markup.
+    The step number determines which row of the batch is shown. Text that a model wrote is never interpreted as console
+    markup.
 
     Args:
         step: number of the training step.
         batch: the batch that was trained on.
         components: names of the reward functions and reward models.
-        text_of: function that converts token ids to text with special tokens. If `text_of` is None, the texts in the
-            batch are shown.
+        text_of: function that converts token ids to text with special tokens. If `text_of` is None, the prompt and
+            answer texts stored in the batch are shown.
     """
     row = (step * 7) % len(batch)
     objects = batch.non_tensor_batch
@@ -306,9 +311,10 @@ def sample_text(
 
 
 def _score_text(batch: DataProto, row: int, components: Sequence[str]) -> str:
-    """Return the reward of a row, followed by the score of each reward function if there are several."""
+    """Return the reward of a row as text, followed by the score of each reward function if the run has several."""
     scores = batch.batch["reward_components"][row].tolist()
-    # The column `valid` is not used, because it is also False for scored rows that are excluded from the statistics.
+    # The column `valid` does not show which rewards failed, because `valid` is also False for scored rows that are
+    # excluded from the statistics.
     if all(math.isnan(score) for score in scores):
         return "failed"
     total = f"{float(batch.batch['scores'][row]):g}"
@@ -327,7 +333,7 @@ def summary(
     overrides: Sequence[str],
     finished: bool,
 ) -> None:
-    """Print the training results, the paths of the result files, and a command to run next."""
+    """Print the results of training, the paths of the result files, and a shell command to run next."""
     title = "Done" if finished else "Stopped early"
     console.print(f"\n[bold]{title}[/] after {steps} steps, {seconds:.0f} s", highlight=False)
     if len(evaluations) >= 2:
@@ -377,14 +383,14 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
 
 
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
-    """Return two shell commands: one trains with another algorithm on the same data, one opens TensorBoard.
+    """Return two shell commands: one trains with another algorithm on the same data, and one opens TensorBoard.
 
-    The training command omits all settings of the config section `algorithm`, because the other algorithm may not
-    accept the settings.
+    The training command omits all overrides of keys in the config section `algorithm`, because another algorithm may
+    not accept the overrides.
     """
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"
-    # if a key has several overrides, the last one counts
+    # If several command-line overrides set the same key, the last override applies.
     last = {override.split("=", 1)[0]: override for override in overrides}
     of_this_run = ("algorithm", "trainer.output_dir", "trainer.checkpoint_dir", "trainer.resume")
     rest = [
@@ -397,6 +403,7 @@ def next_command(overrides: Sequence[str], output_dir: Path) -> str:
     python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
     board = shlex.quote(str(python.with_name("tensorboard")))
     lines = [f"{shlex.quote(str(python))} -m rltrain.main {command}"]
-    if (output_dir / "tensorboard").is_dir():  # missing if `trainer.trackers` leaves out tensorboard
+    # The folder `tensorboard` is missing if `trainer.trackers` does not contain `tensorboard`.
+    if (output_dir / "tensorboard").is_dir():
         lines.append(f"{'':<16}{board} --logdir {shlex.quote(str(output_dir.parent))}")
     return "\n".join(lines)

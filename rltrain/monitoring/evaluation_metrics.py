@@ -1,4 +1,4 @@
-"""Metrics of each evaluation set: reward, accuracy, pass@k and length, for sampled and for greedy answers."""
+"""Metrics of each evaluation set: reward, accuracy, pass@k and answer length, for sampled and for greedy answers."""
 
 import math
 import re
@@ -9,7 +9,8 @@ from torch import Tensor
 from rltrain.batch.data_proto import DataProto
 from rltrain.monitoring.step_metrics import sample_metrics
 
-# Sampled answers are generated at the run's temperature. Greedy answers take the likeliest token at each position.
+# Sampled answers are generated at the run's temperature. Greedy answers consist of the most likely token at each
+# position.
 KINDS = ("sampled", "greedy")
 _REWARD = re.compile(r"eval/(?:(?P<name>[^/]+)/)?sampled_reward")
 
@@ -18,7 +19,7 @@ def prefix_of(name: str, kind: str) -> str:
     """Return the prefix of the metric names for one evaluation set and kind of answer, such as `eval/aime/greedy`.
 
     Args:
-        name: name of the set in `data.val_sets`; "" for the set of `data.val`.
+        name: name of the evaluation set in `data.val_sets`; "" for the evaluation set of `data.val`.
         kind: one of `KINDS`.
     """
     return f"eval/{name}/{kind}" if name else f"eval/{kind}"
@@ -27,7 +28,7 @@ def prefix_of(name: str, kind: str) -> str:
 def evaluated_sets(metrics: Iterable[str]) -> list[str]:
     """Return the names of the evaluation sets that occur in the given metric names.
 
-    The set of `data.val` has the name "".
+    The evaluation set of the config key `data.val` has the name "".
     """
     found = (_REWARD.fullmatch(metric) for metric in metrics)
     return [match["name"] or "" for match in found if match]
@@ -56,8 +57,8 @@ def evaluation_metrics(batch: DataProto, components: Sequence[str], prefix: str)
 def _pass_at_each_k(batch: DataProto) -> Iterator[tuple[int, float]]:
     """Yield (k, pass@k) for k = 2, 4, 8, ... and for the largest number of answers to one prompt.
 
-    For each k, pass@k is averaged over the prompts with at least k answers. pass@k ignores answers that are neither
-    correct nor wrong, such as answers whose reward function failed.
+    For each k, pass@k is averaged over the prompts with at least k answers. Answers that are neither correct nor wrong,
+    such as answers whose reward function failed, are ignored in pass@k.
     """
     successes, uid = batch.batch["successes"], batch.batch["uid"]
     decided = batch.batch["valid"] & ~successes.isnan()

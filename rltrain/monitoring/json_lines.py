@@ -1,7 +1,7 @@
-"""Files of JSON objects, one per line, and conversion of metrics to JSON objects.
+"""Files with one JSON object per line, and the conversion of metrics to JSON objects.
 
-JSON has no NaN and no infinity, and most parsers other than Python's reject NaN and infinity. In the files of a run,
-null stands for NaN and for infinity.
+JSON has no NaN and no infinity, and most parsers other than Python's reject NaN and infinity. In the metrics files of a
+run, null stands for NaN and for infinity.
 """
 
 import json
@@ -13,10 +13,10 @@ from typing import Any
 
 
 class JsonLinesFile:
-    """A file that grows by one JSON object per line.
+    """A file to which JSON objects are appended, one per line.
 
     Args:
-        path: path of the file. The folder of the file must exist. Existing lines of the file are kept.
+        path: path of the file, in an existing folder. Existing lines of the file are kept.
     """
 
     def __init__(self, path: Path) -> None:
@@ -27,12 +27,12 @@ class JsonLinesFile:
         self.file = self.path.open("a", encoding="utf-8")
 
     def append(self, line: Mapping[str, Any]) -> None:
-        """Append one JSON object to the file, as its last line. The line is in the file when `append` returns."""
+        """Append one JSON object as the last line of the file, and flush Python's buffer of the file."""
         self.file.write(json.dumps(line) + "\n")
         self.file.flush()
 
     def replace(self, content: bytes) -> None:
-        """Replace the file atomically: if the process is killed, the file has either its old or its new content."""
+        """Replace the file's content atomically, so that a killed process leaves either the old or the new content."""
         self.close()
         partial = self.path.with_name(f"{self.path.name}.partial")
         partial.write_bytes(content)

@@ -4,7 +4,8 @@ from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
-CURVES = ("step", "reward/mean", "rollout/length_mean")  # the values that the image shows for each training step
+# CURVES names the values that the learning curve needs for each step.
+CURVES = ("step", "reward/mean", "rollout/length_mean")
 
 
 class StepHistory:
@@ -42,7 +43,7 @@ class StepHistory:
 
 
 def draw_learning_curve(history: list[dict[str, float]], evaluations: list[dict[str, float]], path: Path) -> None:
-    """Draw the training reward, the evaluation rewards and the answer length over the steps as a PNG file."""
+    """Plot training reward, evaluation rewards and answer length against the training step, as a PNG image."""
     import matplotlib as mpl
 
     mpl.use("Agg")

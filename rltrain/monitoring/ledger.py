@@ -4,9 +4,9 @@ The ledger has one line per training step, with the following keys:
 
 - `used`: uids of the prompt groups that were trained on.
 - `dropped`: uids of the prompt groups that were discarded.
-- `failed`: (uid, sample) of the answers whose reward failed.
+- `failed`: pairs (uid of the prompt group, index of the answer in the group) of the answers whose reward failed.
 
-Each uid occurs exactly once in the whole ledger, either in `used` or in `dropped`.
+The uid of each prompt group occurs exactly once in the whole ledger, either in `used` or in `dropped`.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ LEDGER = "ledger.jsonl"
 
 
 def ledger_line(step: int, batch: DataProto, dropped: Sequence[int]) -> dict[str, Any]:
-    """Return the ledger line of a step: the prompt groups used and dropped, and the answers whose reward failed."""
+    """Return the ledger line of a step: its used and dropped prompt groups, and its answers with failed rewards."""
     uids = batch.batch["uid"].tolist()
     failed = [[uids[row], row - uids.index(uids[row])] for row in batch.batch["failed"].nonzero()[:, 0].tolist()]
     return {

@@ -9,10 +9,10 @@ from rltrain.batch.data_proto import DataProto
 
 
 class Timer:
-    """Measures the seconds that each phase of one step takes.
+    """Measures the seconds that each phase of one training step takes.
 
     Attributes:
-        phase: name of the phase that started last; "" before the first phase.
+        phase: name of the phase that started most recently; "" before the first phase starts.
     """
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Timer:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Measure the seconds that the `with` block takes, and add them to the metric `timing/<phase>`.
+        """Measure the duration of the `with` block in seconds, and add the duration to the metric `timing/<phase>`.
 
         The `with` block is also recorded as an event of the run's timeline.
         """
@@ -32,9 +32,10 @@ class Timer:
         self.seconds[key] = self.seconds.get(key, 0.0) + time.perf_counter() - start
 
     def metrics(self, batch: DataProto) -> dict[str, float]:
-        """Return the seconds of each phase and of the whole step, and the prompt and response tokens per second.
+        """Return the duration in seconds of each phase and of the whole step, and the number of tokens per second.
 
-        Observation tokens count as response tokens, because the workers process them too.
+        The number of tokens per second counts prompt, response and observation tokens, because the workers process all
+        of them.
         """
         step = time.perf_counter() - self.began
         tokens = len(batch.values("prompts")) + len(batch.values("responses"))

@@ -1,4 +1,4 @@
-"""Writes files of samples: parquet tables of all samples of a step, and whole batches for debugging."""
+"""Writes files of samples: a Parquet table with all samples of each step, and whole batches for debugging."""
 
 import math
 from collections.abc import Sequence
@@ -11,10 +11,10 @@ import pyarrow.parquet as pq
 from rltrain.batch.data_proto import DataProto
 from rltrain.data.stored_samples import ROLLOUTS, sample_files
 
-SHOWN = 8  # number of samples of a step that are sent to trackers
-# Columns with one value per response token. A table contains only the columns that the batch contains.
-# The column `old_log_probs` is missing if one optimizer step trains on the whole batch.
-# The column `entropies` is missing if no loss reads entropies.
+SHOWN = 8  # At most 8 samples of a training step are sent to trackers.
+# _OF_TOKENS names the columns of a sample table that have one value per response token. A sample table contains only
+# those columns that the batch of the step contains. The column `old_log_probs` is missing if one optimizer step trains
+# on the whole batch. The column `entropies` is missing if no loss reads entropies.
 _OF_TOKENS = (
     "responses",
     "response_mask",
@@ -28,12 +28,12 @@ _OF_TOKENS = (
 
 
 class SampleFiles:
-    """Writes the samples of training steps to files in the output folder.
+    """Writes the samples of training steps to files in the output folder of the run.
 
     Args:
-        output_dir: output folder of the run; must exist. Tables are written to the subfolder `rollouts`, batches to the
-            subfolder `failed`.
-        components: names of the reward components.
+        output_dir: output folder of the run; must exist. Tables of samples are written to the subfolder `rollouts`, and
+            batches for debugging are written to the subfolder `failed`.
+        components: names of the reward functions and reward models.
     """
 
     def __init__(self, output_dir: Path, components: Sequence[str]) -> None:
@@ -41,11 +41,11 @@ class SampleFiles:
         self.tables.mkdir(exist_ok=True)
 
     def write_trained(self, step: int, batch: DataProto) -> Path:
-        """Write all samples of a training step to a table, and return the path of its file."""
+        """Write all samples of a training step to a Parquet table, and return the path of the table's file."""
         return self._write(f"step_{step:06d}", batch)
 
     def write_failed(self, step: int, batch: DataProto) -> Path:
-        """Write the samples of a step that could not be trained on to a table, and return the path of its file."""
+        """Write the samples of a failed training step to a Parquet table, and return the path of the table's file."""
         return self._write(f"failed_{step:06d}", batch)
 
     def _write(self, name: str, batch: DataProto) -> Path:
@@ -63,13 +63,13 @@ class SampleFiles:
         try:
             path.parent.mkdir(exist_ok=True)
             batch.save(path)
-        # saving fails, for example, if the disk is full or if JSON cannot represent the values of a column
+        # Saving a batch fails, for example, if the disk is full or if JSON cannot represent the values of a column.
         except (OSError, RuntimeError, TypeError) as error:
             return f"could not be kept ({' '.join(str(error).split())})"
         return str(path)
 
     def restore(self, step: int) -> None:
-        """Remove the tables of all training steps after `step`.
+        """Remove the sample tables of all training steps after `step`.
 
         Batches that were saved for debugging are not removed.
         """
@@ -81,9 +81,9 @@ class SampleFiles:
 def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
     """Return a table with one row per sample of a batch.
 
-    The columns include texts, token ids, log-probs, scores, advantages and finish reasons. `reward_components` has the
-    score of each component by name; a score is null if the component does not apply to the sample or if the sample's
-    reward failed.
+    The columns of the table include texts, token ids, log-probs, scores, advantages and finish reasons. The column
+    `reward_components` maps the name of each reward function and reward model to its score for the sample. The score is
+    null if the function does not apply to the sample or if the sample's reward failed.
     """
     objects = batch.non_tensor_batch
     offsets = batch.offsets("responses")
@@ -112,11 +112,11 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
 
 
 def sample_rows(batch: DataProto, components: Sequence[str]) -> list[dict[str, Any]]:
-    """Return a few evenly spaced samples of a batch, as the rows of a table that trackers show.
+    """Return a few evenly spaced samples of a batch, as rows of a table that trackers show.
 
     Args:
         batch: samples of a training step.
-        components: names of the reward components, whose scores become the columns `reward/NAME`.
+        components: names of the reward functions and reward models, whose scores become the columns `reward/NAME`.
     """
     count = min(SHOWN, len(batch))
     chosen = batch[[number * len(batch) // count for number in range(count)]]

@@ -1,4 +1,4 @@
-"""Sinks: the places to which the metrics of a run are sent.
+"""Sinks: objects that write the metrics of a run to files or send the metrics to services.
 
 The sink `JsonLines` is always present, and the config key `trainer.trackers` names further sinks.
 `docs/reading-a-run.md` explains how to add a sink.
@@ -15,38 +15,39 @@ if TYPE_CHECKING:
 
 METRICS, EVALUATIONS = "metrics.jsonl", "evaluations.jsonl"
 
-Metrics = Mapping[str, float]  # the value of each metric by the metric's name
-Rows = Sequence[Mapping[str, Any]]  # rows of a table, which all have the same columns
+Metrics = Mapping[str, float]  # A mapping from the name of each metric to the value of the metric.
+Rows = Sequence[Mapping[str, Any]]  # The rows of a table; all rows have the same columns.
 
 
 class Sink(Protocol):
-    """Interface of a sink: receives the metrics of a run and writes or sends them, for instance to a file or a service.
+    """Interface of a sink, which receives the metrics of a run and writes them to a file or sends them to a service.
 
-    A sink is created when the process of a run starts. The constructor of a sink must not erase what an earlier process
-    of the same run sent, because the method `restore` decides what is kept. A sink may also implement the interfaces
-    `TakesConfig` and `TakesSamples`.
+    A sink is created when the process of a run starts. The constructor of a sink must not erase metrics that an earlier
+    process of the same run sent, because only the method `restore` decides which metrics are kept. A sink may also
+    implement the interfaces `TakesConfig` and `TakesSamples`.
 
     The trainer calls `JsonLines` and `TensorBoard` directly, so an exception in one of these two ends the run. Every
-    other sink is called in a thread of its own (`BackgroundSink`), and an exception in it is reported as an alarm.
+    other sink is called in a separate thread (`BackgroundSink`), and an exception in such a sink is reported as an
+    alarm.
     """
 
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Receive the metrics of a training step.
 
-        The trainer calls `log_step` once after each training step; the first step has number 1.
+        The trainer calls `log_step` once after each training step, and the first training step has number 1.
 
         Args:
             step: number of the training step.
-            metrics: the value of each metric by the metric's name. The names of the metrics may differ between steps.
-                The value of a metric may be NaN or infinite.
+            metrics: the value of each metric by the metric's name. Different steps may have different metrics. The
+                value of a metric may be NaN or infinite.
         """
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
         """Receive the metrics of an evaluation.
 
         Args:
-            step: number of training steps that the run took before the evaluation. `step` is 0 for an evaluation of the
-                run's initial weights.
+            step: number of training steps that the run took before the evaluation. The argument `step` is 0 for an
+                evaluation of the run's initial weights.
             metrics: the value of each metric by the metric's name, as in `log_step`.
         """
 
@@ -54,20 +55,20 @@ class Sink(Protocol):
         """Discard all metrics and samples after the training step `step`, because the run continues after `step`.
 
         The trainer calls `restore` before the first step, and again whenever the loss of training ranks makes the run
-        go back to a checkpoint. The sink may not have received all earlier steps, because the run may have begun in
-        another output folder.
+        go back to a checkpoint. The sink may have missed earlier steps, because the run may have begun in another
+        output folder.
 
         Args:
-            step: last training step that is kept; 0 at the start of a run.
+            step: last training step whose results are kept; 0 at the start of a run.
             steps: metrics of each kept training step, oldest first. In each mapping, the key `step` gives the number of
                 the training step. Infinite values are replaced by NaN.
             evaluations: metrics of each kept evaluation, in the same form as `steps`.
         """
 
     def close(self) -> None:
-        """Send all metrics that are not sent yet, and release files and connections.
+        """Send all metrics that are not sent yet, then close files and connections.
 
-        The trainer calls `close` last, also when training fails.
+        The trainer calls `close` after all other methods of the sink, even if training fails.
         """
 
 
@@ -76,7 +77,7 @@ class TakesConfig(Protocol):
     """Optional interface of a sink that records the config of the run."""
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Receive the resolved config of the run, as nested plain values.
+        """Receive the resolved config of the run, as nested dicts and lists of plain values.
 
         The trainer calls `log_config` once, before the first call of `restore`. The config contains no secret, because
         a config with a secret is refused before the run starts.
@@ -104,7 +105,7 @@ def replay(sink: Sink, rows: Iterable[Metrics]) -> None:
     """Send the metrics of earlier steps to a sink that has not received those metrics.
 
     Args:
-        sink: sink whose method `log_step` receives each row.
+        sink: the sink to which the metrics are sent, by calling its method `log_step` for each row.
         rows: metrics of training steps and evaluations. In each row, the key `step` gives the number of the training
             step.
     """
@@ -122,7 +123,7 @@ class JsonLines:
     """Writes one JSON object per line: training steps to `metrics.jsonl`, and evaluations to `evaluations.jsonl`.
 
     Args:
-        output_dir: folder of the two files; must exist.
+        output_dir: output folder of the run, which contains the two files; must exist.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -156,7 +157,9 @@ class TensorBoard:
 
     def __init__(self, output_dir: Path) -> None:
         self.folder = output_dir / "tensorboard"
-        self.has_events = any(self.folder.glob("events.*"))  # `SummaryWriter` creates an event file immediately
+        # `has_events` is set before `SummaryWriter` is created, because `SummaryWriter` creates an event file
+        # immediately.
+        self.has_events = any(self.folder.glob("events.*"))
         self.writer = self._open(None)
 
     def _open(self, purge_step: int | None) -> "SummaryWriter":
@@ -175,9 +178,9 @@ class TensorBoard:
         self.log_step(step, metrics)
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Make TensorBoard hide all events after `step`.
+        """Make TensorBoard hide all events after the training step `step`.
 
-        If the TensorBoard folder has no events, write events for the kept steps and evaluations.
+        If the run's TensorBoard folder has no events, write events for the kept training steps and evaluations.
         """
         self.writer.close()
         if self.has_events:
@@ -187,5 +190,5 @@ class TensorBoard:
         replay(self, (*steps, *evaluations))
 
     def close(self) -> None:
-        """Write the remaining events and close the event file."""
+        """Write the events that are not written yet, and close the event file."""
         self.writer.close()

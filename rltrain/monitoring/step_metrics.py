@@ -1,4 +1,4 @@
-"""Statistics of the samples of one training step: rewards, lengths, entropy, staleness, log-prob gaps."""
+"""Statistics of the samples of one training step: rewards, answer lengths, entropy, staleness and log-prob gaps."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,12 @@ from workers.training.dispatch import divergence
 def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, float]:
     """Compute the metrics of a batch for rewards, answer lengths and finish reasons.
 
-    Means and standard deviations of rewards are taken over the valid rows. Lengths and fractions are taken over all
-    rows. The length of an answer is its number of sampled tokens.
+    Means and standard deviations of rewards are taken over the rows that have a score (the column `valid`). Statistics
+    of lengths, and all fractions, are taken over all rows. The length of an answer is its number of sampled tokens.
 
     `reward/accuracy` is the share of correct answers among the valid rows for which a reward function decides whether
-    the answer is correct. `reward/accuracy` is missing if no valid row has a decision on whether its answer is correct.
+    the answer is correct. `reward/accuracy` is missing if no reward function decides for any valid row whether the
+    answer is correct.
     """
     valid, scores = batch.batch["valid"], batch.batch["scores"]
     lengths = sampled_lengths(batch).float()
@@ -66,11 +67,11 @@ def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
 
 
 def log_prob_gap(batch: DataProto) -> dict[str, float]:
-    """Compare the log-probs of the engine and the actor at the tokens in `response_mask`.
+    """Compare the log-probs that engine and actor give to the tokens in `response_mask`.
 
     Returns:
-        Metrics: the mean and the largest absolute difference of the log-probs in nats, estimates of KL(engine ||
-        actor), and the effective sample size of the importance weights as a share of the tokens.
+        A dict of metrics: the mean and the largest absolute difference of the log-probs in nats, two estimates of
+        KL(engine || actor), and the effective sample size of the importance weights divided by the number of tokens.
     """
     mask = batch.values("response_mask")
     old, engine = batch.values("old_log_probs"), batch.values("rollout_log_probs")

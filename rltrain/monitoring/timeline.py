@@ -14,19 +14,20 @@ from rltrain.monitoring.trace_file import TraceFile, next_path
 
 logger = logging.getLogger(__name__)
 
-DRIVER, STEPS = "driver", "steps"  # label of the driver process, and name of the driver's main asyncio task
+# DRIVER is the label of the driver process, and STEPS is the name of the driver's main asyncio task.
+DRIVER, STEPS = "driver", "steps"
 
 
 class Timeline:
-    """Collects the events of the driver and of the worker processes, and writes them to a file.
+    """Collects the timeline events of the driver and of the worker processes, and writes the events to a file.
 
-    If the file cannot be written, the timeline ends with a warning, and the run continues.
+    If the timeline file cannot be written, the recording stops with a warning, and the run continues.
 
     Args:
-        file: the file to which the events are written; None if the run has no timeline.
+        file: the file to which the events are written; None if the run records no timeline.
 
     Attributes:
-        workers: async function that removes the recorded events from the worker processes and returns the events; None
+        workers: async function that takes the recorded events from the worker processes and returns the events; None
             before the worker processes are started.
     """
 
@@ -35,12 +36,12 @@ class Timeline:
         self.workers: Callable[[], Awaitable[Sequence[Recorded]]] | None = None
 
     async def update(self) -> None:
-        """Write all events that the processes have recorded since the previous update to the file."""
+        """Write all events that were recorded since the previous call of `update` to the file."""
         if self.file is not None and trace.on():
             self.write([] if self.workers is None else await self.workers())
 
     def write(self, recorded: Sequence[Recorded] = ()) -> None:
-        """Add the driver's events and the given events of other processes to the file, if there is one."""
+        """Write the driver's events and the given events of other processes to the timeline file, if a file exists."""
         if self.file is None:
             return
         driver = trace.take()
@@ -48,18 +49,22 @@ class Timeline:
             self.file.write([*([driver] if driver else []), *recorded])
         except OSError as error:
             trace.stop()
-            logger.warning("trainer.trace=true: %s ends here: %s", self.file.path, described(error))
+            logger.warning(
+                "trainer.trace=true: recording to %s stops, because the file cannot be written: %s",
+                self.file.path,
+                described(error),
+            )
 
 
 @contextlib.contextmanager
 def timeline(folder: Path, *, wanted: bool) -> Iterator[Timeline]:
-    """Record the events of the driver during the `with` block, if `wanted` is true.
+    """Record the timeline events of the driver during the `with` block, if `wanted` is true.
 
     The current asyncio task becomes the row "steps" of the timeline. Worker processes that are started in the `with`
     block record events too.
 
     Args:
-        folder: output folder of the run, to which the file is written.
+        folder: output folder of the run, to which the timeline file is written.
         wanted: whether the run has a timeline (`trainer.trace`).
 
     Yields:

@@ -15,7 +15,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def write_token_texts(tokenizer: Any, output_dir: Path) -> Path:
-    """Write `tokens.parquet`, a table with the id, the text and the role of each token, and return its path.
+    """Write `tokens.parquet`, a table of all tokens with id, text and a flag for special tokens; return its path.
 
     Args:
         tokenizer: the policy's tokenizer, from the library transformers.
@@ -29,10 +29,10 @@ def write_token_texts(tokenizer: Any, output_dir: Path) -> Path:
 
 
 def read_token_texts(path: Path) -> tuple[list[str], set[int]]:
-    """Read a file `tokens.parquet`.
+    """Read the texts and the ids of special tokens from a file `tokens.parquet`.
 
     Returns:
-        (text of each token by its id, ids of the special tokens).
+        A pair: the list of token texts, indexed by token id, and the set of the ids of special tokens.
     """
     table = pq.read_table(path)
     flags = table["special"].to_pylist()
@@ -40,16 +40,16 @@ def read_token_texts(path: Path) -> tuple[list[str], set[int]]:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of the special tokens, such as the end token."""
+    """Return the ids of the tokenizer's special tokens, such as the end token."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
 
 
 def token_texts(tokenizer: Any) -> list[str]:
-    r"""Return a list with the text of each token, in which the index of a text is the id of its token.
+    r"""Return a list of the texts of all tokens, indexed by token id.
 
-    The text of a token includes the space before its word. Bytes of an incomplete character are written as `\xNN`. An
-    id N that the vocabulary does not contain has the text `<id N>`.
+    If a token begins with a space, the text of the token includes the space. Bytes of an incomplete UTF-8 character are
+    written as `\xNN`. An id N that the vocabulary does not contain has the text `<id N>`.
     """
     pieces = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     decoder = repr(getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None))
@@ -66,7 +66,7 @@ def token_texts(tokenizer: Any) -> list[str]:
 def _byte_characters() -> str:
     """Return the 256 characters by which byte-level tokenizers represent the bytes 0 to 255.
 
-    A byte that is the code of a visible character is represented by that character.
+    A byte that is the code of a visible Latin-1 character is represented by that character.
     """
     visible = {*range(33, 127), *range(161, 173), *range(174, 256)}
     others = iter(range(256, 512))
@@ -75,7 +75,7 @@ def _byte_characters() -> str:
 
 def _from_byte_level(piece: str | None, bytes_of: dict[str, int]) -> str | None:
     if piece is None or not all(character in bytes_of for character in piece):
-        return piece  # an added token, whose name is its text
+        return piece  # The token was added to the vocabulary, so its text is not byte-level encoded.
     return _text(bytes(bytes_of[character] for character in piece))
 
 

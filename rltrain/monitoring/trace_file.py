@@ -2,10 +2,11 @@
 
 The file contains a JSON object whose list `traceEvents` holds the events. Complete events (`"ph": "X"`) have a start
 `ts` and a duration `dur` in microseconds. Metadata events (`"ph": "M"`) name the processes and threads. Perfetto draws
-each thread as a row of the timeline, and requires that the events of a thread are disjoint or nested. If two events of
-a process overlap in another way, the writer puts the two events on different threads.
+each thread as a row of the timeline, and requires that any two events of a thread are disjoint or nested. If two events
+of a process overlap without one containing the other, the writer puts the two events on different threads.
 
-The document "Trace Event Format" describes the format; see https://perfetto.dev/docs/getting-started/other-formats.
+The trace-event format is described in the document "Trace Event Format"; see
+https://perfetto.dev/docs/getting-started/other-formats.
 """
 
 import heapq
@@ -20,17 +21,17 @@ from typing import Any
 from rltrain.base.trace import Event, Recorded
 
 TRACE = "trace.json.gz"
-_GZIP = 31  # value of zlib's `wbits` that selects the gzip format and the largest window
+_GZIP = 31  # The value 31 of zlib's argument `wbits` selects the gzip format and the largest window.
 _CLOSING = b"\n]}\n"
-_LAST = 1_000_000  # a number that is larger than the number of any thread
+_LAST = 1_000_000  # The sort index of a thread that is drawn last is its thread number plus 1,000,000.
 _encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
 
 
 def next_path(folder: Path) -> Path:
-    """Return the path of a run's next trace file, which does not exist yet.
+    """Return the path of the next trace file of a run; no file with that path exists yet.
 
-    The first trace file of a run is `trace.json.gz`. If the run is resumed, the next trace files are `trace.2.json.gz`,
-    `trace.3.json.gz` and so on.
+    The first trace file of a run is `trace.json.gz`. Each time the run is resumed, a new trace file gets the next
+    number, as in `trace.2.json.gz` and `trace.3.json.gz`.
     """
     path, number = folder / TRACE, 1
     while path.exists():
@@ -40,16 +41,17 @@ def next_path(folder: Path) -> Path:
 
 
 class TraceFile:
-    """Writes events to a gzip file that is complete and valid after each call of `write`.
+    """Writes timeline events to a gzip file that is complete and valid after each call of `write`.
 
-    Each call of `write` appends compressed events, the closing brackets of the JSON text, and gzip's checksum. The next
-    call of `write` overwrites the closing brackets and the checksum. A killed run therefore leaves a valid gzip file
-    with valid JSON.
+    Each call of `write` appends compressed events, the closing brackets of the JSON text, and the checksum of the gzip
+    format. The next call of `write` overwrites the closing brackets and the checksum. Even if the run is killed, the
+    trace file is a valid gzip file that contains valid JSON.
 
     Args:
-        path: path of the file, which must not exist.
-        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Perfetto
-            computes times in floating point, which has too few digits for microseconds since 1970.
+        path: path of the trace file; no file with that path may exist yet.
+        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Without the
+            subtraction of `start_ns`, times would lose precision, because Perfetto reads times as floating-point
+            microseconds.
     """
 
     def __init__(self, path: Path, start_ns: int) -> None:
@@ -62,10 +64,10 @@ class TraceFile:
         self._append(json.dumps(head)[:-1] + ', "traceEvents": [')
 
     def write(self, recorded: Iterable[Recorded]) -> None:
-        """Write the events of several processes to the file."""
+        """Write the events of several processes to the trace file."""
         lines = [line for one in recorded for line in self._lines(one)]
         if lines:
-            # the slice removes the brackets of the JSON list
+            # The slice [1:-1] removes the brackets of the JSON list.
             self._append(("\n" if self.first else ",\n") + _encode(lines)[1:-1])
             self.first = False
 
@@ -74,7 +76,7 @@ class TraceFile:
         os.close(self.file)
 
     def _append(self, text: str) -> None:
-        """Overwrite the end of the file with compressed text and a new end, in one call of `pwrite`."""
+        """Overwrite the end of the file with compressed text, new closing brackets and a new checksum."""
         body = self.compressor.compress(text.encode()) + self.compressor.flush(zlib.Z_SYNC_FLUSH)
         ending = self.compressor.copy()
         data = body + ending.compress(_CLOSING) + ending.flush()
@@ -85,7 +87,7 @@ class TraceFile:
     def _lines(self, recorded: Recorded) -> Iterator[dict[str, Any]]:
         """Yield the metadata and the events of a process.
 
-        The events are sorted by start time, and an outer event precedes the events that are nested in it.
+        The events are sorted by start time, and an event precedes all events that are nested in it.
         """
         key = recorded.process, recorded.pid, recorded.host
         if key not in self.processes:
@@ -112,28 +114,31 @@ class TraceFile:
 
 
 class _Process:
-    """A process in the trace file, with the rows on which its events are drawn.
+    """A process in the trace file, with the timeline rows (threads) on which the events of the process are drawn.
 
-    The number of a process in the file is not its pid, because processes of two machines may have the same pid.
+    The trace file numbers the processes instead of using pids, because processes on two machines may have the same pid.
     """
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.threads: list[str] = []  # names of the threads; thread number n has index n - 1
-        self.rows: dict[str, list[_Row]] = {}  # the rows of each track, for events that may be nested
-        # for each track, a heap of (end of the latest event, thread), for events that must not be nested
+        # Names of the threads of the process; the name of thread number n has the index n - 1.
+        self.threads: list[str] = []
+        # `rows` maps the name of a track to the track's timeline rows, for events that may be nested.
+        self.rows: dict[str, list[_Row]] = {}
+        # `free` maps the name of a track to a heap of pairs (end of the thread's latest event, thread number), for
+        # events that must not be nested.
         self.free: dict[str, list[tuple[int, int]]] = {}
 
     def introduce(self, recorded: Recorded) -> Iterator[dict[str, Any]]:
-        """Yield metadata events with the name of the process and its position among the processes."""
+        """Yield two metadata events: one with the process's name, and one with its position among the processes."""
         name = f"{recorded.process} (pid {recorded.pid}, {recorded.host})"
         for kind, args in (("process_name", {"name": name}), ("process_sort_index", {"sort_index": self.number})):
             yield {"name": kind, "ph": "M", "pid": self.number, "tid": 0, "args": args}
 
     def name_thread(self, thread: int, *, last: bool) -> Iterator[dict[str, Any]]:
-        """Yield metadata events with the name of a thread and its position in the process.
+        """Yield two metadata events: one with the name of a thread, and one with its position among the threads.
 
-        If `last` is true, the thread is drawn below all threads for which `last` is false.
+        Threads with `last` = True are drawn below the threads with `last` = False.
         """
         for kind, args in (
             ("thread_name", {"name": self.threads[thread - 1]}),
@@ -142,10 +147,10 @@ class _Process:
             yield {"name": kind, "ph": "M", "pid": self.number, "tid": thread, "args": args}
 
     def thread_of(self, event: Event) -> tuple[int, bool]:
-        """Return the thread on which an event is drawn, and whether the thread is new.
+        """Return the number of the thread on which an event is drawn, and whether the thread is new.
 
-        The thread belongs to the event's track. Each earlier event on the thread ends before the new event starts, or
-        contains the new event.
+        The chosen thread belongs to the event's track. Each earlier event on the chosen thread either ends before the
+        new event starts or contains the new event.
         """
         if not event.nests:
             return self._free_thread(event)
@@ -158,10 +163,10 @@ class _Process:
         return thread, True
 
     def _free_thread(self, event: Event) -> tuple[int, bool]:
-        """Return a thread for an event that must not be nested, and whether the thread is new.
+        """Return the number of a thread for an event that must not be nested, and whether the thread is new.
 
-        Of all free threads of the event's track, the thread that has been free for the longest time is chosen. If no
-        thread is free, a new thread is created.
+        The chosen thread is the thread of the event's track that has been free for the longest time. If all threads of
+        the event's track are busy when the event starts, a new thread is created.
         """
         heap = self.free.setdefault(event.track, [])
         if heap and heap[0][0] <= event.start_ns:
@@ -180,13 +185,13 @@ class _Process:
 
 @dataclass
 class _Row:
-    """A row of the timeline, whose events are disjoint or nested.
+    """A row of the timeline, in which any two events are disjoint or nested.
 
     Attributes:
         thread: number of the row's thread in the file.
         start_ns: start time of the latest event on the row.
-        ends: end times of the latest event and of all events that contain the latest event, with the outermost event
-            first.
+        ends: end times of all events that contain the latest event, outermost event first, followed by the end time of
+            the latest event.
     """
 
     thread: int
@@ -194,7 +199,7 @@ class _Row:
     ends: list[int]
 
     def take(self, event: Event) -> bool:
-        """Add an event if the events of the row stay disjoint or nested, and return whether the event was added.
+        """Add an event if it keeps the row's events disjoint or nested, and return whether the event was added.
 
         An event that starts before the row's latest event is never added.
         """

@@ -1,4 +1,4 @@
-"""The tracker: receives the results of a run from the trainer, and passes them on to sinks, files and the display."""
+"""The tracker: receives the results of a run from the trainer, and passes them to sinks, files and the display."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,11 +17,11 @@ from rltrain.monitoring.trackers.background import BackgroundSink
 from rltrain.monitoring.trackers.loading import TENSORBOARD, make_sinks
 
 ALARMS = "alarms.jsonl"
-IN_CHECKPOINTS = (METRICS, EVALUATIONS, LEDGER, ALARMS)  # files that a checkpoint copies
+IN_CHECKPOINTS = (METRICS, EVALUATIONS, LEDGER, ALARMS)  # IN_CHECKPOINTS names the files that a checkpoint copies.
 
 
 class Display(Protocol):
-    """Interface of a display that shows a run to the user."""
+    """Interface of a display that shows the results of a run to the user."""
 
     def step(self, step: int, metrics: dict[str, float], batch: DataProto) -> None:
         """Show the metrics and a sample of a training step. The tracker calls `step` after each training step."""
@@ -30,22 +30,22 @@ class Display(Protocol):
         """Show the metrics of an evaluation. The tracker calls `evaluation` after each evaluation."""
 
     def warning(self, text: str) -> None:
-        """Show a warning of one line."""
+        """Show a one-line warning to the user."""
 
 
 class Tracker:
     """Records the results of a run as they arrive.
 
-    Metrics are sent to all sinks. Samples, the ledger and alarms are written to files.
+    The tracker sends metrics to all sinks, and writes samples, alarms and the ledger to files.
 
     Args:
         output_dir: output folder of the run; must exist.
         display: display that shows the results to the user.
-        components: names of the reward components.
-        trackers: value of `trainer.trackers`, which names the sinks besides `JsonLines`.
-        sample_every: number of training steps between samples for the sinks that implement `TakesSamples`; 0: no
-            samples.
-        config: the resolved config as nested plain values, without secrets.
+        components: names of the reward functions and reward models.
+        trackers: value of the config key `trainer.trackers`, which names all sinks except `JsonLines`.
+        sample_every: samples are sent after every `sample_every` training steps to the sinks that implement
+            `TakesSamples`; 0 sends no samples.
+        config: the resolved config as nested dicts and lists of plain values, without secrets.
     """
 
     def __init__(
@@ -70,12 +70,12 @@ class Tracker:
         self.ledger, self.alarms = (JsonLinesFile(output_dir / name) for name in (LEDGER, ALARMS))
 
     def restore(self, step: int, kept: Mapping[str, bytes]) -> list[dict[str, float]]:
-        """Restore all files and sinks to the contents that they had after the training step `step`.
+        """Restore the contents that all files and sinks had after the training step `step`.
 
         Args:
             step: last training step whose results are kept.
-            kept: content that each file in `IN_CHECKPOINTS` had after the training step `step`, by file name; {} at the
-                start of a run.
+            kept: maps the name of each file in `IN_CHECKPOINTS` to the content that the file had after the training
+                step `step`; {} at the start of a run.
 
         Returns:
             The metrics of all training steps up to `step`.
@@ -90,32 +90,32 @@ class Tracker:
         return steps
 
     def state(self) -> dict[str, FileStart]:
-        """Return the files that a checkpoint copies, by name.
+        """Return a mapping from the name of each file that a checkpoint copies to the part of the file to copy.
 
-        A checkpoint copies only the bytes that a file contains when `state` is called.
+        A checkpoint copies only the bytes that a file already contains when `state` is called.
         """
         paths = {name: self.output_dir / name for name in IN_CHECKPOINTS}
         return {name: FileStart(path, path.stat().st_size) for name, path in paths.items()}
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Return all metrics that were measured for the weights after the training step `step`."""
+        """Return the metrics of the training step `step` and of its evaluation, if `step` is the last recorded step."""
         rows = [row for row in (*self.history.last(), *self.evaluations[-1:]) if row["step"] == step]
         return {name: value for row in rows for name, value in row.items()}
 
     def names(self) -> set[str]:
-        """Return the names of all metrics of the last training step and of the last evaluation."""
+        """Return the names of all metrics of the most recent training step and of the most recent evaluation."""
         return {name for row in (*self.history.last(), *self.evaluations[-1:]) for name in row}
 
     def evaluated(self, step: int) -> bool:
-        """Return whether the last evaluation measured the weights after the training step `step`."""
+        """Return whether the most recent evaluation evaluated the weights after the training step `step`."""
         return bool(self.evaluations) and self.evaluations[-1]["step"] == step
 
     def log_step(self, step: int, metrics: dict[str, float], batch: DataProto, dropped: Sequence[int] = ()) -> None:
-        """Record and show the results of a training step: the metrics, all samples and the line of the ledger.
+        """Record and show the results of a training step: the metrics, all samples and the ledger line.
 
         Args:
             step: number of the training step.
-            metrics: value of each metric by its name.
+            metrics: mapping from the name of each metric to the metric's value.
             batch: the batch that was trained on.
             dropped: uids of the prompt groups that the step dropped.
         """
@@ -143,7 +143,7 @@ class Tracker:
                 self.log_alarm(step, f"step {step}: {text}")
 
     def log_failed(self, step: int, batch: DataProto) -> Path:
-        """Write the samples of a step that could not be trained on, and return the path of the file."""
+        """Write the samples of a failed training step to a file, and return the path of the file."""
         return self.samples.write_failed(step, batch)
 
     def save_batch(self, step: int, batch: DataProto) -> str:
@@ -164,7 +164,7 @@ class Tracker:
         self.alarms.append({"step": step, "alarm": redacted(text)})
 
     def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        """Record and show an evaluation of the weights after `step` training steps."""
+        """Record and show the results of an evaluation of the weights after `step` training steps."""
         self.evaluations.append({"step": step, **metrics})
         for sink in self.sinks:
             sink.log_eval(step, metrics)
@@ -175,10 +175,10 @@ class Tracker:
     def close(self) -> Path | None:
         """Close all sinks and files, draw the learning curve and write the report.
 
-        Sinks that run in threads are closed concurrently.
+        Sinks that are called in separate threads are closed concurrently.
 
         Returns:
-            The path of the curve's image, or None if the run took no training step.
+            The path of the learning curve's image, or None if the run took no training step.
         """
         for sink in self.sinks:
             if isinstance(sink, BackgroundSink):

@@ -58,7 +58,7 @@ def test_E7_F4_deaths_of_an_engine_a_reward_worker_and_a_rank_change_nothing_to_
     assert run.survivors == []
     assert "rollout replica 0 has been stopped (SIGSTOP) for 3 s: another process" in run.stderr
     assert "the training ranks start again" in run.stderr
-    assert "the training ranks are back; going on after step 0" in run.stderr
+    assert "the training ranks were restarted; training continues after step 0" in run.stderr
     assert [line["step"] for line in run.metrics()] == list(range(1, STEPS + 1))
     assert len(run.samples()) == STEPS
     assert run.samples() == undisturbed.samples()

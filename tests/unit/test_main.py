@@ -20,7 +20,7 @@ def test_a_working_directory_that_is_gone_is_said_so(tmp_path, monkeypatch, caps
     monkeypatch.chdir(tmp_path / "gone")
     (tmp_path / "gone").rmdir()
     assert main(["trainer.seed=1"]) == 2
-    assert capsys.readouterr().err == "error: the working directory does not exist any more; change to one that does\n"
+    assert capsys.readouterr().err == "error: the working directory no longer exists; change to an existing directory\n"
 
 
 def test_characters_that_the_encoding_of_stdout_lacks_are_shown_as_escapes(monkeypatch):

@@ -113,5 +113,5 @@ async def test_too_many_skipped_updates_end_the_run_with_the_batch_kept():
         raise NumericsError("4 updates in a row")
 
     skipping(made, 0).actor.update = update
-    with pytest.raises(NumericsError, match=r"^4 updates in a row; the step's batch: /run/failed/1 of 4$"):
+    with pytest.raises(NumericsError, match=r"^4 updates in a row; file with the step's batch: /run/failed/1 of 4$"):
         await made.train_step()

@@ -1,1 +1,1 @@
-"""The doctor: rules that find out from the files of a run what went wrong, with one function per kind of failure."""
+"""The doctor: finds out from the files of a run what went wrong, with one rule for each kind of failure."""

@@ -1,4 +1,4 @@
-"""Diagnosis of a run: applies all rules, and treats findings that another finding explains as effects.
+"""Diagnosis of a run: applies all rules, and groups findings into causes and their effects.
 
 The following command prints the table of rules for `docs/when-a-run-goes-wrong.md`:
 
@@ -15,10 +15,10 @@ from rltrain.monitoring.doctor import engine_rules, policy_rules, reward_rules
 from rltrain.monitoring.doctor.history import Finding, History
 from rltrain.monitoring.report.run_files import RunFiles
 
-# Updated weights are first used in the next step, so the effects of an update appear at least one step later.
+# Updated weights are first used in the following training step, so an update's effects appear at least one step later.
 NEXT_STEP = 1
-# As the entropy falls, answers become alike before the entropy reaches the threshold of the rule `entropy collapsed`.
-# The effects of a collapse can therefore begin before the finding of the collapse.
+# As the entropy of a policy falls, its answers become alike before the rule `entropy collapsed` reports the collapse.
+# The effects of an entropy collapse can therefore begin before the first step of the finding `entropy collapsed`.
 ANY_STEP = -inf
 
 
@@ -27,10 +27,11 @@ class Rule:
     """A kind of failure that the doctor recognises.
 
     Attributes:
-        name: name of the rule and of its finding.
-        check: function that returns a finding if the condition of the rule holds, and None otherwise.
-        explains: names of other rules, whose findings count as effects of this rule's finding.
-        after: minimum number of steps from the start of this rule's finding to the start of an effect.
+        name: name of the rule, which is also the name of its finding.
+        check: function that returns a finding if the condition of the rule holds, and returns None otherwise.
+        explains: names of other rules; their findings count as effects of this rule's finding.
+        after: minimum number of training steps from the first step of this rule's finding to the first step of an
+            effect.
     """
 
     name: str
@@ -66,8 +67,9 @@ RULES = (
 def diagnose(run: RunFiles) -> list[Finding]:
     """Return the findings about a run, the most serious finding first.
 
-    A finding that another finding explains is not returned separately, but named in the `effects` of the other finding.
-    A finding that begins at the first step of the run is never an effect of a finding that begins later.
+    A finding that is the effect of another finding is not returned separately: it is named in the field `effects` of
+    the finding that caused it. A finding that begins at the first step of the run never counts as an effect of a
+    finding that begins later.
     """
     history = History(run)
     found = {rule.name: finding for rule in RULES if (finding := rule.check(history)) is not None}

@@ -1,4 +1,4 @@
-"""Rules that detect engines with wrong weights or wrong log-probs, answers that are too old, and truncated answers."""
+"""Rules that detect rollout engines with wrong weights or log-probs, too old answers, and truncated answers."""
 
 from rltrain.monitoring.alarms import WINDOW_STEPS
 from rltrain.monitoring.doctor.history import (
@@ -12,14 +12,16 @@ from rltrain.monitoring.doctor.history import (
     shown,
 )
 
-DEFAULT_GAP = 0.02  # default of `rollout.max_log_prob_gap` in nats a token, used if the run has no config
-GROWN_GAP = 10.0  # factor of growth of the log-prob gap that differences in arithmetic alone never cause
-CUT_SHARE = 0.5  # share of truncated answers at which the length limit dominates what the policy learns
-SMALL_SAMPLE = 0.5  # if the effective sample size is below this share, most of a batch is wasted
+DEFAULT_GAP = 0.02  # If the run has no config, `rollout.max_log_prob_gap` is taken to be 0.02 nats per token.
+# Rounding differences between engine and actor never make the log-prob gap grow tenfold during a run.
+GROWN_GAP = 10.0
+CUT_SHARE = 0.5  # If half of the answers are truncated, the length limit dominates what the policy learns.
+# An effective sample size below half of the number of tokens means that more than half of the batch is wasted.
+SMALL_SAMPLE = 0.5
 
 
 def _gaps(history: History) -> Points:
-    """Return the gap between the log-probs of engine and actor in each step.
+    """Return the pairs (step, mean gap between the log-probs of engine and actor).
 
     A run reports the gap either as `rollout/log_prob_gap` or as `actor/engine_gap`.
     """
@@ -31,7 +33,7 @@ def _asynchronous(history: History) -> bool:
 
 
 def _above(history: History) -> Points:
-    """Return the consecutive steps at the end of the run whose gap is above the limit; [] for fewer than 3 steps."""
+    """Return the last consecutive steps of the run whose log-prob gap is above the limit; [] if fewer than 3."""
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     return final_streak(_gaps(history), lambda value: value > limit, ENOUGH_STEPS)
 
@@ -39,9 +41,9 @@ def _above(history: History) -> Points:
 def stale_weights(history: History) -> Finding | None:
     """Detect an engine that does not use the weights that the trainer sent.
 
-    In at least the last 3 steps, the gap between the log-probs of engine and actor is above `rollout.max_log_prob_gap`.
-    The mean gap of the last 5 steps is at least ten times the gap of the first step. The engine reports that current
-    weights sampled all answers (`rollout/staleness_max` is always 0).
+    In each of the last 3 or more steps, the gap between the log-probs of engine and actor is above
+    `rollout.max_log_prob_gap`. The mean log-prob gap of the last 5 steps is at least ten times the gap of the first
+    step. According to the engine, current weights sampled all answers (`rollout/staleness_max` is always 0).
     """
     gaps, above = _gaps(history), _above(history)
     if not above or _asynchronous(history) or last_mean(gaps) < GROWN_GAP * gaps[0][1]:
@@ -65,10 +67,11 @@ def stale_weights(history: History) -> Finding | None:
 
 
 def engine_differs(history: History) -> Finding | None:
-    """Detect an engine whose log-probs differ from the actor's, although the engine has the actor's weights.
+    """Detect an engine whose log-probs differ from the actor's log-probs, although the engine has the actor's weights.
 
-    The conditions of `stale weights` hold, but the mean gap of the last 5 steps is less than ten times the gap of the
-    first step.
+    In each of the last 3 or more steps, the gap between the log-probs of engine and actor is above
+    `rollout.max_log_prob_gap`, although current weights sampled all answers. The mean log-prob gap of the last 5 steps
+    is less than ten times the gap of the first step.
     """
     gaps, above = _gaps(history), _above(history)
     if not above or _asynchronous(history) or last_mean(gaps) >= GROWN_GAP * gaps[0][1]:
@@ -85,9 +88,9 @@ def engine_differs(history: History) -> Finding | None:
 def stale_answers(history: History) -> Finding | None:
     """Detect off-policy answers for which no correction is configured.
 
-    Older weights sampled some answers (`rollout/staleness_max` is above 0), and the mean gap of all steps between the
-    log-probs of engine and actor is above `rollout.max_log_prob_gap`. No correction is configured, that is,
-    `algorithm.correction.level` and `algorithm.rejection.kl_estimator` are null, and `algorithm.old_log_probs` is
+    Some answers were sampled by older weights (`rollout/staleness_max` is above 0). The gap between the log-probs of
+    engine and actor, averaged over all steps, is above `rollout.max_log_prob_gap`. The run does not correct for the
+    gap: `algorithm.correction.level` and `algorithm.rejection.kl_estimator` are null, and `algorithm.old_log_probs` is
     `actor`.
     """
     gaps = _gaps(history)
@@ -115,8 +118,8 @@ def stale_answers(history: History) -> Finding | None:
 def answers_too_old(history: History) -> Finding | None:
     """Detect answers that are too old to learn from.
 
-    Older weights sampled some answers, and the effective sample size of the importance weights, as a mean over the last
-    5 steps, is below half of the number of tokens.
+    Some answers were sampled by older weights. The effective sample size of the importance weights, averaged over the
+    last 5 steps, is below half of the number of tokens.
     """
     sizes = history.points("rollout/effective_sample_size") or history.points("actor/engine_effective_sample_size")
     if len(sizes) < ENOUGH_STEPS or not _asynchronous(history) or last_mean(sizes) >= SMALL_SAMPLE:
@@ -136,7 +139,7 @@ def answers_too_old(history: History) -> Finding | None:
 def answers_cut(history: History) -> Finding | None:
     """Detect answers that are truncated at the length limit.
 
-    In each of at least the last 3 steps, at least half of the answers are truncated at `rollout.max_response_length`.
+    In each of the last 3 or more steps, at least half of the answers are truncated at `rollout.max_response_length`.
     """
     streak = final_streak(history.points("rollout/truncated_fraction"), lambda value: value >= CUT_SHARE, ENOUGH_STEPS)
     if not streak:

@@ -13,12 +13,13 @@ from rltrain.data.stored_samples import SampleFile
 from rltrain.monitoring.alarms import PERSISTENT_STEPS, START_STEPS, WINDOW_STEPS
 from rltrain.monitoring.report.run_files import RunFiles
 
-ENOUGH_STEPS = 3  # minimum number of steps in which a condition must hold, because fewer steps may be due to chance
-SOLVED_ACCURACY = 0.95  # minimum share of correct answers for a task to count as solved
+# The conditions of several rules must hold in at least 3 steps, because they may hold by chance in one or two steps.
+ENOUGH_STEPS = 3
+SOLVED_ACCURACY = 0.95  # A task counts as solved if at least 95% of the answers are correct.
 
 Points = list[
     tuple[int, float]
-]  # pairs (step, value) of a metric in the order of the steps, without values that are not finite
+]  # The pairs (step, value) of a metric in the order of the steps; infinite and NaN values are left out.
 
 
 @dataclass
@@ -27,11 +28,11 @@ class Finding:
 
     Attributes:
         step: training step at which the problem began.
-        evidence: facts from the run's files, with numbers and steps; one text for each fact.
-        causes: likely causes, the most likely cause first.
-        changes: recommended changes, with the names of config keys.
+        evidence: facts from the run's files that show the problem, one text for each fact.
+        causes: likely causes of the problem, the most likely cause first.
+        changes: recommended changes to the config or the data of the run.
         name: name of the rule that found the problem; set by `diagnose`.
-        effects: names and first steps of the findings that this finding explains; set by `diagnose`.
+        effects: name and first step of each finding that is an effect of this finding; set by `diagnose`.
     """
 
     step: int
@@ -46,7 +47,7 @@ class History:
     """The metrics, config and samples of a run, in the form that the doctor's rules read.
 
     Args:
-        run: contents of the run's files.
+        run: the contents of the files in the run's output folder.
     """
 
     def __init__(self, run: RunFiles) -> None:
@@ -55,11 +56,11 @@ class History:
         self.first_step = self.steps[0] if self.steps else 0
 
     def points(self, name: str) -> Points:
-        """Return the pairs (step, value) of a metric of training steps, without values that are not finite."""
+        """Return the pairs (step, value) of a metric of training steps, without NaN and infinite values."""
         return _points(self.run.steps, name)
 
     def evaluated(self, name: str) -> Points:
-        """Return the pairs (step, value) of an evaluation metric, without values that are not finite.
+        """Return the pairs (step, value) of an evaluation metric, without NaN and infinite values.
 
         The step of an evaluation is the number of training steps before the evaluation.
         """
@@ -70,7 +71,7 @@ class History:
         return list(dict.fromkeys(name for row in (*self.run.steps, *self.run.evaluations) for name in row))
 
     def setting(self, key: str, default: Any = None) -> Any:
-        """Return the value of a config key such as `actor.lr`, or `default` if the config does not have the key."""
+        """Return the value of a config key such as `actor.lr`, or `default` if the config lacks the key."""
         return _nested(self.run.config, key, default)
 
     def number(self, key: str, default: float) -> float:
@@ -79,7 +80,7 @@ class History:
         return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else default
 
     def preset(self, key: str) -> Any:
-        """Return the value that the presets of the run set for a config key, or None if the value is unknown."""
+        """Return the value that the run's presets give to a config key, or None if the value is unknown."""
         return _nested(self.run.command.values, key, None) if self.run.command else None
 
     @cached_property
@@ -89,20 +90,21 @@ class History:
         return [part for part in parts if isinstance(part, Mapping) and isinstance(part.get("name"), str)]
 
     def rows(self, file: SampleFile, columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the given columns of all rows in a Parquet file of samples; [] if the file cannot be read."""
+        """Return all rows of a Parquet file of samples, with only the given columns; [] if the file cannot be read."""
         try:
             found: list[dict[str, Any]] = pq.read_table(file.path, columns=list(columns)).to_pylist()
-        except Exception as error:  # pyarrow may raise any exception for a damaged file
+        except Exception as error:  # The library pyarrow may raise any exception for a damaged file.
             self.run.notes.append(f"rollouts/{file.path.name}: cannot be read ({described(error, 120)})")
             return []
         return found
 
     @cached_property
     def solved(self) -> bool:
-        """Whether the mean reward has risen and the policy gives a good answer almost every time.
+        """Whether the task is solved: the mean reward has risen, and almost all answers are good.
 
-        With the metric `reward/accuracy`, at least 95% of the answers of the last steps must be correct. Without
-        `reward/accuracy`, the standard deviation of the scores must have fallen below a tenth of its first value.
+        If the run has the metric `reward/accuracy`, at least 95% of the answers of the last 5 steps must be correct. If
+        the run lacks `reward/accuracy`, the standard deviation of the scores must have fallen below a tenth of its
+        first value.
         """
         rewards, accuracy, spread = (self.points(f"reward/{name}") for name in ("mean", "accuracy", "std"))
         if not rewards or last_mean(rewards) <= rewards[0][1]:
@@ -130,30 +132,30 @@ def _points(rows: Sequence[Mapping[str, Any]], name: str) -> Points:
 
 
 def mean(points: Points) -> float:
-    """Return the mean of a metric's values."""
+    """Return the mean of a metric's values over all given steps."""
     return sum(value for _, value in points) / len(points)
 
 
 def start_mean(points: Points) -> float:
-    """Return the mean of the first three values of a metric, as the value of the metric before training."""
+    """Return the mean of a metric's first three values, as an estimate of the metric before training."""
     return mean(points[:START_STEPS])
 
 
 def last_mean(points: Points) -> float:
-    """Return the mean of the last five values of a metric, or of all values if there are fewer than five."""
+    """Return the mean of a metric's last five values, or of all values if the metric has fewer than five."""
     return mean(points[-WINDOW_STEPS:])
 
 
 def windows(points: Points) -> Points:
-    """Return the moving average of a metric: a pair (last step, mean) for each window of five consecutive values."""
+    """Return the moving average of a metric: one pair (last step, mean) for each window of five consecutive values."""
     ends = range(WINDOW_STEPS, len(points) + 1)
     return [(points[end - 1][0], mean(points[end - WINDOW_STEPS : end])) for end in ends]
 
 
 def final_streak(points: Points, holds: Callable[[float], bool], steps: int = PERSISTENT_STEPS) -> Points:
-    """Return the longest streak of values at the end of `points` that all fulfil a condition.
+    """Return the longest run of values at the end of `points` that all fulfil a condition.
 
-    The result is [] if the streak has fewer than `steps` values.
+    The result is [] if fewer than `steps` consecutive values at the end fulfil the condition.
     """
     count = 0
     while count < len(points) and holds(points[-1 - count][1]):
@@ -162,13 +164,13 @@ def final_streak(points: Points, holds: Callable[[float], bool], steps: int = PE
 
 
 def shown(value: float) -> str:
-    """Format a number with three significant digits, and without an exponent if the number is large."""
+    """Format a number with three significant digits; a large number is written without an exponent."""
     text = f"{value:.3g}"
     return f"{value:.0f}" if "e+" in text else text
 
 
 def fell(name: str, points: Points, unit: str = "") -> str:
-    """Describe the change of a metric from its first to its last value, as in "x fell from 1 to 0 by step 9"."""
+    """Describe the change from a metric's first value to its last value, as in "x fell from 1 to 0 by step 9"."""
     (_, before), (step, after) = points[0], points[-1]
     verb = "stayed at" if before == after else "fell from" if after < before else "rose from"
     change = shown(after) if before == after else f"{shown(before)} to {shown(after)}"

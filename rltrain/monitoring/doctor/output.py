@@ -1,4 +1,4 @@
-"""Prints the findings about a run: in frames on a terminal, or as plain lines in a file or pipe."""
+"""Prints the findings about a run: in frames on a terminal, and as plain lines of text in a file or pipe."""
 
 from collections.abc import Sequence
 
@@ -11,11 +11,11 @@ from rltrain.base.errors import one_line
 from rltrain.monitoring.doctor.history import Finding
 from rltrain.monitoring.report.run_files import RunFiles
 
-LONGEST = 1000  # maximum length of a printed line, in characters
+LONGEST = 1000  # A printed line about a finding has at most 1000 characters.
 
 
 def show(run: RunFiles, findings: Sequence[Finding], console: Console) -> None:
-    """Print the findings about a run, or a line that says that nothing was found."""
+    """Print the findings about a run, or one line that says that no problem was found."""
     for note in run.notes:
         _print(console, f"{run.folder}: note: {note}")
     if not findings:
@@ -47,7 +47,7 @@ def _steps(run: RunFiles) -> str:
 
 
 def _parts(finding: Finding) -> list[tuple[str, str]]:
-    """Return the pairs (label, text) to print for a finding, one pair per line."""
+    """Return a pair (label, text) for each line that is printed about a finding."""
     return [
         *(("evidence", text) for text in finding.evidence),
         *(("brings with it", text) for text in finding.effects),

@@ -1,4 +1,4 @@
-"""Rules that detect bad updates, a collapsed, random or drifted policy, and a critic that does not learn."""
+"""Rules that detect bad updates, a policy that collapses or drifts away, and a critic that does not learn."""
 
 from itertools import pairwise
 
@@ -14,28 +14,33 @@ from rltrain.monitoring.doctor.history import (
     start_mean,
 )
 
-HEALTHY_KL = 0.1  # maximum usual KL of one step's updates, in nats a token
-LARGE_KL = 0.3  # KL of one step's updates, in nats a token, that is too large if it occurs in several steps
-HUGE_KL = 0.5  # KL of one step's updates, in nats a token, that is too large if the reward falls afterwards
-HEALTHY_CLIPPED = 0.3  # maximum usual share of clipped tokens in one step
-EXPLODED = 10.0  # factor of growth since the first step at which the gradient norm counts as exploded
-LOST_SPREADS = 0.5  # minimum fall of the mean reward that is not noise, in standard deviations of single rewards
-JUMP = 3.0  # factor of change of the entropy in one step that never occurs at a usual learning rate
-FAR_KL = 1.0  # KL to the reference, in nats a token, at which the policy's text hardly resembles the reference's text
-GROWN_ENTROPY = 2.0  # minimum ratio of the last entropy to the entropy at the start, for the rule `entropy grows`
-GROWN_BY = 0.5  # minimum rise of the entropy in nats a token, for the rule `entropy grows`
-CRITIC_STEPS = 20  # minimum number of training steps before a critic is judged
-JUDGED_STEPS = 10  # number of most recent steps over which a critic's noisy explained variance is averaged
+HEALTHY_KL = 0.1  # The updates of one step usually move the policy by a KL of at most 0.1 nats per token.
+# A KL of at least 0.3 nats per token between the policies before and after a step is too large if it occurs in 3 steps.
+LARGE_KL = 0.3
+# A KL of at least 0.5 nats per token between the policies before and after a step is too large if the reward then
+# falls.
+HUGE_KL = 0.5
+HEALTHY_CLIPPED = 0.3  # Usually, at most 30% of the tokens of a step are clipped.
+EXPLODED = 10.0  # A gradient norm counts as exploded if it is at least ten times the gradient norm of the first step.
+# A fall of the mean reward by less than half the standard deviation of single rewards counts as noise.
+LOST_SPREADS = 0.5
+JUMP = 3.0  # At a usual learning rate, the entropy never changes by a factor of 3 from one step to the next.
+FAR_KL = 1.0  # At a KL to the reference of 1 nat per token, the policy's text hardly resembles the reference's text.
+# The rule `entropy grows` requires that the entropy has at least doubled since the start of the run.
+GROWN_ENTROPY = 2.0
+GROWN_BY = 0.5  # The rule `entropy grows` requires that the entropy has risen by at least 0.5 nats per token.
+CRITIC_STEPS = 20  # The doctor does not judge a critic before 20 training steps.
+JUDGED_STEPS = 10  # A critic's explained variance is noisy, so the doctor averages it over the last 10 steps.
 
 
 def learning_rate_too_high(history: History) -> Finding | None:
     """Detect updates that are too large.
 
-    The rule reports any of three cases. In the first case, the updates of one step moved the policy by a KL of at least
-    0.5 nats a token, and the mean reward then fell. In the second case, the updates of each of at least 3 steps moved
-    the policy by a KL of at least 0.3 nats a token. In the third case, no KL above 0 was measured, as happens with one
-    update per step, the entropy changed by a factor of at least 3 from one step to the next, and the mean reward then
-    fell. A fall of the mean reward counts if it is at least half the standard deviation of single rewards. It is
+    At least one of three conditions holds. First: the updates of one step moved the policy by a KL of at least 0.5 nats
+    per token, and the mean reward then fell. Second: the updates of at least 3 steps each moved the policy by a KL of
+    at least 0.3 nats per token. Third: the entropy changed by a factor of at least 3 from one step to the next, the
+    mean reward then fell, and the run measured no KL above 0 (which is normal with one update per step). A fall of the
+    mean reward counts if it is at least half the standard deviation of single rewards. The fall of the mean reward is
     measured from the 5 steps up to the large update to the last 5 steps of the run.
     """
     kl = history.points("actor/ppo_kl")
@@ -64,10 +69,10 @@ def learning_rate_too_high(history: History) -> Finding | None:
 
 
 def shown_rate(history: History) -> str:
-    """Return the learning rate to recommend, as text.
+    """Return the learning rate that the doctor recommends, as text.
 
-    If the preset's learning rate is at most half the run's learning rate, the preset's learning rate is recommended.
-    If the preset's learning rate is higher or unknown, a tenth of the run's learning rate is recommended.
+    If the preset's learning rate is at most half the run's learning rate, the doctor recommends the preset's learning
+    rate. If the preset's learning rate is higher or unknown, the doctor recommends a tenth of the run's learning rate.
     """
     rate, preset = history.number("actor.lr", 0.0), history.preset("actor.lr")
     lower = isinstance(preset, int | float) and 0 < preset <= rate / 2
@@ -82,10 +87,10 @@ def _rate(history: History) -> str:
 
 
 def _jump(history: History) -> int | None:
-    """Return the step just before the first entropy jump that is followed by a fall of the reward.
+    """Return the training step just before the first entropy jump that precedes a fall of the mean reward.
 
     An entropy jump is a change of the entropy by a factor of at least 3 from one step to the next. The result is None
-    if no entropy jump is followed by a fall of the reward.
+    if the mean reward did not fall after any entropy jump.
     """
     entropy = [point for point in history.points("rollout/entropy") if point[1] > 0]
     for (step, before), (_, after) in pairwise(entropy):
@@ -95,7 +100,7 @@ def _jump(history: History) -> int | None:
 
 
 def _signs(history: History, step: int) -> list[str]:
-    """Describe unusual values of KL, clipping, gradient norm and entropy from the given step on."""
+    """Describe unusual values of KL, clip fraction, gradient norm and entropy in the given step and all later steps."""
     kl, clipped, norms, entropy = (
         [point for point in history.points(name) if point[0] >= step]
         for name in ("actor/ppo_kl", "actor/clip_fraction", "actor/grad_norm_max", "rollout/entropy")
@@ -118,7 +123,7 @@ def _signs(history: History, step: int) -> list[str]:
 
 
 def _reward_after(history: History, step: int) -> str:
-    """Describe the fall of the mean reward after the given step; return "" if the mean reward did not clearly fall."""
+    """Describe how the mean reward fell after the given step; return "" if the mean reward did not clearly fall."""
     points, spread = history.points("reward/mean"), dict(history.points("reward/std"))
     before = [point for point in points if point[0] <= step][-WINDOW_STEPS:]
     after = [point for point in points if point[0] > step][-WINDOW_STEPS:]
@@ -133,7 +138,7 @@ def _reward_after(history: History, step: int) -> str:
 def skipped_updates(history: History) -> Finding | None:
     """Detect skipped updates.
 
-    At least one update of the actor or the critic was skipped because its loss or gradient was not finite.
+    At least one update of the actor or the critic was skipped because the loss or the gradient was not finite.
     """
     counts = {role: history.points(f"{role}/skipped_updates") for role in ("actor", "critic")}
     skipped = {role: [point for point in points if point[1] > 0] for role, points in counts.items()}
@@ -159,7 +164,7 @@ def skipped_updates(history: History) -> Finding | None:
 def entropy_collapsed(history: History) -> Finding | None:
     """Detect a policy whose answers to a prompt are almost identical.
 
-    The mean entropy of the last 5 steps is below 5% of the mean entropy of the first 3 steps, and the task is not
+    The mean entropy of the last 5 steps is below 5% of the mean entropy of the first 3 steps, although the task is not
     solved.
     """
     points = history.points("rollout/entropy")
@@ -196,7 +201,7 @@ def entropy_grows(history: History) -> Finding | None:
     """Detect a policy that becomes random.
 
     From the first 3 steps to the last 5 steps, the mean entropy has at least doubled and has risen by at least 0.5 nats
-    a token, while the mean reward has not risen.
+    per token, while the mean reward has not risen.
     """
     points, rewards = history.points("rollout/entropy"), history.points("reward/mean")
     if len(points) <= PERSISTENT_STEPS or not rewards:
@@ -219,7 +224,8 @@ def entropy_grows(history: History) -> Finding | None:
 def far_from_reference(history: History) -> Finding | None:
     """Detect a policy that has moved far away from the reference policy.
 
-    The mean KL to the reference (`actor/ref_kl` or `reward/kl`) over the last 5 steps is at least 1 nat a token.
+    The KL to the reference (`actor/ref_kl` or `reward/kl`), averaged over the last 5 steps, is at least 1 nat per
+    token.
     """
     names = ("actor/ref_kl", "reward/kl")
     points: Points = next((found for name in names if (found := history.points(name))), [])
@@ -236,8 +242,8 @@ def far_from_reference(history: History) -> Finding | None:
 def critic_explains_nothing(history: History) -> Finding | None:
     """Detect a critic that does not learn.
 
-    After at least 20 steps, the mean explained variance of the critic over the last 10 steps is 0 or less, although the
-    rewards are not all equal.
+    The run has at least 20 steps, and the critic's explained variance, averaged over the last 10 steps, is at most 0,
+    although the rewards are not all equal.
     """
     points, spread = history.points("critic/explained_variance"), history.points("reward/std")
     judged = points[-JUDGED_STEPS:]

@@ -9,24 +9,26 @@ from rltrain.base.errors import one_line
 from rltrain.monitoring.alarms import LOST_SHARE, PERSISTENT_STEPS, WINDOW_STEPS
 from rltrain.monitoring.doctor.history import Finding, History, Points, final_streak, last_mean, mean, shown, windows
 
-# The rule `reward_fails` ignores a smaller share of failed rewards, because malformed answers may cause failures.
+# The rule `reward function fails` ignores a share of failed rewards below 1%, because malformed answers may cause a few
+# failures.
 FAILED_SHARE = 0.01
-UNSCORED_SHARE = 0.5  # smallest share of answers without a score that the doctor reports
-ENOUGH_FOR_TRENDS = 10  # smallest number of steps that contains two disjoint windows of five steps
-# smallest rise of the mean reward, in standard deviations of single rewards, that is more than noise
+UNSCORED_SHARE = 0.5  # The doctor reports missing scores only if at least half of the answers have no score.
+ENOUGH_FOR_TRENDS = 10  # Ten steps are the smallest number of steps that contains two disjoint windows of five steps.
+# A rise of the mean reward by less than half the standard deviation of single rewards counts as noise.
 GAINED_SPREADS = 0.5
-FLAT_SHARE = 0.02  # an accuracy that rises by less than FLAT_SHARE counts as flat
-LOST_ACCURACY = 0.05  # smallest fall of an accuracy between two evaluations that the doctor reports
-# smallest fall of an evaluated reward that the doctor reports, in standard deviations of single rewards
+FLAT_SHARE = 0.02  # An accuracy that rises by less than 0.02 counts as constant.
+LOST_ACCURACY = 0.05  # The doctor ignores a fall of the accuracy between two evaluations that is smaller than 0.05.
+# The doctor ignores a fall of the mean evaluation reward by less than a quarter of the standard deviation of single
+# rewards.
 LOST_SPREADS = 0.25
-UNCERTAIN = 2.0  # number of standard errors up to which a difference between two evaluations may be chance
+UNCERTAIN = 2.0  # A difference of less than two standard errors between two evaluations may be due to chance.
 _COUNTED = re.compile(r"eval/(?:[^/]+/)?(?:sampled|greedy)_(?:accuracy|reward)")
 
 
 def reward_fails(history: History) -> Finding | None:
     """Find reward functions that fail.
 
-    A reward function failed for at least 1% of the run's answers, or the run stopped at a step because too many rewards
+    A reward function failed for at least 1% of the run's answers, or the run stopped because too many rewards of a step
     failed.
     """
     points = history.points("reward/failed_fraction")
@@ -54,7 +56,7 @@ def reward_fails(history: History) -> Finding | None:
 
 
 def _messages(history: History, step: int) -> list[str]:
-    """Return one clause with the most frequent reward error of a step; [] if no sample of the step has an error."""
+    """Return a list with one text about a step's most frequent reward error; [] if the step has no reward errors."""
     files = [file for file in history.run.samples if file.step == step]
     rows = [row for file in files for row in history.rows(file, ["reward_error"])]
     errors = Counter(str(row["reward_error"]) for row in rows if row.get("reward_error"))
@@ -67,8 +69,8 @@ def _messages(history: History, step: int) -> list[str]:
 def reward_never_applies(history: History) -> Finding | None:
     """Find reward functions that return None instead of a score for many answers.
 
-    Over the last 5 steps, at least half of the answers have no score although no reward function failed for them. The
-    finding is also reported if a reward function returned None for each answer of the last step.
+    In the last 5 steps, at least half of the answers have no score although no reward function failed for these
+    answers. The finding is also reported if some reward function returned None for every answer of the last step.
     """
     failed = dict(history.points("reward/failed_fraction"))
     points = [(step, value - failed.get(step, 0.0)) for step, value in history.points("reward/unscored_fraction")]
@@ -92,7 +94,7 @@ def reward_never_applies(history: History) -> Finding | None:
 
 
 def _silent(history: History) -> list[str]:
-    """Return the names of the reward functions that returned None for each answer of the last step.
+    """Return the names of the reward functions that returned None for every answer of the last step.
 
     Answers for which a reward function failed are ignored.
     """
@@ -107,8 +109,9 @@ def _silent(history: History) -> list[str]:
 def dead_reward(history: History) -> Finding | None:
     """Find a reward that does not distinguish the answers to a prompt.
 
-    In each of at least the last 5 steps, all answers to each prompt had the same outcome, and the task is not solved.
-    With one answer per prompt or with advantages from a critic, all answers of a step had the same score instead.
+    In each of the last 5 or more steps, all answers to each prompt had the same outcome, although the task is not
+    solved. For a run with one answer per prompt or with GAE, the condition is instead that all answers of a step had
+    the same score.
     """
     grouped = history.number("rollout.samples_per_prompt", 2) > 1
     grouped = grouped and history.setting("algorithm.advantage_estimator") != "gae"
@@ -145,9 +148,9 @@ def reward_hacking(history: History) -> Finding | None:
     """Find a training reward that rises while the share of correct answers stays flat.
 
     The rule compares the first 5 steps with the last 5 steps of a run of at least 10 steps. The mean reward rose by at
-    least half the standard deviation of single rewards, but the share of correct answers rose by less than 0.02. In a
-    run that does not measure correct answers, the score of the functions with `outcome: true` takes the place of that
-    share, if the run has other reward functions too.
+    least half the standard deviation of single rewards, but the share of correct answers rose by less than 0.02. If a
+    run does not measure the share of correct answers, the rule reads the total score of the functions with `outcome:
+    true` instead, provided that other functions have `outcome: false`.
     """
     rewards, spread = windows(history.points("reward/mean")), history.points("reward/std")
     right, what = _correctness(history)
@@ -176,11 +179,11 @@ def reward_hacking(history: History) -> Finding | None:
 
 
 def _correctness(history: History) -> tuple[Points, str]:
-    """Return the five-step means of a measure of correctness, and the name of the measure.
+    """Return the five-step means of a measure of correctness, and a description of the measure.
 
-    In a run with the metric `reward/accuracy`, the measure is `reward/accuracy`. In a run without `reward/accuracy`,
-    the measure is the sum of the scores of the functions with `outcome: true`, if the run has other reward functions
-    too.
+    In a run with the metric `reward/accuracy`, the measure of correctness is `reward/accuracy`. In a run without
+    `reward/accuracy`, the measure is the sum of the scores of the functions with `outcome: true`, provided that other
+    reward functions have `outcome: false`.
     """
     accuracy = history.points("reward/accuracy")
     if accuracy:
@@ -196,9 +199,10 @@ def _correctness(history: History) -> tuple[Points, str]:
 def worse_evaluation(history: History) -> Finding | None:
     """Find evaluations that get worse while the training reward rises.
 
-    The accuracy of an evaluation fell from its best value to its last value by at least 0.05 and at least two standard
-    errors, while the mean training reward rose. In an evaluation without accuracy, the mean reward fell by at least a
-    quarter of the standard deviation of single rewards and at least two standard errors.
+    The accuracy of an evaluation fell from its best value to its last value by at least 0.05 and by at least two
+    standard errors, while the mean training reward rose. For an evaluation without accuracy, the mean reward of the
+    evaluation must have fallen by at least a quarter of the standard deviation of single rewards and by at least two
+    standard errors.
     """
     names = [name for name in history.names() if _COUNTED.fullmatch(name)]
     names = [name for name in names if name.replace("_reward", "_accuracy") == name or not _has_accuracy(history, name)]
@@ -226,9 +230,9 @@ def _has_accuracy(history: History, name: str) -> bool:
 
 
 def _lost(history: History, name: str) -> tuple[int, list[str]] | None:
-    """Return the step after which an evaluated metric got worse, and clauses with the evidence.
+    """Return the step after which an evaluation metric got worse, and two texts that describe the evidence.
 
-    Return None if the metric did not get worse.
+    Return None if the evaluation metric did not get worse.
     """
     points, spread = history.evaluated(name), history.points("reward/std")
     best = max(points, key=lambda point: point[1], default=None)
@@ -251,8 +255,8 @@ def _lost(history: History, name: str) -> tuple[int, list[str]] | None:
 def reward_fell(history: History) -> Finding | None:
     """Find a mean reward that rose and then fell again.
 
-    The mean reward of 5 steps rose to a best value and fell again by the last 5 steps. The fall is at least half of the
-    rise, and at least the standard deviation of single rewards.
+    The mean reward over 5 steps rose to a best value, and is lower again in the last 5 steps. The mean reward fell by
+    more than half of its rise, and by more than the standard deviation of single rewards.
     """
     found, spread = windows(history.points("reward/mean")), dict(windows(history.points("reward/std")))
     best = max(found, key=lambda point: point[1], default=None)
@@ -281,9 +285,10 @@ def reward_fell(history: History) -> Finding | None:
 
 
 def too_few_groups(history: History) -> Finding | None:
-    """Find dynamic sampling that does not fill its batches.
+    """Detect that dynamic sampling does not fill the training batches.
 
-    On average over the last 5 steps, at least half of the groups of a step are missing, and the task is not solved.
+    On average over the last 5 steps, at least half of a step's prompt groups are missing, although the task is not
+    solved.
     """
     missing, wanted = history.points("rollout/groups_missing"), history.number("trainer.prompts_per_step", 0)
     low = [(step, value / wanted) for step, value in missing] if wanted else []

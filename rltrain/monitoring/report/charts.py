@@ -7,9 +7,9 @@ from typing import Any
 
 from rltrain.monitoring.catalogue import METRICS
 
-# The title and the metrics of each main chart.
-# A `*` in a metric name matches any text without a slash, and each matching metric gets a separate chart.
-# Each metric that no entry of CHARTS matches gets a separate chart below the main charts.
+# Each entry of CHARTS has the title and the metrics of a main chart. A `*` in a metric name of CHARTS matches any text
+# without a slash, and each matching metric gets a separate chart. Each metric that no entry of CHARTS matches gets a
+# separate chart below the main charts.
 CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("reward", ("reward/mean",)),
     ("", ("reward/*/mean",)),
@@ -32,7 +32,7 @@ PHASES = "timing/"
 
 
 def charts(names: Iterable[str]) -> list[dict[str, Any]]:
-    """Arrange the named metrics in charts.
+    """Arrange the metrics with the given names in charts.
 
     A chart is a dict with the title, the names of the metrics, and whether the chart is a main chart.
     """
@@ -47,10 +47,10 @@ def charts(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _matches(patterns: Sequence[str], names: Iterable[str]) -> list[list[str]]:
-    """Return the metrics of each chart that one entry of `CHARTS` defines.
+    """Return the metric names of each chart that one entry of `CHARTS` defines.
 
-    An entry with a `*` gives one chart for each matching metric. An entry without a `*` gives a single chart with all
-    its metrics.
+    An entry of `CHARTS` with a `*` gives one chart for each matching metric. An entry without a `*` gives a single
+    chart with all metrics of the entry.
     """
     if "*" in patterns[0]:
         return [[name] for name in names if re.fullmatch(patterns[0].replace("*", r"[^/]+"), name)]

@@ -1,4 +1,4 @@
-"""Compares the config of a run with the presets that its command chose, and the configs of several runs.
+"""Compares the config of a run with the presets chosen by its command, and compares the configs of several runs.
 
 A run records its command and the config of its presets in the file `command.json`, because a later version of rltrain
 may change its presets.
@@ -13,7 +13,8 @@ from typing import Any
 from rltrain.base.secret_values import redacted
 
 COMMAND = "command.json"
-_OF_A_PLACE = {"trainer.output_dir", "trainer.checkpoint_dir"}  # keys whose values differ in every run
+# The output and checkpoint folders are not compared with the presets, because every run has other folders.
+_OF_A_PLACE = {"trainer.output_dir", "trainer.checkpoint_dir"}
 
 
 @dataclass(frozen=True)
@@ -21,9 +22,9 @@ class Command:
     """The command line that started a run, and the presets that the command line chose.
 
     Attributes:
-        arguments: arguments of the command.
-        presets: arguments that choose a file of a config group, such as `algorithm=dapo`.
-        values: the config that the presets alone give, as nested values; {} if it is unknown.
+        arguments: arguments of the command line.
+        presets: those arguments that choose a file of a config group, such as `algorithm=dapo`.
+        values: the config that results from the presets alone, as nested values; {} if that config is unknown.
     """
 
     arguments: list[str]
@@ -42,7 +43,7 @@ def write_command(command: Command, output_dir: Path) -> None:
 
 
 def read_command(text: str) -> Command:
-    """Parse the content of `command.json`.
+    """Parse the content of a run's file `command.json`.
 
     Raises:
         ValueError: the text does not have the form that `write_command` writes.
@@ -57,7 +58,7 @@ def read_command(text: str) -> Command:
 
 
 def differences(config: Mapping[str, Any], presets: Mapping[str, Any]) -> list[tuple[str, str | None, str | None]]:
-    """Return (key, preset value, run value) for each config key whose value in the run differs from the presets.
+    """Return (key, preset value, run value) for each config key to which run and presets give different values.
 
     The preset value and the run value are JSON text. The preset value is None if the presets lack the key, and the run
     value is None if the run's config lacks the key.
@@ -68,7 +69,7 @@ def differences(config: Mapping[str, Any], presets: Mapping[str, Any]) -> list[t
 
 
 def between(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str | None]]]:
-    """Return the keys whose values differ between runs, each with the value of every run as JSON text."""
+    """Return the config keys whose values differ between runs, each with the value of every run as JSON text."""
     values = [flat(config) for config in configs]
     keys = sorted({key for one in values for key in one}) if len(configs) > 1 else []
     rows = [(key, [one.get(key) for one in values]) for key in keys]
@@ -76,9 +77,9 @@ def between(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str | 
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Convert nested values to a flat mapping from dotted keys to JSON texts without secrets.
+    """Convert nested config values to a flat mapping from dotted keys to values as JSON text, without secrets.
 
-    A list counts as one value and is not flattened.
+    A list in the config counts as one value, so the elements of a list get no keys of their own.
     """
     found: dict[str, str] = {}
     for key, value in values.items():

@@ -1,4 +1,4 @@
-"""Writes the page of a report: a single HTML file with all data, CSS and JavaScript, which loads no other file."""
+"""Writes the page of a report: a single HTML file that contains all data, CSS and JavaScript."""
 
 import html
 import os
@@ -16,7 +16,7 @@ from rltrain.monitoring.report.run_files import RunFiles, read_run
 from rltrain.monitoring.report.samples import encode_samples, number, packed, to_json
 
 REPORT = "report.html"
-MAX_BYTES = 19_800_000  # size limit of a page
+MAX_BYTES = 19_800_000  # maximum size of a page in bytes
 
 
 def write_report(
@@ -24,17 +24,17 @@ def write_report(
 ) -> list[str]:
     """Write the report of one or several runs to an HTML file.
 
-    The file is replaced atomically, so a reader never sees an incomplete page.
+    The HTML file is replaced atomically, so a reader never sees an incomplete page.
 
     Args:
         folders: output folders of the runs.
-        output: path of the page.
-        defaults: command and preset config for a run that did not record its command.
-        max_bytes: size limit of the page. If the samples exceed the size limit, the page omits some samples and says
-            so.
+        output: path of the HTML file.
+        defaults: command and preset config that are used for a run that did not record its command.
+        max_bytes: maximum size of the page. If the page would be larger with all samples, the page omits some samples
+            and says so.
 
     Returns:
-        One line of text for each file, table or line that could not be read.
+        A list with one text for each file, table or line that could not be read.
 
     Raises:
         ConfigError: a folder is not the output folder of a run.
@@ -51,8 +51,8 @@ def write_report(
 def names_of(folders: Sequence[Path]) -> list[str]:
     """Return a short, unique name for each folder.
 
-    By default, the name of a folder is the last component of its path. If two folders have the same name, the names of
-    their parent folders are prepended.
+    By default, the name of a folder is the last component of its path. If two folders have the same last component, the
+    names of parent folders are prepended to all names.
     """
     parts = [folder.resolve().parts for folder in folders]
     deepest = max(map(len, parts), default=1)
@@ -64,7 +64,7 @@ def names_of(folders: Sequence[Path]) -> list[str]:
 
 
 def page(runs: Sequence[RunFiles], defaults: Command | None, max_bytes: int) -> str:
-    """Return the HTML text of the report of the given runs; see `write_report`."""
+    """Return the HTML text of the report about the given runs; `write_report` describes the arguments."""
     names = sorted({name for run in runs for row in (*run.steps, *run.evaluations) for name in row} - {"step"})
     data: dict[str, Any] = {
         "written": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -85,7 +85,7 @@ def page(runs: Sequence[RunFiles], defaults: Command | None, max_bytes: int) -> 
 
 
 def _described(run: RunFiles, defaults: Command | None) -> dict[str, Any]:
-    """Return the data about one run that the page shows, without the samples."""
+    """Return the data about one run that the page shows, except the run's samples."""
     command = run.command or defaults
     return {
         "name": run.name,
@@ -100,15 +100,15 @@ def _described(run: RunFiles, defaults: Command | None) -> dict[str, Any]:
 
 
 def columns(rows: Sequence[dict[str, Any]]) -> dict[str, list[Any]]:
-    """Convert rows of metrics to one list per metric, with None for values that are missing or not finite."""
+    """Convert rows of metrics to one list of values per metric, with None for missing, NaN and infinite values."""
     names = dict.fromkeys(name for row in rows for name in row)
     return {name: [number(row.get(name)) for row in rows] for name in names}
 
 
 def _filled(title: str, blocks: dict[str, str]) -> str:
-    """Fill the template of the page with the title, the style, the program and the data.
+    """Insert the title, the CSS, the JavaScript program and the data into the HTML template of the page.
 
-    The data is base64 text, so it needs no HTML escaping.
+    The data needs no HTML escaping, because base64 text contains no special characters of HTML.
     """
     whole, style, program = (_file(f"page.{kind}") for kind in ("html", "css", "js"))
     head, body = whole.split("<!-- data -->")

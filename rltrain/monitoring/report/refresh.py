@@ -1,7 +1,7 @@
-"""Rewrites the report of an active run from time to time, in a process that uses at most 1% of the run's time.
+"""Rewrites the report of an active run from time to time, in processes that use about 1% of a CPU core at most.
 
-The report of a long run takes seconds of CPU time and more than 100 MB of memory. In a thread of the driver, the memory
-would stay with the driver, and the training step would wait for Python's global lock.
+The report of a long run takes seconds of CPU time and more than 100 MB of memory. The report is not written in a thread
+of the driver, because the thread would enlarge the driver's memory and hold Python's global interpreter lock.
 """
 
 import logging
@@ -18,20 +18,20 @@ from workers.cluster.process_tree import end_with_parent
 
 logger = logging.getLogger(__name__)
 
-FIRST_AFTER_S = 10.0  # seconds before the first report; a shorter run writes a report only at the end
-SHARE = 0.01  # maximum share of the run's time for which the process may use a CPU core
-_NICE = 10  # the process yields to the processes of the run
+FIRST_AFTER_S = 10.0  # The first report is written after 10 seconds; a shorter run writes a report only at its end.
+SHARE = 0.01  # The CPU time of all report processes together is about 1% of the run's duration at most.
+_NICE = 10  # The niceness of the report process gives priority to the other processes of the run.
 _START = (
     "import sys; sys.path[:] = {path!r}; from rltrain.monitoring.report.refresh import run; run({folder!r}, {parent})"
 )
 
 
 class ReportFile:
-    """Keeps the file `report.html` of a run up to date. An error while the report is written never ends the run.
+    """Keeps the file `report.html` of a run up to date. An error while writing the report never ends the run.
 
     Args:
         output_dir: output folder of the run; must exist.
-        clock: returns the time in seconds.
+        clock: function that returns the current time in seconds.
     """
 
     def __init__(self, output_dir: Path, clock: Callable[[], float] = time.monotonic) -> None:
@@ -41,7 +41,7 @@ class ReportFile:
         self.failed = False
 
     def refresh(self) -> None:
-        """Start a process that writes the report, unless another one is writing the report or wrote it recently."""
+        """Start a process that writes the report, unless the report is being written or was written recently."""
         if self.process is not None and self.process.poll() is not None:
             self._ended(self.process)
             self.process = None
@@ -49,7 +49,7 @@ class ReportFile:
             self.process = _started(self.output_dir)
 
     def _ended(self, process: subprocess.Popen[str]) -> None:
-        """Read what a process that has ended says, and decide when the next process may start."""
+        """Read the output of a report process that has ended, and decide when the next report process may start."""
         said, complaints = process.communicate()
         if process.returncode == 0:
             self.next_at = self.clock() + float(said) / SHARE
@@ -68,13 +68,13 @@ class ReportFile:
             self.process = None
         try:
             write_report([self.output_dir], self.output_dir / REPORT)
-        except Exception as error:  # an error in the report must not end the run
+        except Exception as error:  # An error while the report is written must not end the run.
             self._warn(described(error))
             return None
         return self.output_dir / REPORT
 
     def _warn(self, reason: str) -> None:
-        """Log why the report was not written. Only the first failure of a run is logged."""
+        """Log why the report was not written. Only a run's first failure to write its report is logged."""
         if not self.failed:
             logger.warning("%s is not written: %s", REPORT, one_line(reason))
         self.failed = True
@@ -89,21 +89,23 @@ def _started(folder: Path) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        start_new_session=True,  # signals of the terminal end the run, which then ends this process
+        # In a new session, the report process does not receive terminal signals such as Ctrl-C; the driver ends the
+        # report process.
+        start_new_session=True,
     )
 
 
 def run(folder: str, parent: int) -> None:
-    """Write the report of a run, and print the CPU time of this process in seconds.
+    """Write the report of a run, and print the CPU time of the current process in seconds.
 
     Args:
         folder: output folder of the run.
-        parent: pid of the run's driver. This process is killed when the driver ends.
+        parent: pid of the run's driver. The process that calls `run` is killed when the driver ends.
     """
     end_with_parent(parent)
     os.nice(_NICE)
     try:
         write_report([Path(folder)], Path(folder) / REPORT)
-    except Exception as error:  # a traceback would be no help to the user
+    except Exception as error:  # The user sees a warning of one line instead of a traceback.
         sys.exit(described(error))
     sys.stdout.write(f"{time.process_time()}\n")

@@ -1,6 +1,7 @@
-"""Reads the files of a run's output folder that a report needs.
+"""Reads those files in a run's output folder that a report needs.
 
-If a file is damaged, the report contains a note instead of the file's content, and all other files are still read.
+If a file of the run is damaged, the report contains a note instead of the file's content, and all other files are still
+read.
 """
 
 import json
@@ -31,12 +32,12 @@ class RunFiles:
         evaluations: metrics of each evaluation.
         alarms: the alarms, as dicts with the keys `step` and `alarm`.
         config_text: the config as YAML text, without secrets.
-        config: the config as nested values; {} if it cannot be read.
+        config: the config as nested values; {} if the config cannot be read.
         command: the command that started the run; None if the run did not record its command.
         samples: tables of samples in the order of their steps.
-        token_texts: text of each token by its id; [] if unknown.
+        token_texts: list of the text of each token, indexed by the token's id; [] if the texts are unknown.
         special_ids: ids of the special tokens.
-        notes: one line of text for each file, table or line that could not be read.
+        notes: one text for each file, table or line that could not be read.
     """
 
     folder: Path
@@ -58,12 +59,12 @@ def read_run(folder: Path, name: str = "", *, texts: bool = True) -> RunFiles:
 
     Args:
         folder: output folder of the run.
-        name: name of the run; if "", the run gets the name of the folder.
-        texts: whether the data is for a page, which needs the text of each token, and a note if the run has no training
-            step.
+        name: name of the run; if `name` is "", the run gets the name of the folder.
+        texts: whether the data is for a report page. A page needs the text of each token, and a note if no training
+            step has ended.
 
     Raises:
-        ConfigError: the folder does not exist, or it is not the output folder of a run.
+        ConfigError: the folder does not exist, or the folder is not the output folder of a run.
     """
     _require_run(folder)
     run = RunFiles(folder, name or folder.resolve().name)
@@ -91,7 +92,7 @@ def _require_run(folder: Path) -> None:
 
 
 def _text(run: RunFiles, name: str, *, needed: bool = True) -> str | None:
-    """Return the text of a file of the run. If the file cannot be read, add a note to the run and return None."""
+    """Return the text of a file of the run. If the file cannot be read, add a note to `run.notes` and return None."""
     try:
         return (run.folder / name).read_text("utf-8", "replace")
     except FileNotFoundError:
@@ -105,7 +106,7 @@ def _text(run: RunFiles, name: str, *, needed: bool = True) -> str | None:
 def _json_lines(run: RunFiles, name: str, *, needed: bool = True) -> list[dict[str, Any]]:
     """Return the JSON objects in a file that has one object per line.
 
-    A line that is not a JSON object with the key `step` is left out, and a note says so.
+    A line that is not a JSON object with the key `step` is left out, and a note in `run.notes` says so.
     """
     found = []
     for number, line in enumerate((_text(run, name, needed=needed) or "").splitlines(), 1):
@@ -148,8 +149,8 @@ def _command(run: RunFiles) -> Command | None:
 def _read_token_texts(run: RunFiles) -> None:
     """Read the text of each token of the vocabulary.
 
-    For a run of an older rltrain version, which wrote no `tokens.parquet`, the texts come from the tokenizer in the
-    run's model folder.
+    Runs of older rltrain versions have no file `tokens.parquet`; the token texts of such a run come from the tokenizer
+    in the run's model folder.
     """
     path, model = run.folder / TOKENS, run.folder / "model"
     try:
@@ -159,12 +160,14 @@ def _read_token_texts(run: RunFiles) -> None:
             run.token_texts, run.special_ids = _texts_of_model(model)
         elif run.samples:
             run.notes.append(f"{TOKENS}: is missing, so tokens are shown by their ids")
-    except Exception as error:  # readers and tokenizers may raise any exception on a damaged file
+    # The readers of Parquet files and tokenizers may raise any exception for a damaged file.
+    except Exception as error:
         run.notes.append(f"{TOKENS}: cannot be read, so tokens are shown by their ids ({described(error, 120)})")
 
 
 def _texts_of_model(model: Path) -> tuple[list[str], set[int]]:
-    from rltrain.data.model_directory import load_tokenizer  # importing the library transformers takes seconds
+    # The import is delayed until here, because importing the library transformers takes seconds.
+    from rltrain.data.model_directory import load_tokenizer
     from rltrain.monitoring.token_texts import special_ids, token_texts
 
     tokenizer = load_tokenizer(str(model))

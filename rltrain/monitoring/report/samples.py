@@ -1,12 +1,12 @@
 """Encodes the samples of a run in the compact form that the page of a report reads.
 
-Each table of samples becomes one *chunk*: a header as JSON, and the values of all tokens of the table, column by
-column. A chunk is compressed and written as base64 text, and the page decompresses a chunk only to show or search its
-samples.
+Each table of samples is encoded as one *chunk*: a JSON header, followed by the values of all tokens of the table,
+column by column. A chunk is compressed and written as base64 text. The page decompresses a chunk only when the chunk's
+samples are shown or searched.
 
-Each real number x, such as a log-prob or an advantage, is stored as the 16-bit integer round(k asinh(x / s)). Two
-numbers with consecutive codes differ by about s / k near 0, and by about |x| / k if |x| is much larger than s. A
-smaller constant k makes the page smaller and the stored numbers less exact.
+Each real number x, such as a log-prob or an advantage, is stored as the 16-bit integer round(k asinh(x / s)).
+Consecutive 16-bit integers stand for numbers that differ by about s / k near 0, and by about |x| / k if |x| is much
+larger than s. A smaller constant k makes the page smaller and the stored real numbers less exact.
 """
 
 import gzip
@@ -27,17 +27,21 @@ from rltrain.base.secret_values import redacted
 from rltrain.data.stored_samples import SampleFile
 from rltrain.monitoring.report.run_files import RunFiles
 
-SMALLEST = 1e-3  # the constant s of the codes of real numbers: their resolution near 0 is s / k
-# Size of a compressed real number in bytes, for each value of the constant k, from the finest to the coarsest rounding.
-# The sizes were measured on log-probs of real runs.
-# The relative rounding error of a stored number is at most about 1 / (2 k).
+# A real number x is stored as round(k asinh(x / s)) with s = 0.001, so the resolution of numbers near 0 is s / k.
+SMALLEST = 1e-3
+# BYTES_OF_NUMBER maps each value of the constant k, from the finest to the coarsest rounding, to the compressed size of
+# a real number in bytes. The sizes in BYTES_OF_NUMBER were measured on log-probs of real runs. The relative rounding
+# error of a stored real number is at most about 1 / (2 k).
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
-PROBED_TOKENS = 300_000  # number of tokens that are encoded to correct the estimate of the size
-MISSING = -(1 << 15)  # the code that stands for a number that is not finite
-OBSERVED, SAMPLED, TRAINED = 0, 1, 2  # possible states of a response token
-# `policy_version` of an observation token; repeated here because rltrain.batch.trajectory imports torch
+# About 300,000 tokens are encoded as a test, to correct the estimated size of all encoded samples.
+PROBED_TOKENS = 300_000
+MISSING = -(1 << 15)  # The 16-bit integer -32768 stands for NaN and for infinity.
+# A response token is observed (tool output), sampled but not trained on, or trained on.
+OBSERVED, SAMPLED, TRAINED = 0, 1, 2
+# An observation token has `policy_version` -1. The constant NOT_SAMPLED is not imported from rltrain.batch.trajectory,
+# because that module imports torch.
 NOT_SAMPLED = -1
 _COLUMNS = (
     *("uid", "prompt", "response", "score", "valid", "finish_reason", "reward_error", "reward_components"),
@@ -50,20 +54,19 @@ _UNFINISHED_CHARACTER = re.compile(r"\\x[89a-f][0-9a-f]")
 
 @dataclass
 class Vocabulary:
-    """The tokens that occur on the page, renumbered so that frequent tokens have small numbers.
+    """The tokens that occur on the page of a report, numbered so that frequent tokens have small numbers.
 
     Attributes:
-        ids: ids in the tokenizer's vocabulary; the position of an id in the list is the number of the token on the
-            page.
+        ids: token ids of the tokenizer; the index of a token id in the list is the token's number on the page.
     """
 
     ids: list[int] = field(default_factory=list)
     _numbers: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int64))
 
     def numbers(self, ids: np.ndarray) -> np.ndarray:
-        """Return the number on the page of each token id (N,).
+        """Return the token numbers (N,) that the page uses for the given token ids (N,).
 
-        New ids are added to the vocabulary of the page before the lookup.
+        Token ids that are not in the vocabulary of the page yet are added first.
         """
         found, counts = np.unique(ids, return_counts=True)
         if len(found) and found[-1] >= len(self._numbers):
@@ -83,12 +86,13 @@ class Samples:
     """The encoded samples of a run, as the page of a report reads them.
 
     Attributes:
-        chunks: each chunk as base64 text.
-        index: columns that describe all samples, which the page reads without decompressing a chunk.
-        vocabulary: ids and texts of the tokens on the page, and the numbers of the special tokens.
+        chunks: the chunks, which are encoded tables of samples, as base64 text.
+        index: columns with the score, the length and other facts of each sample; the page reads these columns without
+            decompressing a chunk.
+        vocabulary: ids and texts of the tokens on the page, and the page's numbers of the special tokens.
         shown: number of samples on the page.
-        total: number of samples of the run.
-        rounding: largest relative error of a stored number.
+        total: number of samples in all readable tables of the run.
+        rounding: largest relative rounding error of a stored real number.
     """
 
     chunks: list[str] = field(default_factory=list)
@@ -100,27 +104,27 @@ class Samples:
 
     @property
     def counts(self) -> dict[str, float]:
-        """The number of samples on the page, the number of samples of the run, and the rounding error."""
+        """The number of samples on the page, the number of samples of the run, and the relative rounding error."""
         return {"shown": self.shown, "total": self.total, "rounding": self.rounding}
 
 
 @dataclass(frozen=True)
 class Size:
-    """Size of a table of samples, read from the metadata of its file."""
+    """The size of a table of samples, read from the metadata of the table's Parquet file."""
 
     rows: int
     tokens: int
-    numbers: int  # number of columns of real numbers
+    numbers: int  # Number of columns that hold real numbers.
 
 
 def encode_samples(run: RunFiles, budget: int) -> Samples:
     """Read and encode the samples of a run.
 
-    If the samples exceed the size limit, whole prompt groups are left out, in the same proportion in each step. If
-    fewer than one of 8 groups would remain, whole steps are left out too.
+    If all samples together exceed the size limit, prompt groups are left out, in the same proportion in each step. If
+    fewer than one of 8 prompt groups would remain in a step, whole steps are left out too.
 
     Args:
-        run: files of the run. For a table that cannot be read, a note is added to the run.
+        run: files of the run. For each table of samples that cannot be read, a note is added to `run.notes`.
         budget: size limit of the encoded samples in bytes of base64 text.
     """
     sizes, k, share = _sizes(run), max(BYTES_OF_NUMBER), 1.0
@@ -143,7 +147,7 @@ def _bytes_of(samples: Samples) -> int:
 
 
 def _probe(run: RunFiles, sizes: dict[SampleFile, Size]) -> float:
-    """Encode a few tables, and return the ratio of their actual size to their estimated size."""
+    """Encode a few tables of samples, and return the ratio of their encoded size to their estimated size."""
     files = list(sizes)
     few = {files[place]: sizes[files[place]] for place in {0, len(files) // 2, len(files) - 1}}
     tokens, notes, k = sum(size.tokens for size in few.values()), list(run.notes), min(BYTES_OF_NUMBER)
@@ -160,7 +164,7 @@ def _sizes(run: RunFiles) -> dict[SampleFile, Size]:
     for file in run.samples:
         try:
             sizes[file] = _size(file)
-        except Exception as error:  # a damaged file may raise any exception
+        except Exception as error:  # Reading a damaged Parquet file may raise any exception.
             run.notes.append(_left_out(file, error))
     return sizes
 
@@ -173,7 +177,7 @@ def _size(file: SampleFile) -> Size:
     metadata = pq.read_metadata(file.path)
     names = set(metadata.schema.to_arrow_schema().names)
     if missing := _NEEDED - names:
-        raise ValueError(f"it has no column {', '.join(sorted(missing))}")
+        raise ValueError(f"the table lacks the columns {', '.join(sorted(missing))}")
     tokens = 0
     for number in range(metadata.num_row_groups):
         group = metadata.row_group(number)
@@ -184,7 +188,7 @@ def _size(file: SampleFile) -> Size:
 
 
 def _estimate(sizes: dict[SampleFile, Size], k: int) -> float:
-    """Estimate the size of all samples in bytes of base64 text."""
+    """Estimate the size of the encoded tables of samples, in bytes of base64 text."""
     of_token = [BYTES_OF_ID + BYTES_OF_NUMBER[k] * size.numbers for size in sizes.values()]
     pairs = zip(sizes.values(), of_token, strict=True)
     return sum(size.rows * BYTES_OF_SAMPLE + size.tokens * one for size, one in pairs) * 4 / 3
@@ -199,7 +203,7 @@ def _encoded(run: RunFiles, sizes: dict[SampleFile, Size], share: float, k: int)
         try:
             chunk = Chunk(file, _read(file, groups), texts, run.special_ids)
             found.chunks.append(chunk.encode(vocabulary, k))
-        except Exception as error:  # a damaged file may raise any exception
+        except Exception as error:  # Reading a damaged Parquet file may raise any exception.
             run.notes.append(_left_out(file, error))
             continue
         rows.append(chunk.summary())
@@ -214,11 +218,11 @@ def _encoded(run: RunFiles, sizes: dict[SampleFile, Size], share: float, k: int)
 
 
 def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleFile, float]]:
-    """Yield (sample file, share of its prompt groups to show) for each sample file that the page shows.
+    """Yield a pair (sample file, share of the file's prompt groups to show) for each sample file that the page shows.
 
-    The first and the last sample file are always included.
+    The sample files of the first and the last step are always included.
     """
-    groups = 8  # files are left out only if less than one of every 8 groups would be shown
+    groups = 8  # Sample files are left out only if less than one of every 8 prompt groups would be shown.
     count = len(files) if share * groups >= 1 else max(2, round(len(files) * share * groups))
     if count >= len(files):
         yield from ((file, share) for file in files)
@@ -228,9 +232,9 @@ def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleF
 
 
 def _read(file: SampleFile, share: float) -> pa.Table:
-    """Read the first prompt groups of a table, with all samples of each group.
+    """Read the first prompt groups of a table of samples, with all samples of each group.
 
-    `share` is the share of the groups to read; at least one group is read.
+    `share` is the share of the table's prompt groups to read; at least one prompt group is read.
     """
     schema = pq.read_schema(file.path)
     table = pq.read_table(file.path, columns=[name for name in _COLUMNS if name in schema.names])
@@ -241,11 +245,11 @@ def _read(file: SampleFile, share: float) -> pa.Table:
 
 
 class Chunk:
-    """The samples of one table, to be encoded as a chunk.
+    """The samples of one table, which `encode` converts to a chunk of the page.
 
     Args:
-        file: the file of the table.
-        table: the rows of the table to show.
+        file: the Parquet file that contains the table.
+        table: the rows of the table that the page shows.
         texts: text of each token by its id.
         special_ids: ids of the special tokens.
     """
@@ -258,9 +262,9 @@ class Chunk:
         self.ids = ids.astype(np.int64)
 
     def _tokens(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the offsets (B + 1,) and the values (N,) of a column of lists.
+        """Return the offsets (B + 1,) and the concatenated values (N,) of a column of lists.
 
-        Rows that contain a secret get length 0.
+        A row whose prompt or response contains a secret gets an empty list.
         """
         array = self.table[name].combine_chunks()
         array = array if isinstance(array, pa.ListArray) else array.cast(pa.list_(array.type.value_type))
@@ -275,11 +279,11 @@ class Chunk:
             return None
         offsets, values = self._tokens(name)
         if not np.array_equal(offsets, self.offsets):
-            raise ValueError(f"its column {name} and response_ids have different lengths")
+            raise ValueError(f"the columns {name} and response_ids have lists of different lengths")
         return values
 
     def encode(self, vocabulary: Vocabulary, k: int) -> str:
-        """Encode the chunk, and return it as base64 text."""
+        """Encode the samples of the table, and return the chunk as base64 text."""
         planes: list[bytes] = []
         layout: list[tuple[str, int, int]] = []
 
@@ -316,23 +320,24 @@ class Chunk:
         return np.where(trained, TRAINED, np.where(sampled, SAMPLED, OBSERVED))
 
     def _numbers(self) -> dict[str, np.ndarray]:
-        """Return the columns of real numbers by name.
+        """Return the columns of real numbers, such as log-probs and advantages, by name.
 
-        For the actor and the reference, the dict contains log-prob differences: actor minus engine, and policy minus
-        reference. Small differences need fewer digits in the page than the log-probs themselves.
+        Instead of the log-probs of actor and reference, the columns contain the differences actor minus engine and
+        policy minus reference. The encoding of real numbers is finer near 0, so small log-prob differences are stored
+        more exactly than log-probs.
         """
         rollout, old, ref = (self._column(f"{name}_log_probs") for name in ("rollout", "old", "ref"))
         found = {"advantage": self._column("advantages"), "log_prob": rollout, "entropy": self._column("entropies")}
         if rollout is not None and old is not None:
             found["log_ratio"] = old - rollout
-        # without log-probs of the actor, the engine's log-probs are used as the log-probs of the policy
+        # If the table lacks log-probs of the actor, the engine's log-probs are used as the log-probs of the policy.
         policy = rollout if old is None else old
         if policy is not None and ref is not None:
             found["kl"] = policy - ref
         return {name: values for name, values in found.items() if values is not None}
 
     def _prompts(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return a list of the distinct prompts, and the index of each row's prompt in the list."""
+        """Return a list of the distinct prompts, and for each row the index of its prompt in the list."""
         texts = self.table["prompt"].to_pylist()
         keys = list(zip(self.table["uid"].to_pylist(), texts, strict=True))
         ids = self.table["prompt_ids"].to_pylist() if "prompt_ids" in self.table.column_names else [[]] * len(keys)
@@ -347,7 +352,7 @@ class Chunk:
         return prompts, [numbers[key] for key in keys]
 
     def _responses(self) -> list[str | None]:
-        """Return the text of each response; None if the page can build the text by joining the texts of the tokens."""
+        """Return the text of each response, or None for a response whose text equals the joined texts of its tokens."""
         found: list[str | None] = []
         for row, text in enumerate(self.table["response"].to_pylist()):
             ids = self.ids[self.offsets[row] : self.offsets[row + 1]].tolist()
@@ -355,7 +360,7 @@ class Chunk:
         return found
 
     def _joined(self, ids: Sequence[int]) -> str | None:
-        """Join the texts of the given tokens without special tokens, as the JavaScript of the page does.
+        """Join the texts of the given tokens without special tokens, in the same way as the page's JavaScript.
 
         Return None if the text of a token is unknown, or if the joined text contains an incomplete character.
         """
@@ -400,7 +405,7 @@ def _rows_with_secrets(table: pa.Table) -> np.ndarray:
 
 
 def codes(values: np.ndarray, k: int) -> np.ndarray:
-    """Encode real numbers (N,) as 16-bit integers (N,)."""
+    """Encode real numbers x (N,) as the 16-bit integers round(k asinh(x / s)) (N,)."""
     values = values.astype(np.float64)
     finite = np.isfinite(values)
     largest = np.sinh((-MISSING - 1) / k) * SMALLEST if k > 100 else np.inf
@@ -409,7 +414,7 @@ def codes(values: np.ndarray, k: int) -> np.ndarray:
 
 
 def number(value: Any) -> float | int | None:
-    """Return a number rounded to six digits, for JSON; None if it is not a finite number."""
+    """Return a number rounded to six significant digits, for JSON; None if the value is not a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         return None
     rounded = float(f"{value:.6g}")
@@ -419,7 +424,7 @@ def number(value: Any) -> float | int | None:
 def to_json(data: Any) -> bytes:
     """Encode data as the bytes of a JSON text.
 
-    Halves of surrogate pairs, which UTF-8 cannot encode, become question marks.
+    A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
     """
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 

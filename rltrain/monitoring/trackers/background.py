@@ -1,4 +1,4 @@
-"""Runs a sink in a thread, so that a slow or failing service neither delays nor ends the run."""
+"""Calls a sink in a separate thread, so that a slow or failing service neither delays nor ends the run."""
 
 import logging
 import threading
@@ -11,7 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from rltrain.base.errors import described
 from rltrain.monitoring.sinks import Metrics, Rows, Sink, TakesConfig, TakesSamples
 
-# maximum number of calls that wait for the sink; a step makes one call, or up to three with samples and evaluation
+# At most 1000 calls of a sink wait to be executed. A training step makes one call of a sink, or up to three calls if
+# samples and an evaluation are logged.
 MAX_WAITING = 1000
 CLOSE_TIMEOUT_S = 30.0
 
@@ -21,40 +22,42 @@ _Call = Callable[[], None]
 
 @runtime_checkable
 class GivesUp(Protocol):
-    """Optional interface of a sink whose library may keep the process from exiting."""
+    """Optional interface of a sink whose library may keep the run's process from exiting."""
 
     def give_up(self) -> None:
         """Stop the work that the sink's library is still doing.
 
-        `BackgroundSink` calls `give_up` in the main thread if `close` takes too long.
+        `BackgroundSink` calls `give_up` in the main thread if the sink's method `close` takes too long.
         """
 
 
 class BackgroundSink:
-    """Forwards each call to another sink, in a separate thread and in the order of the calls.
+    """Forwards each method call to a wrapped sink. The calls are executed in a separate thread, in the original order.
 
-    Only the method `close` waits for the wrapped sink, and no method raises an exception. If a call to the wrapped sink
-    fails, the later calls are still made. If `restore` fails, the wrapped sink has no run to write to, so it receives
-    no calls until the next `restore`.
+    Of the methods of `BackgroundSink`, only `close` waits for the wrapped sink, and none raises an exception. If a call
+    of the wrapped sink raises an exception, the later calls are still made. If `restore` fails, the wrapped sink has no
+    run to write to, so the wrapped sink gets no calls until the next `restore`.
 
     Args:
-        name: name of the sink in alarms.
-        sink: the wrapped sink, which receives the calls. All methods of `sink` are called in the separate thread.
+        name: name of the wrapped sink in the text of alarms.
+        sink: the wrapped sink, to which the calls are forwarded. All methods of `sink` except `give_up` are called in
+            the separate thread.
     """
 
     def __init__(self, name: str, sink: Sink) -> None:
         self.name, self.sink = name, sink
-        # each entry is (call, whether the call is skipped unless the last `restore` succeeded)
+        # Each entry of the queue is a pair (call, whether the call is skipped if the last `restore` failed).
         self._calls: SimpleQueue[tuple[_Call, bool] | None] = SimpleQueue()
         self._alarms: SimpleQueue[str] = SimpleQueue()
-        self._has_run = False  # whether the last `restore` succeeded; used only by the separate thread
+        # `_has_run` is True if the last call of `restore` succeeded; only the separate thread uses `_has_run`.
+        self._has_run = False
         self._failed = self._full = False
         self._ends_by: float | None = None
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Pass the config to the sink, if the sink implements `TakesConfig`."""
+        """Pass the config of the run to the wrapped sink, if the sink implements `TakesConfig`."""
         if isinstance(self.sink, TakesConfig):
             self._calls.put((partial(self.sink.log_config, config), False))
 
@@ -67,14 +70,14 @@ class BackgroundSink:
         self._put(partial(self.sink.log_eval, step, dict(metrics)))
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Pass samples of a training step to the sink, if the sink implements `TakesSamples`."""
+        """Pass samples of a training step to the wrapped sink, if the sink implements `TakesSamples`."""
         if isinstance(self.sink, TakesSamples):
             self._put(partial(self.sink.log_samples, step, rows))
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Make the wrapped sink discard everything after the training step `step`.
+        """Make the wrapped sink discard all metrics and samples after the training step `step`.
 
-        A call of `restore` is never skipped, however many calls are waiting.
+        A call of `restore` is never dropped, however many earlier calls are still waiting.
         """
         rows = [dict(row) for row in steps], [dict(row) for row in evaluations]
         self._calls.put((partial(self._restore, step, *rows), False))
@@ -85,7 +88,7 @@ class BackgroundSink:
         self._has_run = True
 
     def finish(self) -> None:
-        """Make the wrapped sink close once all waiting calls are done.
+        """Arrange that the wrapped sink closes after all waiting calls have been executed.
 
         `finish` returns immediately, without waiting for the wrapped sink.
         """
@@ -96,7 +99,7 @@ class BackgroundSink:
     def close(self) -> None:
         """Close the sink.
 
-        Wait until the sink is closed, or until `CLOSE_TIMEOUT_S` seconds have passed since the call of `finish`.
+        Wait until the wrapped sink is closed, or until 30 seconds have passed since the call of `finish`.
         """
         self.finish()
         assert self._ends_by is not None, "set by `finish`"
@@ -113,7 +116,7 @@ class BackgroundSink:
     def alarms(self) -> list[str]:
         """Return the alarms that were raised since the last call of `alarms`.
 
-        Only the first failure of each kind raises an alarm.
+        Of several exceptions, and of several dropped calls, only the first raises an alarm.
         """
         return [self._alarms.get() for _ in range(self._alarms.qsize())]
 
@@ -138,7 +141,7 @@ class BackgroundSink:
     def _try(self, call: _Call) -> None:
         try:
             call()
-        except BaseException as error:  # catches SystemExit too, which would end the thread
+        except BaseException as error:  # The handler also catches SystemExit, which would otherwise end the thread.
             logger.debug("%s failed", self.name, exc_info=True)
             if not self._failed:
                 self._failed = True

@@ -1,4 +1,4 @@
-"""Checks the sinks named by the config key `trainer.trackers` before a run starts, and creates the sinks."""
+"""Checks the sinks that the config key `trainer.trackers` names before a run starts, and creates these sinks."""
 
 import difflib
 import importlib
@@ -17,7 +17,8 @@ from rltrain.rewards.loading import load_function
 
 KEY = "trainer.trackers"
 TENSORBOARD = "tensorboard"
-# maps the name of a tracker, which is also the name of its library and of an extra of rltrain, to its class
+# LIBRARIES maps the name of a tracker to its class. The name of a tracker is also the name of its Python library and of
+# an optional extra of the package rltrain.
 LIBRARIES: dict[str, Callable[[Path], Sink]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,
@@ -31,11 +32,11 @@ def check_trackers(names: Sequence[str]) -> None:
     """Check that each name is a tracker whose package is installed, or the import path of a sink class.
 
     Raises:
-        ConfigError: a name is unknown or appears twice, a package is missing, or a class is not a sink.
+        ConfigError: a tracker name is unknown or appears twice, a package is missing, or a class is not a sink.
     """
     for name in names:
         if names.count(name) > 1:
-            raise ConfigError(f"{KEY}={_shown(names)}: {name} appears twice; name it once")
+            raise ConfigError(f"{KEY}={_shown(names)}: {name} appears more than once; list each tracker once")
         if name in LIBRARIES:
             _check_library(name)
         elif name != TENSORBOARD:
@@ -45,9 +46,9 @@ def check_trackers(names: Sequence[str]) -> None:
 def make_sinks(output_dir: Path, names: Sequence[str]) -> list[Sink]:
     """Make all sinks of a run, in the order in which they receive the metrics.
 
-    The sink `JsonLines` is always included, because checkpoints copy its files, and a resumed run reads its metrics
-    from those copies. `JsonLines` and `TensorBoard` are called directly, because they write to the output folder. Every
-    other sink is called in a separate thread.
+    The sink `JsonLines` is always included, because checkpoints copy the files of `JsonLines`, and a resumed run reads
+    earlier metrics from those copies. `JsonLines` and `TensorBoard` are called directly, because they only write to the
+    output folder. Every other sink is called in a separate thread.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -68,7 +69,7 @@ def _check_library(name: str) -> None:
         raise ConfigError(f"{KEY}=[{name}]: the package {name} is not installed; run pip install rltrain[{name}]")
     try:
         importlib.import_module(name)
-    except Exception as error:  # importing a package whose own requirements are missing may raise any exception
+    except Exception as error:  # Importing a package whose own dependencies are missing may raise any exception.
         raise ConfigError(
             f"{KEY}=[{name}]: the package {name} does not import ({described(error)}); run pip install rltrain[{name}]"
         ) from None
@@ -86,7 +87,8 @@ def _class(path: str) -> Callable[[Path], Sink]:
         found: Callable[[Path], Sink] = load_function(path)
     except ConfigError as error:
         text = str(error).replace("reward function '", f"{KEY} '", 1)
-        if " has no function '" in text:  # the hint names the functions of the file, of which none is a class
+        # The hint in the error message is removed, because the hint lists functions instead of classes.
+        if " has no function '" in text:
             text = text.rpartition("; ")[0].replace(" has no function '", " has no class '", 1)
         raise ConfigError(text) from error
     return found
@@ -98,7 +100,9 @@ def _check_class(path: str, found: Callable[[Path], Sink]) -> None:
         raise ConfigError(f"{where}: is not a class; name a class with the methods {', '.join(METHODS)}")
     missing = [name for name in METHODS if not callable(getattr(found, name, None))]
     if missing:
-        raise ConfigError(f"{where}: has no {', '.join(missing)}; a tracker must have the methods {', '.join(METHODS)}")
+        raise ConfigError(
+            f"{where}: the class lacks {', '.join(missing)}; a tracker must have the methods {', '.join(METHODS)}"
+        )
     try:
         inspect.signature(found).bind(Path())
     except (TypeError, ValueError) as error:

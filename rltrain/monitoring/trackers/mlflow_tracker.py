@@ -18,8 +18,10 @@ if TYPE_CHECKING:
     from mlflow.entities import Metric
 
 EXPERIMENT = "rltrain"
-METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100  # limits of one request in MLflow's REST API
-# minimum seconds between two requests, because one request for each of many short steps takes three times the CPU time
+# MLflow's REST API accepts at most 1000 metric values and 100 parameters in one request.
+METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100
+# At least 5 seconds pass between two requests, because one request per short training step takes three times the CPU
+# time.
 INTERVAL_S = 5.0
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 
@@ -27,8 +29,8 @@ _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 class MlflowTracker:
     """Sends a run to an MLflow server, or to the store that `MLFLOW_TRACKING_URI` names.
 
-    MLflow cannot remove logged values. When a run goes back to a checkpoint, MLflow has two values for each repeated
-    step, and the value with the later time stamp counts.
+    MLflow cannot remove logged values. When a run goes back to a checkpoint and repeats steps, MLflow keeps two values
+    for each repeated step and shows the value with the later time stamp.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -43,13 +45,13 @@ class MlflowTracker:
         self.sent_at = 0.0
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Store the config until the tracker starts a run."""
+        """Store the config of the run until `restore` passes the config to MLflow."""
         self.config = dict(config)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Add one value to the history of each given metric.
 
-        The metrics of all steps within `INTERVAL_S` seconds are sent to MLflow in one request.
+        The metrics of all steps that end within `INTERVAL_S` seconds are sent to MLflow in one request.
         """
         from mlflow.entities import Metric
 
@@ -69,7 +71,7 @@ class MlflowTracker:
         self.log_step(step, metrics)
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Write the samples as the artifact `samples/step_N.json`, in the table format that pandas calls `split`."""
+        """Log the samples as the MLflow artifact `samples/step_N.json`, in the `split` format of pandas tables."""
         assert self.client is not None, "`restore` is called first"
         self.client.log_dict(self.run_id, table_of(rows), f"samples/step_{step:06d}.json")
 
@@ -94,7 +96,7 @@ class MlflowTracker:
         self.client.log_dict(self.run_id, self.config, "config.yaml")
 
     def close(self) -> None:
-        """Send all values that are not sent yet, and mark the MLflow run as finished."""
+        """Send all metric values that are not sent yet, and mark the MLflow run as finished."""
         if self.client is not None:
             self._send()
             self.client.set_terminated(self.run_id)
@@ -103,13 +105,14 @@ class MlflowTracker:
     def _start(self, client: "MlflowClient") -> str:
         """Start an MLflow run and return its id.
 
-        The config is logged as the run's parameters, which MLflow never changes.
+        The config is logged as the parameters of the MLflow run, which MLflow does not allow to be changed later.
         """
         from mlflow.entities import Param
 
         name = os.environ.get("MLFLOW_RUN_NAME") or self.output_dir.name
         run_id: str = client.create_run(_experiment(client), run_name=name).info.run_id
-        # the id is stored immediately, so that the MLflow run can be continued even if the process is killed
+        # The id of the MLflow run is stored immediately, so that the MLflow run can be continued even if the process is
+        # killed.
         self.ids.write(run_id)
         values = [Param(_name(key), str(value)) for key, value in _flat(self.config)]
         for start in range(0, len(values), PARAMETERS_AT_ONCE):
@@ -118,10 +121,7 @@ class MlflowTracker:
 
 
 def _experiment(client: "MlflowClient") -> str:
-    """Return the id of the MLflow experiment that the environment variables name.
-
-    If the experiment does not exist, it is created.
-    """
+    """Return the id of the MLflow experiment that the environment variables name, and create a missing experiment."""
     if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
         return given
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT
@@ -130,9 +130,10 @@ def _experiment(client: "MlflowClient") -> str:
 
 
 def _name(name: str) -> str:
-    """Replace each character that MLflow does not allow in a metric name with an underscore.
+    """Replace with an underscore each character that MLflow does not allow in the name of a metric or parameter.
 
-    The name of a reward component may contain any character.
+    The replacement is needed because the names of reward functions, which occur in metric names, may contain any
+    character.
     """
     return _NOT_IN_A_NAME.sub("_", name)
 

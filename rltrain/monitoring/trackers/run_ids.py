@@ -1,6 +1,6 @@
-"""The file `trackers.json`, which stores the id that each tracker gave to a run.
+"""The file `trackers.json`, which stores the id of the run in each tracker, such as the id of the W&B run.
 
-With the id, a resumed run continues the tracker's existing run instead of starting a new one.
+With the stored id, a resumed run continues the existing run in the tracker instead of starting a new run there.
 """
 
 import json
@@ -9,29 +9,30 @@ import threading
 from pathlib import Path
 
 RUN_IDS = "trackers.json"
-_LOCK = threading.Lock()  # several trackers, each in its own thread, may write the file at the same time
+# Several trackers, each in a separate thread, may write the file `trackers.json` at the same time.
+_LOCK = threading.Lock()
 
 
 class RunIds:
-    """Stores the id that a tracker's library gave to the run.
+    """Stores the id of the run in one tracker, such as the id of the W&B run.
 
     Args:
         output_dir: output folder of the run; must exist.
-        tracker: name of the tracker, which is the key in `trackers.json`.
+        tracker: name of the tracker, which is the key of the stored id in `trackers.json`.
     """
 
     def __init__(self, output_dir: Path, tracker: str) -> None:
         self.path, self.tracker = output_dir / RUN_IDS, tracker
 
     def read(self) -> str | None:
-        """Return the id of the tracker's run; None if the tracker has not started a run for this output folder."""
+        """Return the stored id of the run in the tracker; None if no id is stored for the output folder."""
         with _LOCK:
             return self._ids().get(self.tracker)
 
     def write(self, run_id: str) -> None:
-        """Store the id of the tracker's run.
+        """Store the id of the run in the tracker.
 
-        If the process is killed during `write`, the file has either its old or its new content.
+        If the process is killed during `write`, the file `trackers.json` has either the old or the new content.
         """
         with _LOCK:
             ids = self._ids() | {self.tracker: run_id}

@@ -21,8 +21,8 @@ PROJECT = "rltrain"
 class TrackioTracker:
     """Writes a run to trackio's database, or sends it to the server that `TRACKIO_SPACE_ID` or another variable names.
 
-    The library trackio cannot remove rows. When a run goes back to a checkpoint, trackio has two rows for each repeated
-    step, and the later row counts.
+    The library trackio cannot remove logged rows. When a run goes back to a checkpoint and repeats steps, trackio has
+    two rows for each repeated step, and the later row counts.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -34,20 +34,20 @@ class TrackioTracker:
         self.run: trackio.Run | None = None
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Store the config until the tracker starts a run."""
+        """Store the config of the run until `restore` passes the config to trackio."""
         self.config = dict(config)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Add a row with the metrics of a training step."""
+        """Log a row with the metrics of a training step to the trackio run."""
         assert self.run is not None, "`restore` is called first"
         self.run.log(dict(metrics), step=step)
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
-        """Add a row with the metrics of an evaluation."""
+        """Log a row with the metrics of an evaluation to the trackio run."""
         self.log_step(step, metrics)
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Add a row that contains the samples, as a table with the name `samples`."""
+        """Log a row with the samples as a trackio table with the name `samples`."""
         import trackio
 
         assert self.run is not None, "`restore` is called first"
@@ -71,21 +71,21 @@ class TrackioTracker:
             replay(self, sorted([*steps, *evaluations], key=itemgetter("step")))
 
     def close(self) -> None:
-        """Write all rows that are not written yet."""
+        """Write all logged rows that trackio has not written yet, and finish the trackio run."""
         if self.run is not None:
             self.run.finish()
             self.run = None
 
 
 def _free_name(name: str) -> str:
-    """Return a name for a new run: `name`, with a number appended if the local database already has a run of that name.
+    """Return `name`, with a number appended if trackio's local database already has a run with that name.
 
-    A new name is needed because trackio resumes a run that has the same name.
+    A new trackio run needs an unused name, because trackio would resume an existing run that has the same name.
     """
     import trackio
 
     taken: set[str] = set()
-    with contextlib.suppress(ValueError):  # raised if the trackio project does not exist yet
+    with contextlib.suppress(ValueError):  # Trackio raises ValueError if the trackio project does not exist yet.
         taken = {run.name for run in trackio.Api().runs(PROJECT)}
     numbered = (f"{name}-{number}" for number in range(2, len(taken) + 3))
     return next(one for one in (name, *numbered) if one not in taken)

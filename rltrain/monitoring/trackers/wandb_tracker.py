@@ -20,14 +20,15 @@ if TYPE_CHECKING:
     import wandb
 
 PROJECT = "rltrain"
-# The timeout is less than the time limit of `BackgroundSink`. wandb also applies the timeout when the process exits.
+# The timeout of 20 seconds for finishing a W&B run is less than the 30 seconds that `BackgroundSink` waits. The library
+# wandb also applies its finish timeout when the run's process exits.
 FINISH_TIMEOUT_S = 20.0
-SERVICE = "wandb-core"  # name of wandb's process that sends the data passed to `Run.log`
+SERVICE = "wandb-core"  # The process `wandb-core` of the library wandb sends the data that was passed to `Run.log`.
 _WITHOUT_SERVER = ("offline", "disabled", "dryrun")
 
 
 class WandbTracker:
-    """Sends a run to Weights & Biases, or writes it to a file in offline mode.
+    """Sends the metrics, config and samples of a run to Weights & Biases, or to a local file in wandb's offline mode.
 
     The step number of a row in W&B is the number of the training step. When a run goes back to a checkpoint, W&B
     discards the rows after the checkpoint (`resume_from`).
@@ -44,10 +45,7 @@ class WandbTracker:
 
     @staticmethod
     def check() -> None:
-        """Check that wandb can log in.
-
-        Raise ConfigError if wandb cannot log in. On a terminal, wandb asks the user for the API key.
-        """
+        """Raise ConfigError if the library wandb cannot log in. On a terminal, wandb asks the user for the API key."""
         import wandb
 
         if wandb.setup().settings.mode in _WITHOUT_SERVER:
@@ -60,20 +58,20 @@ class WandbTracker:
             ) from None
 
     def log_config(self, config: Mapping[str, Any]) -> None:
-        """Store the config until the tracker starts a run."""
+        """Store the config of the run until `restore` passes the config to wandb."""
         self.config = dict(config)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Add metrics to the row of the training step `step`."""
+        """Add metrics to the W&B row with the number of the training step `step`."""
         assert self.run is not None, "`restore` is called first"
         self.run.log(dict(metrics), step=step)
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
-        """Add metrics to the row of the training step `step`."""
+        """Add metrics to the W&B row with the number of the training step `step`."""
         self.log_step(step, metrics)
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Add the samples to the row of the training step `step`, as a table with the name `samples`."""
+        """Add the samples to the W&B row with the number of the training step `step`, as a table named `samples`."""
         import wandb
 
         assert self.run is not None, "`restore` is called first"
@@ -84,7 +82,7 @@ class WandbTracker:
 
         A new W&B run receives the metrics of all kept training steps and evaluations.
 
-        A continued W&B run loses its rows after the training step `step`.
+        If the W&B run is continued, its rows after the training step `step` are discarded.
         """
         self.close()
         known = self.ids.read()
@@ -94,20 +92,21 @@ class WandbTracker:
             replay(self, sorted([*steps, *evaluations], key=itemgetter("step")))
 
     def close(self) -> None:
-        """Send all rows that are not sent yet. The library wandb gives up after `FINISH_TIMEOUT_S` seconds."""
+        """Send all rows that are not sent yet, for at most `FINISH_TIMEOUT_S` seconds, and finish the W&B run."""
         if self.run is not None:
             self.run.finish()
             self.run = None
 
     def give_up(self) -> None:
-        """Kill the process `wandb-core`, because the library wandb would wait for it when the run's process exits."""
+        """Kill the process `wandb-core`, because the library wandb would wait for `wandb-core` at process exit."""
         import wandb
 
         for process in psutil.Process().children():
             with contextlib.suppress(psutil.Error):
                 if process.name() == SERVICE:
                     process.kill()
-        with contextlib.suppress(Exception):  # `teardown` may fail, but removes the library's exit handler first
+        # `teardown` may raise an exception, but only after it has removed wandb's exit handler.
+        with contextlib.suppress(Exception):
             wandb.teardown()
 
     def _start(self, run_id: str | None, **how: Any) -> "wandb.Run":
@@ -121,8 +120,10 @@ class WandbTracker:
             id=run_id,
             config=self.config,
             settings=wandb.Settings(
-                console=given.get("WANDB_CONSOLE", "off"),  # capturing the output would disturb the progress bar
-                quiet=given.get("WANDB_QUIET", "true").lower() == "true",  # wandb still prints the address of the run
+                # If wandb captured the console output, the progress bar would be disturbed.
+                console=given.get("WANDB_CONSOLE", "off"),
+                # Even in quiet mode, wandb prints the URL of the W&B run.
+                quiet=given.get("WANDB_QUIET", "true").lower() == "true",
                 finish_timeout=FINISH_TIMEOUT_S,
             ),
             **how,
@@ -133,7 +134,7 @@ class WandbTracker:
 
         try:
             run = self._start(None, resume_from=f"{run_id}?_step={step}")
-        except wandb.Error:  # a self-hosted server may be too old to support `resume_from`
+        except wandb.Error:  # A self-hosted W&B server may be too old to support `resume_from`.
             run = self._start(run_id, resume="allow")
         run.config.update(self.config, allow_val_change=True)
         return run

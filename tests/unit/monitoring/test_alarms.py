@@ -9,7 +9,7 @@ def alarms(*overrides: str) -> Alarms:
 
 
 def looks(made: Alarms, name: str, values: list[float | None], **others: float) -> list[list[str]]:
-    """Return the list of alarms at each step, with step numbers from 1."""
+    """Return a list with the alarms of each step; the first step has the number 1."""
     return [made.look(step, {name: value, **others}) for step, value in enumerate(values, start=1)]
 
 

@@ -47,14 +47,14 @@ def console(*, terminal=False, width=80) -> Console:
 
 
 def shown(batch: DataProto, *, terminal=False) -> str:
-    """Return the text that the console display prints for a batch with one sample."""
+    """Return the text that the console display prints for a batch with a single sample."""
     where = console(terminal=terminal)
     display = ConsoleDisplay(10, 1, where)
     display.step(1, METRICS, batch)
     return where.file.getvalue()
 
 
-# Tests of output that does not go to a terminal
+# Tests of console output that goes to a file or pipe instead of a terminal.
 
 
 def test_a_cut_answer_that_is_in_no_statistic_is_shown_with_its_score_and_has_not_failed():
@@ -81,7 +81,7 @@ def test_of_several_rewards_each_is_shown_before_the_accuracy():
 
 
 def evaluated(prefix="eval/", **changes):
-    """Return the metrics of one evaluation set, with the keyword arguments replacing the default values."""
+    """Return the metrics of one evaluation set, in which the keyword arguments replace default values."""
     values = {"reward": 0.5, "accuracy": 0.5, "length": 9.0} | changes
     return {f"{prefix}{kind}_{name}": value for kind in ("sampled", "greedy") for name, value in values.items()}
 
@@ -119,7 +119,7 @@ def test_without_a_terminal_there_is_one_line_every_ten_steps_and_one_at_the_end
 
 
 class Clock:
-    """A fake clock whose time advances only when a test changes it or when code calls `sleep`."""
+    """A fake clock whose time advances only when a test sets the time or when the tested code calls `sleep`."""
 
     def __init__(self):
         self.now = 1000.0
@@ -141,7 +141,7 @@ def clock(monkeypatch):
 
 
 def test_slow_steps_have_a_line_each_with_the_time_left(clock):
-    """The time left is estimated from the steps of 60 s, without the first step of 100 s."""
+    """The remaining time is estimated from the steps that take 60 s, without the first step, which takes 100 s."""
     where = console()
     display = ConsoleDisplay(7, 0, where)
     for step, seconds in ((1, 100), (2, 60), (3, 60), (4, 60)):
@@ -230,7 +230,7 @@ def test_the_kl_shown_is_that_to_the_reference_where_there_is_one(extra, kl):
     assert f"kl {kl:.4f}" in where.file.getvalue()
 
 
-# Tests that responses of a model are printed as plain text, without interpreting markup
+# Tests that responses of a model are printed as plain text, without interpreting console markup.
 
 
 MARKUP = [
@@ -299,7 +299,7 @@ def test_a_long_sample_is_cut_in_the_middle():
 
 
 def test_a_sample_shows_special_tokens_and_the_score_of_each_function():
-    """The test converts ids to text with a function that writes each id in angle brackets."""
+    """The test converts token ids to text with a function that writes each id in angle brackets."""
     batch = sample(score=0.5).union(
         DataProto.from_dict({"prompts": jagged([[5, 6]], torch.int64), "responses": jagged([[7]], torch.int64)})
     )
@@ -313,7 +313,7 @@ def test_each_time_another_sample_is_shown():
     assert len({sample_text(step, batch).plain.splitlines()[2] for step in range(20, 200, 20)}) == 9
 
 
-# Tests of the output at the end of a run
+# Tests of the console output at the end of a run.
 
 
 def summary_of(tmp_path, *, overrides=(), finished=True, evaluations=()):

@@ -1,4 +1,4 @@
-"""Tests of the metrics of evaluations."""
+"""Tests of the metrics that evaluations report."""
 
 import itertools
 import math
@@ -46,9 +46,10 @@ def test_each_function_and_the_mean_over_prompts_of_pass_at_k_are_reported():
 def test_failed_and_undecided_answers_are_in_no_pass_at_k():
     batch = answers([4, 4, 4, 9, 9, 9], [1.0, 0, 1.0, NAN, 1.0, 0], [True, True, False, True, True, True])
     found = evaluation_metrics(batch, ["right", "wrong"], "eval/sampled")
-    # two of the four valid answers with a known outcome are correct
+    # Two of the four valid answers that are known to be correct or wrong are correct.
     assert found["eval/sampled_accuracy"] == 0.5
-    assert found["eval/sampled_pass_at_2"] == 1.0  # two answers of each prompt count, and one of the two is correct
+    # Two answers to each prompt are counted, and one of these two answers is correct.
+    assert found["eval/sampled_pass_at_2"] == 1.0
     assert "eval/sampled_pass_at_3" not in found
 
 

@@ -17,7 +17,7 @@ EVALUATIONS = [{"step": 0, "eval/greedy_reward": 0.5}]
 
 
 def filled(sink):
-    """Log one evaluation and three steps to the sink, and return the sink."""
+    """Log one evaluation and three training steps to the sink, and return the sink."""
     sink.restore(0, [], [])
     sink.log_eval(0, {"eval/greedy_reward": 0.5})
     for row in STEPS:
@@ -26,7 +26,7 @@ def filled(sink):
 
 
 def taken_back(sink):
-    """Reset the sink to step 2, log a different step 3, and close the sink."""
+    """Restore the sink to step 2, log step 3 again with different metrics, and close the sink."""
     sink.restore(2, STEPS[:2], EVALUATIONS)
     sink.log_step(3, {"reward/mean": 9.0})
     sink.close()

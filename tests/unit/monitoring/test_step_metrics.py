@@ -86,7 +86,7 @@ def test_E1_the_gap_is_the_mean_difference_over_trained_tokens():
 
 def test_E1_the_kl_is_that_of_the_engine_from_the_actor():
     engine, actor = torch.tensor([0.7, 0.2, 0.1]).double(), torch.tensor([0.5, 0.2, 0.3]).double()
-    counts = [7, 2, 1]  # the tokens occur in proportion to the engine's probabilities
+    counts = [7, 2, 1]  # The batch contains each token in proportion to the engine's probability of the token.
     old, rollout = ([float(p.log()[t]) for t, n in enumerate(counts) for _ in range(n)] for p in (actor, engine))
     made = DataProto.from_dict({"responses": jagged([[1] * 10], torch.int64)}).with_values(
         "responses", old_log_probs=torch.tensor(old), rollout_log_probs=torch.tensor(rollout),
@@ -95,7 +95,7 @@ def test_E1_the_kl_is_that_of_the_engine_from_the_actor():
     metrics, exact = log_prob_gap(made), float((engine * (engine / actor).log()).sum())
     assert metrics["rollout/kl"] == pytest.approx(exact, rel=1e-5)
     assert metrics["rollout/k3"] == pytest.approx(exact, rel=1e-5)
-    weights = actor / engine  # the importance weights have mean 1 under the engine's distribution
+    weights = actor / engine  # The importance weights have the mean 1 under the engine's distribution.
     expected = 1 / float((engine * weights.square()).sum())
     assert metrics["rollout/effective_sample_size"] == pytest.approx(expected, rel=1e-5)
 

@@ -15,7 +15,7 @@ START = 1_700_000_000_123_456_789
 
 
 def event(name, start, end, *, track="calls", nests=True, **args):
-    """Return a trace event that starts and ends at the given nanoseconds after the start of the trace."""
+    """Return a trace event that starts and ends at the given times, in nanoseconds after the start of the trace."""
     return Event(track, name, START + start, end - start, args, nests)
 
 

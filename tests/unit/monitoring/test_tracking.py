@@ -17,12 +17,12 @@ from rltrain.monitoring.trackers.background import BackgroundSink
 from rltrain.monitoring.tracking import Tracker
 
 NAN = math.nan
-PASSES = ["old_log_probs", "ref_log_probs", "entropies"]  # columns of the batch that only some steps compute
+PASSES = ["old_log_probs", "ref_log_probs", "entropies"]  # Only some training steps compute these columns of the batch.
 PARTS = ["right", "short"]
 
 
 def batch() -> DataProto:
-    """Return three samples: one is good, one failed and has no tokens, and one has control characters in its text."""
+    """Return a batch of three samples: a good one, a failed one without tokens, and one with control characters."""
     made = DataProto.from_dict(
         {"prompts": jagged([[1], [1, 2], [3]], torch.int64), "responses": jagged([[4, 5], [], [6]], torch.int64),
          "uid": torch.tensor([0, 0, 1]), "scores": torch.tensor([1.0, 0.0, 0.5]),
@@ -105,9 +105,8 @@ def test_a_run_put_back_has_the_lines_samples_and_curves_of_that_step_and_goes_o
     assert {name: start.size for name, start in tracker.state().items()} == {
         n: start.size for n, start in starts.items()
     }
-    assert str(tracker.history.rows()) == str(
-        history
-    )  # the histories are compared as strings, because NaN does not equal NaN
+    # The histories are compared as strings, because NaN does not equal NaN.
+    assert str(tracker.history.rows()) == str(history)
     assert tracker.evaluated(0)
     assert tracker.metrics_of(1).items() >= metrics(0.25).items()
     assert [file.name for file in (tracker.output_dir / "rollouts").iterdir()] == ["step_000001.parquet"] * (not other)
@@ -300,7 +299,8 @@ def test_the_learning_curve_is_an_image_with_something_drawn_on_it(run):
     assert path.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     image = matplotlib.image.imread(path)
     assert image.shape[:2] == (540, 960)
-    assert len({tuple(pixel) for pixel in image[::3, ::3, :3].reshape(-1, 3).round(2).tolist()}) > 10  # several colours
+    # The image of the learning curve contains several colours.
+    assert len({tuple(pixel) for pixel in image[::3, ::3, :3].reshape(-1, 3).round(2).tolist()}) > 10
 
 
 def test_the_learning_curve_changes_with_the_rewards(tmp_path):

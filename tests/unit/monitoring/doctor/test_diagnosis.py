@@ -1,4 +1,4 @@
-"""Tests of each rule of the doctor on both sides of its threshold, and of findings that explain other findings."""
+"""Tests of each rule of the doctor on both sides of the rule's threshold, and of causes and effects of findings."""
 
 import re
 from pathlib import Path
@@ -23,7 +23,7 @@ def names(folder, *arguments, **named) -> set[str]:
 def last(count, value, name=None, before=None):
     """Return one value per step, where the last `count` values are `value`.
 
-    The earlier values are those of the healthy run for the metric `name`, or `before` if no name is given.
+    The earlier values are those of the metric `name` in the healthy run, or `before` if no metric name is given.
     """
     rest = HEALTHY[name] if name else [before] * STEPS
     return [*rest[: STEPS - count], *[value] * count]
@@ -41,10 +41,10 @@ def evaluation(step, value, name="eval/sampled_accuracy"):
 
 FALLING = {"reward/mean": line(0.6, 0.5), "reward/accuracy": line(0.6, 0.5)}
 STALE = {"rollout/staleness_max": 2.0}
-# a metric that rises from 0.3 to 0.8: its best mean over 5 steps is 0.8, and its first mean is 0.3
+# The metric rises from 0.3 to 0.8: its best mean over 5 steps is 0.8, and its mean over the first 5 steps is 0.3.
 LEARNT = [*[0.3] * 5, *[0.8] * 10]
 
-# each case has the rule's name, and metrics and config keys just beyond and just within the rule's threshold
+# Each case has the name of a rule, metrics just beyond the rule's threshold, and metrics just within the threshold.
 BOTH_SIDES = {
     "1% of the rewards fail": (
         "reward function fails",
@@ -202,7 +202,7 @@ def test_a_run_that_learns_has_no_finding_at_any_of_its_steps(tmp_path):
 @pytest.mark.parametrize(
     ("before", "after", "found"),
     [(0.9, 0.84, True), (0.9, 0.86, False), (0.5, 0.42, True), (0.5, 0.44, False)],
-)  # with 400 prompts, two standard errors of the difference are 0.042 at accuracy 0.9 and 0.071 at accuracy 0.5
+)  # With 400 prompts, two standard errors of the difference are 0.042 at accuracy 0.9 and 0.071 at accuracy 0.5.
 def test_an_accuracy_that_falls_by_5_points_and_two_standard_errors_is_worse(tmp_path, before, after, found):
     rows = [evaluation(0, 0.3), evaluation(10, before), evaluation(20, after)]
     assert names(tmp_path, evaluations=rows) == ({"evaluation got worse"} if found else set())

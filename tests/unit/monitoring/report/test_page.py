@@ -83,7 +83,7 @@ def test_text_of_a_model_cannot_leave_its_place_in_the_page(tmp_path):
     assert "alert(1)" not in page
     assert "<b>run" not in page
     assert "&lt;b&gt;run" in page
-    # the page has three scripts: its data, one chunk of samples, and the page's program
+    # The page has three scripts: the data, one chunk of samples, and the JavaScript program.
     assert page.count("</script>") == 3
 
 
@@ -126,7 +126,7 @@ def test_secrets_are_hidden_in_config_alarms_errors_and_samples(tmp_path, monkey
     header, columns = chunk_of(page)
     assert "abcdefgh" not in json.dumps([data_of(page), header])
     assert header["responses"] == [None, "my [hidden] key"]
-    # the page contains no tokens of a hidden response, because the tokens would spell the secret
+    # The page contains no tokens of a response with a secret, because the tokens would spell the secret.
     assert header["lengths"] == [5, 0]
     assert len(columns["advantage"]) == 5
     assert data_of(page)["runs"][0]["samples"]["chunks"][0]["hidden"] == [1]
@@ -199,7 +199,7 @@ def test_a_table_whose_lists_do_not_fit_together_is_left_out_with_a_note(tmp_pat
     place = table.column_names.index("advantages")
     pq.write_table(table.set_column(place, "advantages", [[[0.5]]]), path)
     page, notes = report(folder)
-    assert "its column advantages and response_ids have different lengths" in notes[0]
+    assert "the columns advantages and response_ids have lists of different lengths" in notes[0]
     assert [chunk["step"] for chunk in data_of(page)["runs"][0]["samples"]["chunks"]] == [1]
 
 

@@ -1,4 +1,4 @@
-"""Tests that a separate process writes the report of an active run, not too often, and that failures are logged."""
+"""Tests that a separate process rewrites the report of an active run, not too often, and that failures are logged."""
 
 import logging
 import os
@@ -23,7 +23,7 @@ class Clock:
 
 @pytest.fixture
 def started(monkeypatch):
-    """Replace the process that writes the report by processes of the given Python code, and count them."""
+    """Replace each report process with a process that runs the given Python code, and count these processes."""
     codes, processes = [], []
 
     def start(folder):
@@ -39,7 +39,7 @@ def started(monkeypatch):
 
 
 def ended(process):
-    """Wait until a process has ended, without collecting its exit status."""
+    """Wait until a process has ended, without reading the exit status of the process."""
     if process.returncode is None:
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
 

@@ -8,7 +8,7 @@ from rltrain.monitoring.trackers.background import BackgroundSink
 
 
 class Recorder:
-    """A sink that records its calls, and that runs the action that a test sets for a step."""
+    """A sink that records the calls of its methods, and runs the action that a test sets for a step."""
 
     def __init__(self, **of_steps):
         self.calls, self.threads, self.of_steps = [], set(), of_steps
@@ -145,7 +145,7 @@ def test_a_slow_sink_delays_no_call_and_what_does_not_fit_is_left_out(monkeypatc
     assert time.monotonic() - began < 1.0
     (alarm,) = sink.alarms()
     assert alarm.startswith("trainer.trackers: slow is slower than the run: 5 calls are waiting")
-    sink.restore(20, [], [])  # calls of `restore` are never dropped
+    sink.restore(20, [], [])  # Calls of `restore` are never dropped.
     held.set()
     sink.close()
     steps = [call[1] for call in inner.calls if call[0] == "step"]

@@ -78,9 +78,9 @@ def test_the_default_is_tensorboard_and_a_resumed_run_may_change_it():
         (["x"], "trainer.trackers=[x]: not one of tensorboard, wandb, mlflow, trackio; a class of your own is "
                 "package.module:Class or file.py:Class"),
         (["tensorboard", "tensorboard"],
-         "trainer.trackers=[tensorboard,tensorboard]: tensorboard appears twice; name it once"),
-        (["my_sink.py:Half"], "trainer.trackers=[my_sink.py:Half]: has no log_eval, restore; a tracker must have "
-                              "the methods log_step, log_eval, restore, close"),
+         "trainer.trackers=[tensorboard,tensorboard]: tensorboard appears more than once; list each tracker once"),
+        (["my_sink.py:Half"], "trainer.trackers=[my_sink.py:Half]: the class lacks log_eval, restore; a tracker must "
+                              "have the methods log_step, log_eval, restore, close"),
         (["my_sink.py:Mein"], "trainer.trackers 'my_sink.py:Mein': my_sink.py has no class 'Mein'"),
         (["my_sink.py:function"], "trainer.trackers=[my_sink.py:function]: is not a class; name a class with the "
                                   "methods log_step, log_eval, restore, close"),

@@ -11,7 +11,7 @@ mlflow = pytest.importorskip("mlflow")
 from rltrain.monitoring.trackers import mlflow_tracker  # noqa: E402
 from rltrain.monitoring.trackers.mlflow_tracker import MlflowTracker  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # warnings that MLflow itself emits must not fail a test
+pytestmark = pytest.mark.filterwarnings("default")  # Warnings that the library MLflow emits must not make a test fail.
 ROWS = [{"uid": 0, "prompt": "2+2=", "response": "4", "score": 1.0}]
 
 
@@ -20,7 +20,7 @@ def store(tmp_path, monkeypatch):
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     for name in ("MLFLOW_EXPERIMENT_NAME", "MLFLOW_EXPERIMENT_ID", "MLFLOW_RUN_NAME", "MLFLOW_RUN_ID"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.chdir(tmp_path)  # MLflow writes its artifacts into the working directory
+    monkeypatch.chdir(tmp_path)  # MLflow writes artifacts into the working directory.
 
 
 def started(output_dir, **config):
@@ -75,7 +75,7 @@ def test_a_resumed_run_is_the_same_run_and_the_last_value_of_a_repeated_step_cou
     client, run = only_run()
     assert history(client, run, "reward/mean") == [(1, 0.25), (2, 0.5), (3, 0.75), (3, 9.0)]
     assert (run.data.metrics["reward/mean"], run.info.status) == (9.0, "FINISHED")
-    # MLflow does not let a client change a parameter that was already logged
+    # MLflow does not let a client change a parameter that is already logged.
     assert run.data.params["trainer.total_steps"] == "2"
     config = yaml.safe_load(mlflow.artifacts.load_text(f"{run.info.artifact_uri}/config.yaml"))
     assert config == {"trainer": {"seed": 3, "total_steps": 3}}

@@ -10,13 +10,13 @@ pytest.importorskip("trackio")
 
 from rltrain.monitoring.trackers.trackio_tracker import TrackioTracker
 
-pytestmark = pytest.mark.filterwarnings("default")  # warnings that trackio itself emits must not fail a test
+pytestmark = pytest.mark.filterwarnings("default")  # Warnings that the library trackio emits must not make a test fail.
 ROWS = [{"uid": 0, "prompt": "2+2=", "response": "4", "score": 1.0}]
 
 
 @pytest.fixture
 def trackio(tmp_path, monkeypatch):
-    """Return the module trackio, imported again because trackio only reads `TRACKIO_DIR` at import."""
+    """Import trackio again and return the module, because trackio reads `TRACKIO_DIR` only when it is imported."""
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "database"))
     for name in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
         monkeypatch.delenv(name, raising=False)
@@ -63,7 +63,7 @@ def test_a_resumed_run_is_the_same_run_and_a_repeated_step_comes_last(tmp_path, 
     second = started(tmp_path / "run")
     second.restore(2, [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}], [])
     second.log_step(3, {"reward/mean": 9.0})
-    second.restore(2, [], [])  # the trainer calls `restore` after the loss of a training rank
+    second.restore(2, [], [])  # The trainer calls `restore` after the loss of a training rank.
     second.log_step(3, {"reward/mean": 10.0})
     second.close()
     (run,) = trackio.Api().runs("rltrain")

@@ -16,8 +16,9 @@ from wandb.proto import wandb_internal_pb2  # noqa: E402
 from rltrain.base.errors import ConfigError  # noqa: E402
 from rltrain.monitoring.trackers.wandb_tracker import WandbTracker  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("default")  # warnings that wandb itself emits must not fail a test
-BLOCK, HEADER = 32768, 7  # block size and header size of the LevelDB log format, in which wandb writes offline files
+pytestmark = pytest.mark.filterwarnings("default")  # Warnings that the library wandb emits must not make a test fail.
+# The block size and the header size belong to the LevelDB log format, in which wandb writes offline files.
+BLOCK, HEADER = 32768, 7
 ROWS = [{"uid": 0, "prompt": "2+2=", "response": "4", "score": 1.0}]
 
 
@@ -40,7 +41,7 @@ def records(path):
         _, size, kind = struct.unpack_from("<IHB", content, place)
         parts += content[place + HEADER : place + HEADER + size]
         place += HEADER + size
-        if kind in (1, 4):  # the chunk holds a complete record or the last part of a record
+        if kind in (1, 4):  # The chunk holds a complete record or the last part of a record.
             record = wandb_internal_pb2.Record()
             record.ParseFromString(parts)
             yield record
@@ -48,8 +49,8 @@ def records(path):
 
 
 def read(output_dir):
-    """Return (run record, {step: {name: value}}) of each offline file in a folder, oldest file first."""
-    wandb.teardown()  # `teardown` waits until wandb's background process has completed the files
+    """Return a pair (run record, {step: {metric name: value}}) for each offline file in a folder, oldest file first."""
+    wandb.teardown()  # `teardown` waits until the background process of wandb has finished writing the files.
     found = []
     for path in sorted(output_dir.glob("wandb/offline-run-*/*.wandb"), key=lambda path: path.stat().st_ctime_ns):
         run, rows = None, defaultdict(dict)
@@ -106,8 +107,8 @@ def test_a_resumed_run_is_the_same_run_taken_back_to_the_step_of_the_checkpoint(
     second = started(tmp_path)
     second.restore(2, [{"step": 1, "reward/mean": 0.25}, {"step": 2, "reward/mean": 0.5}], [])
     second.log_step(3, {"reward/mean": 9.0})
-    time.sleep(1.1)  # wandb names offline files by the time, with a resolution of one second
-    second.restore(2, [], [])  # the trainer calls `restore` after the loss of a training rank
+    time.sleep(1.1)  # The library wandb names offline files by their start time, with a resolution of one second.
+    second.restore(2, [], [])  # The trainer calls `restore` after the loss of a training rank.
     second.log_step(3, {"reward/mean": 10.0})
     second.close()
     files = read(tmp_path)
