@@ -19,7 +19,7 @@ from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket
 
 _COLUMNS = ["prompt_ids", "response_ids", "rollout_log_probs", "policy_version", "finish_reason"]
-_OPEN_TABLES = 4  # number of tables that are kept in memory; requests of neighbouring steps may be mixed
+_OPEN_TABLES = 4  # Requests of neighbouring steps may be mixed, so several tables are kept in memory.
 
 
 class StoredEngine:
@@ -31,7 +31,7 @@ class StoredEngine:
         folder: Output folder of the earlier run.
 
     Raises:
-        ConfigError: A table cannot be read.
+        ConfigError: A table of samples cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,7 +41,7 @@ class StoredEngine:
 
     @property
     def busy(self) -> bool:
-        """Return whether any request is unfinished."""
+        """Return whether the engine has an unfinished request."""
         return bool(self.waiting)
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -108,6 +108,9 @@ class StoredEngine:
 
 
 def make(config: Config, path: str, stop_ids: Sequence[int]) -> StoredEngine:
-    """Return the engine of stored answers for a config. It needs neither the model nor its end tokens."""
+    """Return the engine of stored answers for a config.
+
+    The engine of stored answers needs neither the model nor the model's end tokens.
+    """
     assert config.rollout.run is not None, "`rltrain.run.checks` refuses rollout=stored without rollout.run"
     return StoredEngine(Path(config.rollout.run))
