@@ -1,4 +1,4 @@
-"""Runs with a user's own model, data and reward: other architectures, chat templates, a reward file."""
+"""Runs with a user's own model, data and reward: several architectures, chat templates and a reward file."""
 
 import json
 

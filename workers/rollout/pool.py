@@ -95,7 +95,7 @@ class RolloutPool:
         return running + sum(map(len, self._queue)) + len(self._lost) + len(self._answers)
 
     async def poll(self) -> list[Completion]:
-        """Wait until an answer is finished or a prompt group is lost. Return the finished answers in order of arrival."""
+        """Wait until an answer is finished or a prompt group is lost, and return the answers in order of arrival."""
         await self.changes.until(lambda: self._answers or self._lost)
         found, self._answers = self._answers, []
         return found

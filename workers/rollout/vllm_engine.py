@@ -350,8 +350,7 @@ class Family:
 
 
 class AsyncVLLM:
-    """Rollout engine that uses vLLM's AsyncLLM, whose core and workers are separate processes, for GPUs and large
-    models.
+    """Rollout engine for GPUs and large models, which uses vLLM's AsyncLLM with several processes.
 
     The arguments are those of `InProcessVLLM`. An event loop in another thread receives the answers from vLLM, and
     `step` returns the finished answers.
@@ -362,14 +361,10 @@ class AsyncVLLM:
     ) -> None:
         self.config, self.stop_ids, self.strings = config, list(stop_ids), stop_strings(config.stop, path)
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
-        self.keys: dict[
-            str, tuple[int, int]
-        ] = {}  # Maps vLLM's request id, which is never reused, to the request's key.
+        self.keys: dict[str, tuple[int, int]] = {}  # Maps vLLM's unique request ids to keys.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
-        self.pulse: ConcurrentFuture[Any] | None = (
-            None  # Heartbeat call, which the engine core answers between two steps.
-        )
+        self.pulse: ConcurrentFuture[Any] | None = None  # The core answers this heartbeat between steps.
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
         arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0)
@@ -498,8 +493,7 @@ class AsyncVLLM:
             self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"pickled": pickled})))
 
     def finish_load(self, version: int) -> None:
-        """Make the engine use the new weights, check them, drop keys and values of the old weights, and resume
-        generation.
+        """Make the engine use the new weights, check them, drop the KV cache, and resume generation.
 
         The keys and values of unfinished answers are also dropped and computed again.
         """

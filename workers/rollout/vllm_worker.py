@@ -86,9 +86,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         self.helper = ThreadPoolExecutor(1, thread_name_prefix="weight-checks")
 
     def start_weight_update(self) -> None:
-        """Start vLLM's layerwise reload of all layers, after discarding what an interrupted weight update has left in
-        the layers.
-        """
+        """Start vLLM's layerwise reload of all layers, after discarding what an interrupted weight update has left."""
         self.probes: dict[str, np.ndarray] = {}
         self.lookups: Future[dict[str, Tensor]] | None = None
         self.adapters = Adapters(self.model_config.model)
@@ -261,9 +259,7 @@ def _embedding(module: VocabParallelEmbedding) -> Tensor:
 
 
 def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Tensor]:
-    """Return the product W v and the bias by checkpoint name, for each checkpoint layer that vLLM has fused into
-    `module`.
-    """
+    """Return the product W v and the bias of each checkpoint layer in the fused layer `module`, by checkpoint name."""
     parent, _, last = name.rpartition(".")
     names = [f"{parent}.{part}" for part in fused.get(last, [last])]
     wholes = {"weight": _linear(module, _apply(module))}

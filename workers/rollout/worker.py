@@ -173,9 +173,7 @@ class RolloutWorker:
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
 
     def finish_load(self, sync: str, before: None) -> None:
-        """Resume generation with the new weights, or raise SyncError if the engine does not compute with the new
-        weights.
-        """
+        """Resume generation, or raise SyncError if the engine does not compute with the new weights."""
         self._run("finish loading weights", lambda: self.receiver.finish(self.engine, sync))
 
     def give_up_load(self, sync: str, reason: str) -> None:

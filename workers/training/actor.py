@@ -107,9 +107,7 @@ class ActorWorker:
         return row_pass(self.model, columns, batch, microbatches)
 
     def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
-        """Return the reference model's output head (V, H), and its hidden states (R, H) at the response tokens of
-        `part`.
-        """
+        """Return the reference model's hidden states (R, H) at the response tokens, and its output head (V, H)."""
         assert self.ref_head is not None, "the head is copied if the config asks for the exact KL"
         return part.values("ref_hidden").to(device()), self.ref_head
 
