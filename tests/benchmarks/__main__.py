@@ -19,7 +19,7 @@ from tests.benchmarks.row import Row
 from tests.benchmarks.table import machine, merge, write_table
 
 HERE = Path(__file__).parent
-GPU = "gpu"  # Benchmarks with this prefix need a GPU and run only on request.
+GPU = "gpu"  # Name prefix of the benchmarks that need a GPU and run only on request.
 RUN_ONE = """
 import dataclasses, importlib, json, sys
 rows = importlib.import_module(f"tests.benchmarks.{sys.argv[1]}").run()

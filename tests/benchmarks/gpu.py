@@ -57,7 +57,7 @@ from workers.sync.sender import Sender
 
 COMMAND = "python -m tests.benchmarks.gpu"
 SEQUENCES, GENERATED = 16, 256
-ENGINE_SHARE = 0.35  # vLLM may use this share of the GPU's memory. The trained model uses the same GPU.
+ENGINE_SHARE = 0.35  # Share of the GPU's memory that vLLM may use. The trained model uses the same GPU.
 
 
 def matmul(bench: Bench) -> None:

@@ -50,7 +50,7 @@ AT_ONCE = (16, 12, 10, 8)
 CYCLE = (1, 1, 1, 0, 0, 0, 0, 0)
 BESIDE, ALONE, CONFINED = slice(1, 3), slice(4, 6), slice(6, 8)
 CYCLES = 6  # The first cycle is a warm-up.
-LOOK_S = 0.1  # Reads of the progress file take CPU time from the busy cores.
+LOOK_S = 0.1  # Seconds between reads of the progress file, which take CPU time from the busy cores.
 SEEDS = (0, 1, 2)
 
 

@@ -30,7 +30,7 @@ COSTS = (
 
 
 Function = tuple[str, int, str]
-DEPTH = 8  # Functions without a category, such as `len`, are attributed to callers up to this many levels above.
+DEPTH = 8  # Maximum number of caller levels that are searched for the category of a function without one.
 
 
 def shares(function: Function, stats: dict[Function, Any], depth: int = DEPTH) -> dict[str, float]:

@@ -2,8 +2,8 @@
 
 A third of the answers do not end before the limit of 256 tokens.
 
-The initial model has 5M parameters. The learning rate is so small that the model still gives such endless answers at
-the end of training.
+The initial model has 5M parameters. The learning rate is so small that a third of the answers are still endless at the
+end of training.
 
     python -m tests.benchmarks.trl_rambling
 """

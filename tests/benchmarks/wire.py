@@ -163,7 +163,7 @@ def find_verl() -> bool:
     """
     folder = os.environ.get("VERL_PATH", "")
     if folder and folder not in sys.path:
-        sys.path.append(folder)  # At the end, because VERL_PATH also has a package `tests`.
+        sys.path.append(folder)  # The path is appended at the end, because VERL_PATH also has a package `tests`.
     return importlib.util.find_spec("verl") is not None
 
 
@@ -172,7 +172,7 @@ async def start_actors() -> Ranks:
     import ray
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    size = 3 * ROWS * SLOTS * 85  # Any way of sending the batch needs fewer bytes of the object store.
+    size = 3 * ROWS * SLOTS * 85  # Bytes of Ray's object store, which suffice for every way of sending the batch.
     ray.init(
         address="local", include_dashboard=False, num_cpus=2, logging_level="error", log_to_driver=False,
         object_store_memory=size,

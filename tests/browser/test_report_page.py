@@ -74,7 +74,7 @@ def test_samples_are_found_by_step_text_reward_and_failure(opened, made):
     page.fill("[name=text]", "<B>X")
     settled(page, "1 sample of 5, in 1 group")
     assert page.locator(".card").first.inner_text().endswith("</script><b>x</b><eos>")
-    page.fill("[name=text]", "8=")  # This search text occurs in a prompt.
+    page.fill("[name=text]", "8=")  # The search text occurs in a prompt.
     settled(page, "1 sample of 5, in 1 group")
     page.locator(".group h3", has_text="prompt group 8").wait_for()
     page.fill("[name=text]", "")

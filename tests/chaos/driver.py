@@ -27,7 +27,7 @@ from tests.chaos.strikes import START, Strike
 from workers import placement
 from workers.cluster.liveness import PROCESSES
 
-SHORT_S = 0.02  # If the delay is shorter, the signal is sent when the phase begins.
+SHORT_S = 0.02  # With a delay below `SHORT_S`, the signal is sent when the phase begins.
 
 
 class Watcher:

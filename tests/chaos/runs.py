@@ -20,9 +20,9 @@ from tests.chaos.strikes import DAEMONS, START, STEPS, Strike
 from workers.cluster.process_tree import adopt_orphans, reap
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 300.0  # A run that takes longer counts as hung.
-LEFT_S = 10.0  # Processes and files must disappear this soon after the run's end.
-ENDS_S = 60.0  # A run that lost a daemon of Ray must end this soon. An idle machine needs a tenth of it.
+LIMIT_S = 300.0  # Maximum seconds of a run, after which the run counts as hung.
+LEFT_S = 10.0  # Maximum seconds until a run's processes and files disappear after the run's end.
+ENDS_S = 60.0  # Maximum seconds until a run that lost a daemon of Ray ends. An idle machine needs 6 s.
 PROMPTS = 8  # Number of prompts per training step.
 JOB = [
     "algorithm=ppo", "algorithm.kl_loss.kl_loss_coef=0.01", "rollout=hf", "trainer.deterministic=true",
@@ -32,7 +32,8 @@ JOB = [
 ]  # fmt: skip
 # These overrides make the engines slower than the actor, so that answers are being generated in every phase.
 ASYNCHRONOUS = ["trainer.deterministic=false", "trainer.max_staleness=1", "rollout.max_concurrent_sequences=2"]
-OWN_PROCESSES = ("critic", "reference")  # These roles share the actor's process, unless a signal is sent to them.
+# Roles that share the actor's process, unless a signal is to be sent to their process.
+OWN_PROCESSES = ("critic", "reference")
 
 
 @dataclass

@@ -24,9 +24,9 @@ from tests.chaos.runs import lines
 
 ROOT = Path(__file__).parents[2]
 EVERY_S = 5.0
-WARM_UP = 1 / 3  # The slopes leave out this share of the run, at its start.
+WARM_UP = 1 / 3  # Share of the run, at its start, that the slopes leave out.
 SHARE, LEAST = 0.05, 8.0  # A series may grow by max(SHARE * mean, LEAST), in MB, files or threads.
-MEMORY_MB_AN_HOUR = 5.0  # A process's memory may grow at most this fast.
+MEMORY_MB_AN_HOUR = 5.0  # Maximum growth of a process's memory, in MB per hour.
 JOB = [
     "trainer.total_steps=1000000", "trainer.prompts_per_step=8", "trainer.prompts_per_minibatch=4",
     "trainer.save_every=100", "trainer.eval_every=100", "trainer.sample_every=0", "data.val_size=16",

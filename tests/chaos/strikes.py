@@ -11,15 +11,15 @@ STEPS = 4
 # With `placement.share_ranks=false`, each role has its own process. If a role shares the actor's process, a signal to
 # that process counts as a signal to the actor.
 WORKERS = ("rollout", "reward", "actor", "critic", "reference")
-DAEMONS = ("gcs_server", "raylet")  # These are Ray's daemons.
+DAEMONS = ("gcs_server", "raylet")  # Names of the daemon processes of Ray.
 ROLES = (*WORKERS, "driver", *DAEMONS)
-START = "start"  # This name stands for the time before the first training step.
+START = "start"  # Name for the time before the first training step.
 PHASES = (
     "generate", "ref_log_probs", "old_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor",
     "sync_weights", "checkpoint", "evaluate",
 )  # fmt: skip
 SIGNALS = {"driver": ("KILL", "HUP")} | dict.fromkeys(DAEMONS, ("KILL",))  # Workers get KILL and STOP.
-STARTS = 10  # Each cycle through all kinds of strike kills the driver this often during start-up.
+STARTS = 10  # Number of times that the driver is killed during start-up, per cycle through all kinds of strike.
 
 
 @dataclass(frozen=True)

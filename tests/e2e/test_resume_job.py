@@ -46,7 +46,7 @@ def test_F4_a_run_killed_at_random_moments_again_and_again_ends_as_the_undisturb
     for target in (1, 3):
         process = start(output, *common, "trainer.resume=auto")
         wait_for(process, lambda target=target: lines(output) >= target)
-        time.sleep(draw.random() * 0.5)  # The moment of death is random.
+        time.sleep(draw.random() * 0.5)  # The run is killed at a random moment.
         kills += process.poll() is None
         process.send_signal(signal.SIGKILL)
         finish(process, output)

@@ -26,7 +26,7 @@ def test_a_local_run_listens_on_the_loopback_address_alone(vllm_run):
     """A run's listening sockets belong to Ray's daemons and workers, torch's store, gloo and the engine."""
     run, found = vllm_run
     assert run.status == 0, run.stderr
-    assert len(found) >= 8  # Sockets of all these kinds were found.
+    assert len(found) >= 8  # The search must have found the run's sockets.
     assert {f"{address}: {name}" for address, name in found if not ipaddress.ip_address(address).is_loopback} == set()
 
 

@@ -84,7 +84,7 @@ def status_of(overrides: Sequence[str]) -> int | None:
     with (
         mock.patch.object(rltrain.main, "train", train),
         mock.patch.object(rltrain.main, "join_cluster", return_value=None),
-        mock.patch.object(Job, "__call__", train),  # A sweep calls this for each of its runs.
+        mock.patch.object(Job, "__call__", train),  # A sweep calls `check` for each of its runs.
         read_once(),
     ):
         try:
@@ -114,7 +114,8 @@ def refused(call: Callable[[], object]) -> str:
     return ""
 
 
-WRITTEN_AT_START = ("config.yaml", "command.json", "tokens.parquet")  # A run writes these files before its first step.
+# Names of the files that a run writes before its first step.
+WRITTEN_AT_START = ("config.yaml", "command.json", "tokens.parquet")
 
 
 def furnished(folder: Path) -> Path:

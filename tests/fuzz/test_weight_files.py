@@ -56,7 +56,7 @@ class Forms(dict[str, dict[str, bytes]]):
     """One model in all file formats: a dictionary from the format's name to the files of the model's folder."""
 
     def __repr__(self) -> str:
-        return "forms"  # Hypothesis prints the arguments, so this text is short.
+        return "forms"  # The text is short, because Hypothesis prints the arguments of a test.
 
 
 @pytest.fixture(scope="module")

@@ -172,7 +172,7 @@ def test_activation_checkpointing_takes_less_memory_and_offload_keeps_weights_of
     taken = {}
     for name, overrides in {"plain": [], "checkpointing": ["model.activation_checkpointing=true"]}.items():
         model = sharded(*overrides)
-        gradients(model)  # This call allocates the gradients before the measurement.
+        gradients(model)  # The first call allocates the gradients before the measurement.
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         gradients(model)

@@ -59,9 +59,9 @@ def serve(descriptor: int, parent: int) -> None:
     except Exception as error:
         connection.send(str(error))
         return
-    helpers = process_tree.descendants(own)  # Processes that the imports have started are never killed.
+    helpers = process_tree.descendants(own)  # Processes started by imports of reward functions are never killed.
     limit_memory(memory_mb)
-    printed.forget()  # The driver has already shown what the imports print.
+    printed.forget()  # The driver has already shown the output of the imports.
     connection.send(READY)
     while True:
         try:

@@ -30,7 +30,7 @@ from workers.reward.child import READY, Traced
 from workers.reward.messages import RewardRequest, SampleScores
 
 _LOOK_S = 0.05  # Seconds between two checks that the child process is alive.
-_PIECE_S = 10.0  # A read of a message without a deadline blocks for at most this many seconds.
+_PIECE_S = 10.0  # Maximum seconds for which a read of a message without a deadline may block.
 _GARBLED = "wrote into the socket for its process's results"
 _START = "import sys; sys.path[:] = {path!r}; from workers.reward.child import serve; serve({descriptor}, {parent})"
 

@@ -23,9 +23,9 @@ from workers.reward.worker import failed
 
 logger = logging.getLogger(__name__)
 
-_BUDGET_S = 0.2  # A worker returns its results after about this many seconds, even for part of a chunk.
+_BUDGET_S = 0.2  # Approximate seconds after which a worker returns its results, even for part of a chunk.
 _GRACE_S = 1.0
-_HOLD_SHARE = 0.1  # After this share of a call's time limit, a spare process takes over the waiting samples.
+_HOLD_SHARE = 0.1  # Share of a call's time limit after which a spare process scores the waiting samples.
 _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 256
 _TURNS = 4

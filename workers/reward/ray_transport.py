@@ -28,9 +28,9 @@ from workers.reward.transport import Answer, Call, Event, Held, Lost, settings
 logger = logging.getLogger(__name__)
 
 _START_ATTEMPTS = 3
-_MARGIN_S = 10.0  # A guard process counts as hung this many seconds after the deadline of its call.
+_MARGIN_S = 10.0  # Seconds after the deadline of its call at which a guard process counts as hung.
 _STOP_S = 2.0
-_TAKE_S = 1.0  # The driver waits at most this many seconds for the actors' timeline events.
+_TAKE_S = 1.0  # Maximum seconds for which the driver waits for the actors' timeline events.
 _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 
@@ -205,7 +205,7 @@ class RayTransport:
         if slot.pending is not None and slot.pending.done():
             try:
                 answer = slot.pending.result()
-            except Exception as error:  # After any error, the actor is replaced.
+            except Exception as error:  # Any error means that the process is lost.
                 return self._gone(number, _reason(error, starting=slot.starting), error)
             if isinstance(answer, Overdue):
                 slot.pending, slot.held = self._result(slot.actor.rest.remote(number // self.size)), True

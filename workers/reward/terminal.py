@@ -17,9 +17,9 @@ from rltrain.base.errors import one_line
 # name of the reward function that the current thread or asyncio task is running, or "" outside reward functions
 CALLING: ContextVar[str] = ContextVar("calling", default="")
 _LONGEST = 200  # Maximum number of characters that are kept of a printed line.
-# If the environment variable PYTHONBREAKPOINT begins with one of these module names, `breakpoint()` starts a debugger
-# that needs a terminal. Ray sets PYTHONBREAKPOINT to its own debugger, which works only in processes that Ray itself
-# has started.
+# If the environment variable PYTHONBREAKPOINT begins with one of the following module names, `breakpoint()` starts a
+# debugger that needs a terminal. Ray sets PYTHONBREAKPOINT to its own debugger, which works only in processes that Ray
+# itself has started.
 _NEED_TERMINAL = ("", "pdb", "ray", "ipdb", "IPython", "pudb")
 
 
@@ -48,7 +48,7 @@ class FirstLines:
     def lines(self) -> tuple[tuple[str, str], ...]:
         """Return (name of the reward function, first printed line) for each reward function that has printed something.
 
-        The name is "" for a line that a thread of a reward function, and not the function itself, has printed.
+        The name is "" for lines that were printed by threads which a reward function has started.
         """
         with self._lock:
             begun = list(self._begun.items())
@@ -76,9 +76,9 @@ class _Stream(io.TextIOWrapper):
 def stand_in() -> FirstLines:
     """Replace stdout, stderr, `breakpoint` and `input` of this process, and return the record of first printed lines.
 
-    From then on, the first line that each reward function prints is recorded, and the driver can show the recorded
-    lines. The functions `breakpoint` and `input` raise an error at once, instead of waiting for a terminal that does
-    not exist.
+    After the replacement, the first line that each reward function prints is recorded, so that the driver can show the
+    line. The functions `breakpoint` and `input` raise an error at once, instead of waiting for a terminal that does not
+    exist.
     """
     lines = FirstLines()
     sys.stdout, sys.stderr = _Stream(1, lines), _Stream(2, lines)

@@ -75,8 +75,8 @@ class Lost:
         slot: Index of the process among the reward processes, from 0.
         timed_out: Whether the call was ended because it exceeded its deadline.
         reason: What ended the call, if it did not time out.
-        outside: Whether something other than a reward function probably ended the call. This is assumed if the whole
-            worker was lost, if SIGKILL ended the process, or if SIGSTOP stopped the process.
+        outside: Whether the call was probably not ended by a reward function, because the whole worker was lost,
+            SIGKILL ended the process, or SIGSTOP stopped the process.
         results: Results that the call had produced, as in `Held.results`, or None if the results are unknown.
     """
 

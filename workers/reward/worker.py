@@ -25,7 +25,7 @@ from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.terminal import CALLING, NoTerminal
 
-CALLS_TRACK = "reward functions"  # The timeline shows the calls of reward functions in this row.
+CALLS_TRACK = "reward functions"  # Name of the timeline row that shows the calls of reward functions.
 _CANCEL_S = 2.0  # Seconds that a cancelled call of an async function may take to end.
 Outcome = Verdict | BaseException
 

@@ -16,7 +16,7 @@ from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import StopStrings
 
 GROUPED = "rltrain_grouped"
-ROOM = 32  # A key-value cache that grows gets this many spare columns (token positions).
+ROOM = 32  # Number of spare columns (token positions) that a key-value cache gets when it grows.
 
 
 def grouped_attention(

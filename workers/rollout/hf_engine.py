@@ -36,8 +36,8 @@ from workers.sync.memory import Reader
 
 # Dropping or adding rows copies the batch's key-value cache, so several rows are dropped or added at a time. Rows that
 # join a running batch also make its matrices wider, with padding.
-SLACK = 0.1  # Finished rows are dropped from the batch when their share exceeds this value.
-JOIN = 0.5  # If not all waiting requests fit, they wait until this share of the batch is free.
+SLACK = 0.1  # Share of finished rows in the batch above which the finished rows are dropped.
+JOIN = 0.5  # Share of the batch that must be free before requests join, unless all waiting requests fit.
 
 
 class HFEngine:

@@ -129,7 +129,9 @@ class RolloutPool:
         if not self.sleeps or self.asleep:
             return
         assert not self.pending, "engines with unfinished answers must not sleep"
-        async with self._syncing:  # Without a source, no replacement replica gets weights and wakes.
+        async with (
+            self._syncing
+        ):  # While `_source` is None, no replacement replica gets weights, which would wake its engine.
             source, self._source = self._source, None
         while True:
             await self._tasks.until(self._all_built())

@@ -127,7 +127,7 @@ class Replica:
         """
         if self.ready:
             try:
-                await results(self._sent)  # No request may arrive after the abort.
+                await results(self._sent)  # No `submit` may reach the engine after the abort.
                 await self.role.call(RolloutWorker.abort)
                 # The running `poll` must end first, so that it returns no answers to later requests.
                 await results(self._open)

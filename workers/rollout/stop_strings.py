@@ -8,8 +8,8 @@ differently.
 from collections.abc import Sequence
 from typing import Any
 
-MARGIN = 8  # Extra tokens are decoded, because decoders may change the start of a text.
-INCOMPLETE = "\ufffd"  # Decoders write this character for an incomplete UTF-8 sequence.
+MARGIN = 8  # Number of extra tokens to decode, because decoders may change the start of a text.
+INCOMPLETE = "\ufffd"  # Character that decoders write for an incomplete UTF-8 sequence.
 
 
 def text_before(text: str, stops: Sequence[str]) -> str:
@@ -86,6 +86,6 @@ def stop_strings(stops: Sequence[str], path: str) -> StopStrings | None:
     """Return a `StopStrings` object with the tokenizer of the model directory `path`, or None if `stops` is empty."""
     if not stops:
         return None
-    from transformers import AutoTokenizer  # This slow import is needed only with stop strings.
+    from transformers import AutoTokenizer  # Importing transformers is slow, and only needed with stop strings.
 
     return StopStrings(stops, AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))

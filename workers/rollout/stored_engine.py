@@ -19,7 +19,7 @@ from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket
 
 _COLUMNS = ["prompt_ids", "response_ids", "rollout_log_probs", "policy_version", "finish_reason"]
-_OPEN_TABLES = 4  # Requests of neighbouring steps may be mixed, so several tables are kept in memory.
+_OPEN_TABLES = 4  # Number of tables that are kept in memory, because requests of several steps may be mixed.
 
 
 class StoredEngine:

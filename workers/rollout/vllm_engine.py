@@ -44,9 +44,9 @@ T = TypeVar("T")
 # versions of vLLM that have the option `skip_clone`, the option avoids this copy.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
 CPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a CPU, unless one sequence can be longer.
-WEIGHTS, CACHE = "weights", "kv_cache"  # These are vLLM's names of the memory that a sleeping engine releases.
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the two kinds of memory that a sleeping engine releases.
 LOOK_S = 1.0  # Seconds between two checks that the engine's processes are alive, while a call waits.
-PROOF_S = 0.5  # After a vLLM call fails, the death of a process is awaited for this many seconds.
+PROOF_S = 0.5  # Seconds to wait for evidence that a process died, after a vLLM call has failed.
 TO_HOST, DROPPED = 1, 2  # vLLM's sleep level 1 moves the weights to the host's memory, and level 2 drops them.
 CPU_BLOCK = 32  # Tokens per KV block on a CPU. vLLM's default of 128 gives short prompts no prefix-cache hits.
 
@@ -69,7 +69,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         "trust_remote_code": False,
         "dtype": dtype,
         "load_format": "hf",  # Load the files that transformers reads, not files in Mistral's format.
-        "seed": 0,  # Each request has its own seed, so this seed has no effect.
+        "seed": 0,  # The engine's seed has no effect, because each request has its own seed.
         "max_model_len": config.max_prompt_length + config.max_response_length,
         "max_num_seqs": config.max_concurrent_sequences,
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
@@ -318,7 +318,7 @@ class Family:
             # The process may have ended already, or the operating system may not support pidfds.
             with contextlib.suppress(psutil.Error, OSError, AttributeError):
                 name = " ".join(word for word in process.cmdline() if word)
-                if "resource_tracker" not in name:  # This is a helper process of Python's multiprocessing.
+                if "resource_tracker" not in name:  # The resource tracker belongs to Python's multiprocessing.
                     self.members[os.pidfd_open(process.pid)] = f"{one_line(name, 60)} (pid {process.pid})"
         if self.members:
             threading.Thread(target=self._watch, name="vllm-family", daemon=True).start()
@@ -364,7 +364,7 @@ class AsyncVLLM:
         self.keys: dict[str, tuple[int, int]] = {}  # Maps vLLM's unique request ids to keys.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
-        self.pulse: ConcurrentFuture[Any] | None = None  # The core answers this heartbeat between steps.
+        self.pulse: ConcurrentFuture[Any] | None = None  # Pending heartbeat call to the engine core.
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
         arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0)
@@ -435,7 +435,7 @@ class AsyncVLLM:
     def step(self) -> list[Completion]:
         """Return the finished answers, after waiting up to 0.05 s for the first answer.
 
-        Raise an error of the engine as is.
+        If the engine has failed, raise the engine's error unchanged.
         """
         found: list[Completion] = []
         if self.family and self.family.lost:

@@ -38,7 +38,7 @@ from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
 BACKEND = "rltrain"
-EMBEDDING_ROWS = 2048  # The check of an embedding's weights looks up this many rows at a time.
+EMBEDDING_ROWS = 2048  # Number of rows per lookup when the weights of an embedding are checked.
 
 
 @dataclass
@@ -65,7 +65,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
         if self.bucket is not None:
             return self.bucket
         assert self.pickled is not None, "a message has a bucket or the pickle of one"
-        bucket: Bucket = pickle.loads(self.pickled)  # The parent process has sent this pickle, so it is trusted.
+        bucket: Bucket = pickle.loads(self.pickled)  # The pickle is trusted, because the parent process has sent it.
         return bucket
 
 
@@ -122,7 +122,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """Finish vLLM's layerwise reload, so that all layers, including the output heads, compute with the new weights.
 
         On a CPU, an output head computes with a packed copy of its weights. vLLM's reload does not renew the packed
-        copy of a head that is tied to the embedding, so `repack_heads` renews it.
+        copy of a head that is tied to the embedding, so `repack_heads` renews this copy.
         """
         self.reader.close()
         if self.adapters.parts:
@@ -223,9 +223,8 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
     Args:
         model: The model.
-        products: Whether to run the linear layers and output heads (True), or the embeddings (False). If `products` is
-            True, run the linear layers and the output heads. If `products` is False, look up all rows of the
-            embeddings, and also return the one-dimensional parameters of other layers.
+        products: Whether to run the linear layers and the output heads. If `products` is False, look up all rows of the
+            embeddings instead, and also return the one-dimensional parameters of other layers.
 
     Returns:
         The products W v in float32 by checkpoint name, with one entry for each part of a fused layer. Biases and norm

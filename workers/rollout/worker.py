@@ -23,7 +23,7 @@ ENGINES = {
 # After the first finished answer, `poll` waits for further answers if the engine is busy. The maximum wait is
 # LINGER_SHARE times the time since the last `submit`, but at least LINGER_S and at most LONGEST_LINGER_S seconds.
 LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02
-ENGINE_TRACK = "engine"  # The timeline shows the work of the engine's thread in this row.
+ENGINE_TRACK = "engine"  # Name of the timeline row that shows the work of the engine's thread.
 T = TypeVar("T")
 
 
@@ -128,7 +128,7 @@ class RolloutWorker:
             aborts = self.aborts
             patience = timeout_s if self.thread else 0
             self.news.wait_for(lambda: self.finished or self.error or self.aborts != aborts, patience)
-            if self.finished:  # Waiting saves messages to the driver.
+            if self.finished:  # Waiting for further answers saves messages to the driver.
                 linger = min(self._linger_s(), patience)
                 self.news.wait_for(lambda: self.error or self.aborts != aborts or not self._has_work(), linger)
             if self.error:
@@ -145,7 +145,7 @@ class RolloutWorker:
         self.submitted.clear()
         with self.news:
             self.finished, self.aborts = [], self.aborts + 1
-            self.news.notify_all()  # A `poll` in another thread must end.
+            self.news.notify_all()  # A `poll` in another thread must stop waiting.
 
     def sleep(self) -> bool:
         """Release the engine's device memory until the next weight sync.

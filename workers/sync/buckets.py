@@ -16,8 +16,8 @@ from torch import Tensor
 from rltrain.base.errors import SyncError
 from workers.sync.checks import checksum
 
-BUCKET_BYTES = 64 << 20  # Only a bucket with a single, larger tensor exceeds this size.
-ALIGNMENT = 64  # Each tensor of a bucket starts at a multiple of this number of bytes.
+BUCKET_BYTES = 64 << 20  # Maximum bytes of a bucket, except for a bucket with a single, larger tensor.
+ALIGNMENT = 64  # Alignment in bytes of the tensors in a bucket.
 
 
 @dataclass(frozen=True)

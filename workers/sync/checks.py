@@ -3,7 +3,7 @@
 With each piece of a tensor, the sender sends a checksum of the bytes. With each matrix W, the sender also sends the
 product W v, where v is a fixed random vector (the probe vector). An engine verifies the received bytes with the
 checksums, and then runs its own linear layers on the probe vector. On a CPU, the engine converts its weights to another
-memory layout, so that their bytes cannot be compared. Only running the layers shows which weights they use.
+memory layout, so that their bytes cannot be compared. Only running the layers shows which weights the layers use.
 """
 
 import functools
@@ -41,7 +41,7 @@ def probe(tensor: Tensor) -> Tensor:
     return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
 
 
-@functools.lru_cache(maxsize=32)  # A model has few different matrix widths.
+@functools.lru_cache(maxsize=32)  # A small cache is enough, because models have few different matrix widths.
 @torch.inference_mode(False)
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the probe vector (size,) in float32: fixed random values that `dtype` can represent exactly.

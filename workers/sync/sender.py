@@ -23,8 +23,8 @@ from workers.sync.buckets import Bucket, Piece, Place, aligned, end, layout
 from workers.sync.checks import checksum, probe
 from workers.sync.memory import SharedFile, remove_stale, whereabouts
 
-SLOTS = 2  # The shared file holds this many buckets: engines read one while ranks write the other.
-CHUNK_BYTES = 1 << 20  # Rows are processed in chunks of about this size, which fit into a CPU core's cache.
+SLOTS = 2  # Number of buckets in the shared file: engines read one bucket while ranks write the other.
+CHUNK_BYTES = 1 << 20  # Approximate bytes of a chunk of rows, which fits into a CPU core's cache.
 
 
 @dataclass(frozen=True)

@@ -73,7 +73,7 @@ class ActorWorker:
         if config.model.lora:
             model = adapt(model, config.model.lora, seed=config.trainer.seed)
         self.model = shard(model, config)
-        self.model.eval()  # Dropout would train another policy than the one that generated the samples.
+        self.model.eval()  # With dropout, another policy than the policy that generated the samples would be trained.
         self.optimizer = Optimizer(
             [p for p in self.model.parameters() if p.requires_grad],
             config.actor,
@@ -205,7 +205,7 @@ class ActorWorker:
     def end_export(self) -> None:
         """Free the memory of the sender, after all weights were sent or after the weight sync failed."""
         self.sender.close()
-        del self.sender  # The sender refers to the parameters.
+        del self.sender  # The sender would keep the parameters in memory.
 
     def save_state(self, url: str) -> None:
         """Start writing this rank's part of a checkpoint and of the exported model, in the background.

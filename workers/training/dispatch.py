@@ -39,8 +39,8 @@ class UpdateResult:
     """The result of one rank's update.
 
     Attributes:
-        sums: for each metric, a sum over this rank's trained tokens. The metric's value is the total of these sums over
-            all ranks, divided by `tokens`.
+        sums: for each metric, a sum over this rank's trained tokens. A metric's value is the total of the sums of all
+            ranks, divided by `tokens`.
         losses: for each named term of the loss, its sum over the mini-batches. The loss of a mini-batch is normalized
             by the token or sequence count of the whole mini-batch.
         tokens: number of trained tokens on all ranks, in all mini-batches whose optimizer step was not skipped.

@@ -39,7 +39,7 @@ from workers.models.policy_export import export_model, small_files
 from workers.models.state_files import INDEX, StateFiles, StateReader
 
 STATE, MODEL = "state", "model"  # folder names in a checkpoint
-_SCHEDULE = "schedule"  # This tensor holds the number of optimizer steps taken.
+_SCHEDULE = "schedule"  # Name of the tensor that holds the number of optimizer steps taken.
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class RewardModelWorker:
         """
         scores = []
         with forward_only(self.model):
-            for rows in microbatches:  # Without rows, a filler row keeps this rank in all collectives.
+            for rows in microbatches:  # Without rows, a filler row runs, so that this rank joins all collectives.
                 tick()
                 packed = to_device(pack(batch[rows or stand_in(batch)]), device())
                 scores.append(row_scores(self.model, packed).cpu()[: len(rows)])

@@ -8,7 +8,7 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.settings.algorithm_config import AlgorithmConfig
 from workers.cluster.processes import Shared, WorkerProcess
 
-FORWARD = ("prompts", "responses")  # A forward pass reads these columns.
+FORWARD = ("prompts", "responses")  # Names of the columns that a forward pass reads.
 CRITIC_UPDATE = (*FORWARD, "response_mask", "values", "returns")
 
 
@@ -18,7 +18,7 @@ def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the names of the columns that the actor's update reads. A batch may lack some of these columns.
+    """Return the names of the columns that the actor's update reads. A batch may lack some of the returned columns.
 
     The loss function and its token selector have a parameter for each column that they read, named as the column.
     """
