@@ -255,7 +255,7 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
 def run() -> list[Row]:
     """Measure on the GPU, and return the rows of the results table."""
     if not torch.cuda.is_available():
-        raise SystemExit("there is no GPU here; `python -m tests.benchmarks.gpu --tiny` shows that it runs")
+        raise SystemExit("no GPU was found; run `python -m tests.benchmarks.gpu --tiny` to test the benchmark on a CPU")
     rows = measure(Bench(tiny=False, end=time.monotonic() + 420))
     where = f"{rows[0]['device']}, torch {rows[0]['torch']}, attention: {rows[0]['attention']}"
     return [line for row in rows[1:] if (line := table_line(row, where)) is not None]

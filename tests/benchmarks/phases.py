@@ -1,7 +1,7 @@
 """Compares the CPU time of each phase of a training step with a lower limit, on the built-in task with one thread.
 
 The lower limits are measured without rltrain. The lower limit of the actor's passes is the time that a plain
-transformers model takes for the same number of tokens. Its rows all have the mean length, without padding. The lower
+transformers model takes for the same number of tokens. All rows have the mean length, without padding. The lower
 limit of generation is the time of transformers' `generate`, or of vLLM's own loop, for the same prompts. No lower limit
 is measured for the driver's own work. All times are CPU seconds, because other programs on the machine hardly affect
 CPU seconds.

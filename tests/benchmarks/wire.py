@@ -172,7 +172,7 @@ async def start_actors() -> Ranks:
     import ray
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    size = 3 * ROWS * SLOTS * 85  # Bytes of Ray's object store, which suffice for every way of sending the batch.
+    size = 3 * ROWS * SLOTS * 85  # Bytes of Ray's object store, enough for every way of sending the batch.
     ray.init(
         address="local", include_dashboard=False, num_cpus=2, logging_level="error", log_to_driver=False,
         object_store_memory=size,

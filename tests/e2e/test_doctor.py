@@ -1,6 +1,6 @@
 """The doctor finds the cause of the problem in runs that are broken on purpose, and finds no problem in healthy runs.
 
-`make doctor-test` repeats these tests with runs of 40 training steps that have the sizes of the demo.
+`make doctor-test` repeats the doctor's tests with runs of 40 training steps that have the sizes of the demo.
 """
 
 import os

@@ -29,7 +29,7 @@ def wait_for(process, condition, timeout_s=200) -> None:
 def final_state(output: Path) -> dict[str, bytes]:
     """Return the files of the final weights, training state and ledger as bytes, by name.
 
-    The contents of these files depend only on the training and not on interruptions.
+    The contents of the returned files depend only on the training and not on interruptions.
     """
     (newest,) = (output / "checkpoints").glob("step_*")
     files = [newest / "model/model.safetensors", *(newest / "state").glob("*/__*"), output / "ledger.jsonl"]

@@ -95,7 +95,7 @@ def serve(connection: Connection) -> None:
 
 if __name__ == "__main__":
     with read_once():
-        # This call imports modules that a run imports late.
+        # Loading a tokenizer imports modules that a run imports late.
         tokenizer_of(compose(["rollout=hf", "placement=inprocess"])[0])
         tiny_model()
     serve(Connection(int(sys.argv[1])))

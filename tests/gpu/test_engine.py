@@ -1,6 +1,6 @@
 """Tests vLLM on a GPU together with the trainer: log-probs (E1), weight syncs (E5), sleeping and waking (E6).
 
-In these tests, the vLLM engine runs in a process of its own.
+The vLLM engine under test runs in a process of its own.
 """
 
 import itertools

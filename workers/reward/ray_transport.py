@@ -240,7 +240,11 @@ class RayTransport:
         """
         slot, worker = self._slots[number], number % self.size
         if slot.starting and number >= self.size and isinstance(getattr(error, "cause", None), WorkerError):
-            logger.warning("reward worker %d: a spare process did not start, and is not used: %s", worker, reason)
+            logger.warning(
+                "reward worker %d: a spare process did not start, and the worker continues without it: %s",
+                worker,
+                reason,
+            )
             slot.pending = None
             return []
         lost: list[Event] = [

@@ -115,8 +115,8 @@ class RolloutPool:
         """
         self._queue, self._answers, self._lost = [], [], set()
         for replica in self.replicas:
-            # Every replica drops its requests before the first `await`, because replicas may answer or die during an
-            # `await`.
+            # Every replica drops its requests before the pool awaits anything, because replicas may answer or die
+            # during an `await`.
             replica.drop()
         await asyncio.gather(*(replica.abort() for replica in self.replicas))
 
@@ -129,9 +129,8 @@ class RolloutPool:
         if not self.sleeps or self.asleep:
             return
         assert not self.pending, "engines with unfinished answers must not sleep"
-        async with (
-            self._syncing
-        ):  # While `_source` is None, no replacement replica gets weights, which would wake its engine.
+        # While `_source` is None, no replacement replica gets weights, which would wake its engine.
+        async with self._syncing:
             source, self._source = self._source, None
         while True:
             await self._tasks.until(self._all_built())

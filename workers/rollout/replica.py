@@ -39,8 +39,8 @@ class Building:
     Attributes:
         role: Handle of the rollout worker in the process.
         built: Pending calls that must end before the engine is ready.
-        fetched: Pending calls that copy the model to the machine of the process. While these calls make progress, they
-            have no time limit.
+        fetched: Pending calls that copy the model to the machine of the process. While the calls in `fetched` make
+            progress, they have no time limit.
     """
 
     role: Role[RolloutWorker]

@@ -63,20 +63,20 @@ class StoredEngine:
         group = self.groups.get(uid)
         if group is None or sample >= group.size:
             raise ConfigError(
-                f"{where}: it has stored no sample {sample} of prompt group {uid}; take fewer steps or samples, and no "
-                "evaluation"
+                f"{where}: the stored run has no sample {sample} of prompt group {uid}; use fewer training steps "
+                "or samples per prompt, and turn evaluations off"
             )
         table: pa.Table = self._table(group.path)
         (row,) = table.slice(group.first + sample, 1).to_pylist()
         if row["prompt_ids"] != request.prompt_ids:
             raise ConfigError(
-                f"{where}: prompt group {uid} has another prompt there; use the data settings, trainer.seed and "
-                "tokenizer of that run"
+                f"{where}: prompt group {uid} has another prompt in the stored run; use the data settings, "
+                "trainer.seed and tokenizer of the stored run"
             )
         if len(row["response_ids"]) > request.max_tokens:
             raise ConfigError(
                 f"{where}: a stored answer has {len(row['response_ids'])} tokens, but rollout.max_response_length is "
-                f"{request.max_tokens}; raise it to the value of that run"
+                f"{request.max_tokens}; raise the setting to its value in the stored run"
             )
         return Completion(
             request.key,

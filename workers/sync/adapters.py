@@ -48,8 +48,8 @@ class Adapters:
         missing = [layer for layer, names in needed.items() if not names <= self.parts.keys() | base.files.keys()]
         if missing:
             raise SyncError(
-                f"the adapter of '{missing[0]}' arrived without A or B, or {self.path} has no such matrix; engine and "
-                "actor do not start from the same files"
+                f"matrix A or B of the adapter for '{missing[0]}' did not arrive, or {self.path} contains no weights "
+                "for this layer; start engine and actor from the same model files"
             )
         for name in base.files:
             layer, _, last = name.rpartition(".")

@@ -141,7 +141,7 @@ def join(parts: Sequence[Bucket]) -> Bucket:
     if missing:
         raise SyncError(
             f"weight sync {first.version}: the ranks together did not send '{missing[0]}' exactly once as a whole "
-            f"({covered.get(missing[0], 0)} bytes); their shards do not fit together; please report this"
+            f"({covered.get(missing[0], 0)} bytes); the ranks' shards do not fit together; please report this"
         )
     data = _together(first.size, parts) if first.path is None else None
     return replace(first, pieces=pieces, data=data)

@@ -71,7 +71,8 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
     if unpaired:
         raise SyncError(
             f"weight sync {version}: {', '.join(unpaired[:3])}{' and more' if len(unpaired) > 3 else ''} could not be "
-            "checked: engine and actor do not hold the same tensors; rollout.verify_sync=false turns the check off"
+            "checked, because engine and actor do not hold the same tensors; set rollout.verify_sync=false to turn the "
+            "check off"
         )
     errors = {}
     for name, expected in probes.items():
@@ -83,5 +84,5 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
     if not errors[worst] <= RELATIVE_ERROR[dtype]:
         raise SyncError(
             f"weight sync {version}: the engine does not compute with the actor's '{worst}' (relative error "
-            f"{errors[worst]:.2g}, limit {RELATIVE_ERROR[dtype]:g}): this layer still uses other weights"
+            f"{errors[worst]:.2g}, limit {RELATIVE_ERROR[dtype]:g}): the engine still uses other weights"
         )

@@ -78,7 +78,7 @@ class SharedFile:
             os.close(descriptor)
 
     def unlink(self) -> None:
-        """Remove the file's name from the folder. Processes that have mapped the file can still use it."""
+        """Remove the file's name from the folder. Processes that have mapped the file can still use the file."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
@@ -130,7 +130,7 @@ def as_file(bucket: Bucket) -> Iterator[Bucket]:
     except OSError as error:
         raise SyncError(
             f"weight sync {bucket.version}: no room for a bucket of {len(bucket.data)} bytes in {FOLDER} "
-            f"({error.strerror}); make it larger (docker: --shm-size)"
+            f"({error.strerror}); make this folder larger (in Docker, with --shm-size)"
         ) from None
     try:
         file.memory[:] = bucket.data

@@ -69,7 +69,7 @@ class Receiver:
         if self.broken is not None:
             raise SyncError(
                 f"weight sync {self.version} failed ({self.broken}): this engine has weights of two versions, and "
-                "generates no answers until a sync succeeds"
+                "generates no answers until another weight sync succeeds"
             )
 
     def sleep(self, engine: Sleeps) -> bool:

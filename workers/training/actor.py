@@ -163,8 +163,8 @@ class ActorWorker:
             num_sequences=minibatch.num_sequences,
             max_response_length=self.config.rollout.max_response_length,
         )
-        # FSDP averages the gradients over the ranks. Multiplying the loss by the number of ranks turns this average
-        # into the required sum.
+        # FSDP averages the gradients over the ranks. Multiplying the loss by the number of ranks turns the average of
+        # the gradients into the required sum.
         (loss * torch.distributed.get_world_size()).backward()
         _add(result.losses, parts)
         _add(result.sums, sums)
@@ -176,8 +176,8 @@ class ActorWorker:
         gap, limit = result.first["same_policy"] / result.first_tokens, SAME_POLICY_NATS[self.config.model.dtype]
         if not gap <= limit:
             raise LogProbError(
-                f"before the first optimizer step the actor's log-probs moved by {gap:.2g} nats per token on average, "
-                f"above {limit:g}: the same weights must give the same log-probs, but two forward passes differ; "
+                f"before the first optimizer step, the actor's log-probs moved by {gap:.2g} nats per token on average; "
+                f"the limit is {limit:g}: with the same weights, two forward passes must give the same log-probs; "
                 "please report this"
             )
 

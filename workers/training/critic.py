@@ -81,8 +81,8 @@ class CriticWorker:
             values, columns["values"], columns["returns"], mask, clip_range_value=self.config.critic.clip_range_value
         )
         loss = aggregate_loss(token_losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
-        # FSDP averages the gradients over the ranks. Multiplying the loss by the number of ranks turns this average
-        # into the required sum.
+        # FSDP averages the gradients over the ranks. Multiplying the loss by the number of ranks turns the average of
+        # the gradients into the required sum.
         (loss * torch.distributed.get_world_size()).backward()
         result.losses["value_loss"] += float(loss.detach())
         for name, value in sums.items():

@@ -85,7 +85,7 @@ class UpdateResult:
 def split_rows(
     lengths: Sequence[int], ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
 ) -> list[list[Rows]]:
-    """Split all rows of a batch into micro-batches for each rank, and return these micro-batches.
+    """Split all rows of a batch into micro-batches for each rank, and return the micro-batches.
 
     The docstring of `assign_minibatch` explains the argument `work`.
     """

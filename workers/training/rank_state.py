@@ -162,8 +162,8 @@ class RankState:
         for name, tensor in tensors.items():
             if name not in there.index.state_dict_metadata or there.size(name) != tensor.shape:
                 raise CheckpointError(
-                    f"{folder}: the checkpoint is from another model, where '{name}' is missing or does not have "
-                    f"the shape {tuple(tensor.shape)}"
+                    f"{folder}: the checkpoint is from another model, where '{name}' is missing or has another "
+                    f"shape than {tuple(tensor.shape)}"
                 )
         try:
             load(tensors, storage_reader=StateReader(folder), planner=_Ticking(), process_group=self.group)

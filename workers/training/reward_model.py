@@ -42,7 +42,8 @@ class RewardModelWorker:
         """
         scores = []
         with forward_only(self.model):
-            for rows in microbatches:  # Without rows, a filler row runs, so that this rank joins all collectives.
+            # If a micro-batch has no rows, a filler row runs, so that this rank joins all collectives.
+            for rows in microbatches:
                 tick()
                 packed = to_device(pack(batch[rows or stand_in(batch)]), device())
                 scores.append(row_scores(self.model, packed).cpu()[: len(rows)])
@@ -80,6 +81,6 @@ def _check(model: PreTrainedModel, where: str) -> None:
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
     if not good or not causal:
         raise ConfigError(
-            f"{where}: {type(model).__name__} is not a causal model with one linear output 'score'; choose a model "
-            "that is"
+            f"{where}: {type(model).__name__} is not a causal model with one linear output 'score'; choose a "
+            "causal reward model whose linear layer 'score' has one output"
         )

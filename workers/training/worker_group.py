@@ -129,6 +129,7 @@ class WorkerGroup(Generic[W_co]):
 def row_lengths(batch: DataProto) -> list[int]:
     """Return the number of tokens that each row contributes to a pack.
 
-    The last response token of a row is not in the pack, because the model predicts no token from it.
+    The last response token of a row is not in the pack, because the model predicts no token after the last response
+    token.
     """
     return (batch.lengths("prompts") + batch.lengths("responses").clamp(min=1) - 1).tolist()
