@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-# seconds between reads of the progress file, and between measurements of the process tree's memory
+# Seconds between reads of the progress file, and between measurements of the process tree's memory
 LOOK_S, WEIGH_S = 0.01, 2.0
 WARM_UP = 5
 OWN_ENVIRONMENT = {

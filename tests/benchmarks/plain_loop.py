@@ -79,7 +79,7 @@ def main(path: str) -> None:
             responses = answers(model, ids, job["max_response_length"], samples)
             prompts = ids.repeat_interleave(samples, 0)
             ends = (responses == job["stop_id"]).int()
-            mask = (ends.cumsum(1) - ends == 0).float()  # 1 for tokens up to and including the end token, otherwise 0
+            mask = (ends.cumsum(1) - ends == 0).float()  # The mask is 1 up to and including the end token.
             old = log_probs(model, prompts, responses)
         scores = torch.tensor([
             final_answer(row["prompt"], text, answer=row["answer"], finish_reason="stop" if end else "length")

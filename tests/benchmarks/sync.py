@@ -51,7 +51,7 @@ def make_model(folder: Path) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-# Functions that run in the workers' processes
+# Functions that run in the workers' processes.
 
 
 def gather(host: Any) -> None:
@@ -94,7 +94,7 @@ def memory(host: Any, which: str) -> int:
     return int(lines[which].split()[0])
 
 
-# Functions that measure.
+# Functions that measure the times and the memory of a weight sync.
 
 
 async def on(roles: Sequence[Role[Any]], function: Callable[..., Any], *args: Any) -> list[Any]:

@@ -15,7 +15,7 @@ import pytest
 from rltrain.main import main
 
 ROOT = Path(__file__).parents[2]
-BAD = 2  # exit status
+BAD = 2  # Exit status for bad input.
 
 # Each entry maps the name of a test case to (overrides, texts that the error line must contain). {files} stands for the
 # folder of the fixture `files`.

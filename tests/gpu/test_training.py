@@ -68,7 +68,7 @@ def sharded(*overrides: str):
     return shard(small(), config)
 
 
-# Attention
+# Tests of attention.
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (14, 2)])
@@ -126,7 +126,7 @@ def test_B6_editing_one_row_of_a_pack_changes_no_other_on_the_gpu():
         assert torch.equal(old, new) is (row != 2 or not counts[row])
 
 
-# Weights and gradients
+# Tests of weights and gradients.
 
 
 def test_F1_weights_and_sums_are_float32_where_products_are_bfloat16():
@@ -184,7 +184,7 @@ def test_activation_checkpointing_takes_less_memory_and_offload_keeps_weights_of
     assert {p.grad.device.type for p in model.parameters()} == {"cpu"}
 
 
-# The last layer
+# Tests of the last layer.
 
 
 def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ def _reporter(connection: Connection, own: int, printed: FirstLines) -> Callable
     """Return a callback that sends each result to the guard at once, so that the guard sees the call's progress."""
 
     def report(result: SampleScores) -> None:
-        if os.getpid() != own:  # the reward function has forked, and this is the forked process
+        if os.getpid() != own:  # This process is a fork that the reward function has made.
             os._exit(1)
         connection.send(_with_lines(result, printed))
 
@@ -97,7 +97,7 @@ def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any
     try:
         return worker.score(requests, **limits)
     finally:
-        if os.getpid() != own:  # the reward function has forked, and this is the forked process
+        if os.getpid() != own:  # This process is a fork that the reward function has made.
             os._exit(1)
 
 

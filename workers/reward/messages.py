@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-Key = tuple[int, int]  # (uid of the prompt group, number of the sample in the group)
+Key = tuple[int, int]  # A key is (uid of the prompt group, number of the sample in the group).
 
 
 @dataclass(frozen=True)

@@ -41,7 +41,7 @@ class _Alone:
 
     request: RewardRequest
     scores: tuple[float | None, ...] = ()
-    success: bool | None = None  # `SampleScores.success`, computed from the functions called so far
+    success: bool | None = None  # `SampleScores.success`, computed from the functions called so far.
     again: int = 0  # Number of lost workers whose loss the reward functions did not cause.
 
 
@@ -201,7 +201,7 @@ class RewardPool:
             return
         was_held = event.slot in self._held
         self._held.discard(event.slot)
-        if work is None:  # aborted
+        if work is None:  # The call was aborted.
             return
         if isinstance(event, Lost):
             self._lost(work, event)

@@ -44,7 +44,7 @@ class _Slot:
 
     actor: Any
     process: WatchedProcess
-    pending: asyncio.Future[Any] | None  # result of the ping or call
+    pending: asyncio.Future[Any] | None  # Result of the pending ping or call.
     deadline: float
     attempts: int  # Number of attempts to start the process since its last successful start.
     starting: bool = True

@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 from rltrain.base.errors import one_line
 
-# name of the reward function that the current thread or asyncio task is running, or "" outside reward functions
+# Name of the reward function that the current thread or asyncio task is running, or "" outside reward functions.
 CALLING: ContextVar[str] = ContextVar("calling", default="")
 _LONGEST = 200  # Maximum number of characters that are kept of a printed line.
 # If the environment variable PYTHONBREAKPOINT begins with one of the following module names, `breakpoint()` starts a

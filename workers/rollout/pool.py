@@ -50,7 +50,7 @@ class RolloutPool:
         self._lives = [tasks.start(one.live(self), f"rollout replica {one.number}") for one in self.replicas]
         self._queue: list[Sequence[Request]] = []  # Prompt groups that wait until a replica is ready.
         self._answers: list[Completion] = []
-        self._lost: set[int] = set()  # uids of the prompt groups that lost answers when a replica died
+        self._lost: set[int] = set()  # Uids of the prompt groups that lost answers when a replica died.
         self._deaths = 0  # Number of replicas that died since the last answer arrived.
         # Arguments of the last `load`, or None if the actor's weights may have changed since that `load`.
         self._source: tuple[Sequence[Role[Sends]], int, bool] | None = None

@@ -147,7 +147,7 @@ class Replica:
             slept = await role.call(RolloutWorker.sleep)
         except WorkerLost:
             return None
-        if self.role is role:  # the process was not replaced during the call
+        if self.role is role:  # The replica still has the process that was called.
             self.asleep = slept
         return slept
 
@@ -206,4 +206,4 @@ class Replica:
                     wanted = [answer for answer in answers if answer.key in self.running]
                     self.running -= {answer.key for answer in wanted}
                     pool.deliver(wanted)
-                await asyncio.sleep(0)  # let other tasks run, because `poll` may have blocked them (in-process engine)
+                await asyncio.sleep(0)  # Let other asyncio tasks run, which `poll` of an in-process engine blocks.

@@ -10,10 +10,8 @@ from rltrain.algorithms import effective_sample_size
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.row_assignment import Rows, assign_minibatch
 
-OVERHEAD_METRICS = (
-    "filler_fraction",
-    "idle_fraction",
-)  # keys of the result of `overhead_metrics`
+# Keys of the result of `overhead_metrics`.
+OVERHEAD_METRICS = ("filler_fraction", "idle_fraction")
 
 
 @dataclass(frozen=True)

@@ -38,7 +38,7 @@ from workers.models.fsdp import Optimizer
 from workers.models.policy_export import export_model, small_files
 from workers.models.state_files import INDEX, StateFiles, StateReader
 
-STATE, MODEL = "state", "model"  # folder names in a checkpoint
+STATE, MODEL = "state", "model"  # Names of folders in a checkpoint.
 _SCHEDULE = "schedule"  # Name of the tensor that holds the number of optimizer steps taken.
 
 
