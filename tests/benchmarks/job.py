@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
-# Seconds between reads of the progress file, and between measurements of the process tree's memory
+# seconds between reads of the progress file, and between measurements of the process tree's memory
 LOOK_S, WEIGH_S = 0.01, 2.0
 WARM_UP = 5
 OWN_ENVIRONMENT = {
@@ -39,7 +39,7 @@ class Job:
         steps: Number of training steps. The learning rate falls linearly to 0 over the optimizer steps of the job.
         max_prompt_length: Maximum length of a prompt in tokens.
         max_response_length: Maximum length of an answer in tokens, including the end token.
-        warm_up: Number of training steps at the start of a run that are left out of medians.
+        warm_up: Number of training steps at the start of a run that medians do not include.
     """
 
     model: str
@@ -248,7 +248,7 @@ def tree(root: int) -> dict[int, float]:
         if entry.name.isdigit():
             try:
                 words = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:  # The process has ended.
+            except OSError:  # the process has ended
                 continue
             parents[int(entry.name)] = int(words[1])
             seconds[int(entry.name)] = sum(map(int, words[11:15])) / os.sysconf("SC_CLK_TCK")
@@ -275,15 +275,14 @@ def pss_mb(pid: int) -> float:
             if line.startswith("Pss:"):
                 return int(line.split()[1]) / 1024
     except (OSError, ValueError):
-        pass  # The process has ended.
+        pass  # the process has ended
     return 0.0
 
 
 def best(sides: Sequence[Side], job: Job, folder: Path, *, steps: int = 5) -> tuple[Side, dict[str, float]]:
     """Try each side with a short run, and return the fastest side and the seconds per step of all sides.
 
-    A trial has `steps` training steps after the warm-up. A side whose trial run fails is left out. If all trial runs
-    fail, an error is raised.
+    A trial has `steps` training steps after the warm-up. Sides whose trial fails are left out, unless all trials fail.
     """
     trial, seconds = dataclasses.replace(job, steps=job.warm_up + steps), dict[str, float]()
     failures = []
