@@ -1,9 +1,9 @@
 """Run benchmark modules, and write their results to results.json and README.md.
 
-The command is `python -m tests.benchmarks [NAME ...]`. Without names, all benchmarks run except those for GPUs. A
-benchmark is a module of tests/benchmarks with `def run() -> list[Row]`. Each benchmark runs in its own process, so that
-no benchmark inherits the threads, environment or memory of another benchmark. If a benchmark fails, its result is a row
-with the reason of the failure, and the remaining benchmarks still run.
+The command is `python -m tests.benchmarks [NAME ...]`. If no name is given, all benchmarks run except for the GPU
+benchmarks. A benchmark is a module of tests/benchmarks with `def run() -> list[Row]`. Each benchmark runs in its own
+process, so that no benchmark inherits the threads, environment or memory of another benchmark. If a benchmark fails,
+its result is a row with the reason for the failure, and the remaining benchmarks still run.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from tests.benchmarks.row import Row
 from tests.benchmarks.table import machine, merge, write_table
 
 HERE = Path(__file__).parent
-GPU = "gpu"  # name prefix of the benchmarks for GPUs, which run only on request
+GPU = "gpu"  # Name prefix of the benchmarks that need a GPU and run only on request.
 RUN_ONE = """
 import dataclasses, importlib, json, sys
 rows = importlib.import_module(f"tests.benchmarks.{sys.argv[1]}").run()

@@ -1,11 +1,11 @@
 """Measures how much CPU time the driver needs for a training step, for different numbers of training ranks.
 
-A measured step has 1,024 sequences and the parts of `train_step`: reference and old log-probs (plan, share, send,
-collect, union), credit assignment, the mini-batches, the update and its metrics. The workers compute nothing and return
-columns of zeros. By default, the workers are objects in the benchmark's process, whose arguments and results are
-pickled and copied as Ray would do. Small numbers of ranks are also measured with real Ray actors, because calling an
-actor costs the driver CPU time too. All times are CPU seconds of the driver, without the CPU seconds of the workers, so
-that other programs on the machine hardly affect the results.
+A measured step has 1,024 sequences. The step has the parts of `train_step`: reference log-probs, old log-probs, credit
+assignment, the split into mini-batches, and the update with its metrics. The workers compute nothing and return columns
+of zeros. By default, the workers are objects in the benchmark's process, whose arguments and results are pickled and
+copied as Ray would do. Small numbers of ranks are also measured with real Ray actors, because calling a Ray actor also
+costs the driver CPU time. All times are CPU seconds of the driver, without the CPU seconds of the workers, so that
+other programs on the machine hardly affect the results.
 
     python -m tests.benchmarks.driver
 """
@@ -105,11 +105,11 @@ class PickledProcess:
         self.role, self.elsewhere = Idle(), 0.0
 
     def share(self, value: Any) -> Any:
-        """Put a value into the store."""
+        """Put a value into the simulated object store."""
         return Stored.of(value)
 
     def start(self, role: str, method: str, *args: Any) -> "Answered":
-        """Pickle the arguments, call the method of the role at once, and return the call with its pickled result."""
+        """Pickle the arguments, call the role's method immediately, and return the call with its pickled result."""
         sent = [arg if isinstance(arg, Shared) else Stored.of(arg) for arg in args]
         begin = time.process_time()
         given = [joined(arg) if isinstance(arg, Shared) else arg.get() for arg in sent]
@@ -146,7 +146,7 @@ def pickled(count: int) -> Ranks:
 
 
 def rollouts() -> DataProto:
-    """Return a scored batch like those of the collector, with log-uniform response lengths."""
+    """Return a scored batch with log-uniform response lengths, like a batch of the rollout collector."""
     rows = PROMPTS * SAMPLES
     draws = torch.rand(rows, generator=torch.Generator().manual_seed(0))
     lengths = (SHORTEST * (LONGEST / SHORTEST) ** draws).long()
@@ -173,7 +173,7 @@ Clock = Callable[[str], Any]
 
 async def step(batch: DataProto, ranks: Ranks, config: Config, clock: Clock) -> None:
     """Run the driver's part of one training step, with each phase inside the context manager `clock(phase)`."""
-    group, budget = WorkerGroup(ranks), 4 * LONGEST  # a new group, which has no columns in the store yet
+    group, budget = WorkerGroup(ranks), 4 * LONGEST  # A new group has no columns in the store yet.
     read, trained_on = log_probs_columns(config.algorithm), update_columns(config.algorithm)
     with clock("log-probs"):
         batch = batch.union(await group.rows(Idle.compute_ref_log_probs, batch, FORWARD, max_tokens=budget))

@@ -1,10 +1,10 @@
 """Measures training, generation and weight sync of two Qwen2 models on one GPU.
 
-The results are tokens/s, model FLOPs utilisation (MFU), peak memory and the most expensive operations. The weights are
-random, so nothing is downloaded. Training needs only torch and transformers. Generation and weight sync into an engine
-are measured only if vLLM is installed. MFU is the achieved share of the GPU's peak speed for dense bfloat16, which is
-taken from the GPU's data sheet. The multiply-adds are estimated by `rltrain.batch.row_costs`, for one forward and one
-backward pass, without the recomputation of activations.
+The results are tokens/s, model FLOPs utilisation (MFU), peak memory and the most expensive operations. The models have
+random weights, so nothing is downloaded. The measurement of training needs only torch and transformers. Generation and
+weight sync into an engine are measured only if vLLM is installed. MFU is the achieved share of the GPU's peak speed for
+dense bfloat16, which is taken from the GPU's data sheet. The multiply-adds are estimated by `rltrain.batch.row_costs`,
+for one forward and one backward pass, without the recomputation of activations.
 
 python -m tests.benchmarks.gpu                  # prints JSON lines, and appends them to $OUT/gpu.jsonl if OUT is set
 python -m tests.benchmarks.gpu --tiny           # a quick check with small shapes, which also runs on a CPU
@@ -57,7 +57,7 @@ from workers.sync.sender import Sender
 
 COMMAND = "python -m tests.benchmarks.gpu"
 SEQUENCES, GENERATED = 16, 256
-ENGINE_SHARE = 0.35  # share of the GPU's memory that vLLM may use; the trained model uses the same GPU
+ENGINE_SHARE = 0.35  # Share of the GPU's memory that vLLM may use. The trained model uses the same GPU.
 
 
 def matmul(bench: Bench) -> None:
@@ -75,7 +75,7 @@ def train(bench: Bench, name: str, tokens: int, *, checkpointing: bool) -> None:
         model, optimizer = actor(name, checkpointing=checkpointing)
         packed = rows.pack()
         found.update(speed(3 * rows.work(work), tokens, seconds(lambda: train_pass(model, packed))))
-        optimizer.step()  # the first step allocates the optimizer's state
+        optimizer.step()  # The first step allocates the optimizer's state.
         train_pass(model, packed)
         found["optimizer_s"] = once(optimizer.step)
         found["peak_gb"] = peak_gb()
@@ -151,7 +151,7 @@ def buckets(model: nn.Module, version: int = 1, path: str | None = None) -> Iter
 
 
 def with_engine(bench: Bench, name: str, lengths: tuple[int, ...]) -> None:
-    """Start a vLLM engine, and measure generation and the sync of weights into the engine."""
+    """Start a vLLM engine, and measure generation and the weight sync into the engine."""
     try:
         import vllm  # noqa: F401 (only whether it is there)
     except ImportError as error:
@@ -230,7 +230,7 @@ def sync(bench: Bench, engine: Any, name: str) -> None:
 
 
 def measure(bench: Bench) -> list[dict[str, Any]]:
-    """Do all measurements until the time is over, the most important ones first, and return their results."""
+    """Do the measurements, the most important ones first, until the time limit is reached. Return their results."""
     quiet()
     join(0, 1, None, 60.0)
     names, lengths = ((TINY,), (64, 128)) if bench.tiny else (("0.5B", "1.5B"), (4096, 16384))
@@ -255,14 +255,14 @@ def measure(bench: Bench) -> list[dict[str, Any]]:
 def run() -> list[Row]:
     """Measure on the GPU, and return the rows of the results table."""
     if not torch.cuda.is_available():
-        raise SystemExit("there is no GPU here; `python -m tests.benchmarks.gpu --tiny` shows that it runs")
+        raise SystemExit("no GPU was found; run `python -m tests.benchmarks.gpu --tiny` to test the benchmark on a CPU")
     rows = measure(Bench(tiny=False, end=time.monotonic() + 420))
     where = f"{rows[0]['device']}, torch {rows[0]['torch']}, attention: {rows[0]['attention']}"
     return [line for row in rows[1:] if (line := table_line(row, where)) is not None]
 
 
 def table_line(row: dict[str, Any], where: str) -> Row | None:
-    """Convert a measurement to a row of the results table, or return None if the table does not show its kind."""
+    """Convert a measurement to a row of the results table, or return None for kinds that the table omits."""
     sizes = ", ".join(f"{key} {row[key]}" for key in ("model", "tokens", "checkpointing") if key in row)
     name, notes = f"{row['what']}, {sizes}" if sizes else row["what"], f"{where}; {json.dumps(row)}"
     if "tokens_per_s" in row and row["what"] != "matmul":

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 try:
     import tensordict
-except ImportError:  # without tensordict, a class with the name TensorDict is enough for importing the other modules
+except ImportError:  # If tensordict is not installed, a class named TensorDict makes the imports work.
     tensordict = ModuleType("tensordict")
     tensordict.TensorDict = type("TensorDict", (), {})
     sys.modules["tensordict"] = tensordict
@@ -42,7 +42,8 @@ MODELS = {
     TINY: {"hidden_size": 128, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
            "vocab_size": 512},
 }  # fmt: skip
-PEAKS = {"H200": 989.0, "H100": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0}  # TFLOP/s, dense bfloat16
+# Peak speed of each GPU in TFLOP/s, for dense bfloat16.
+PEAKS = {"H200": 989.0, "H100": 989.0, "GH200": 989.0, "A100": 312.0, "L40S": 362.0}
 ROUNDS = 3
 
 
@@ -61,7 +62,7 @@ class Bench:
     rows: list[dict[str, Any]] = field(default_factory=list)
 
     def add(self, what: str, **figures: Any) -> None:
-        """Print a row, and append it to the file in $OUT."""
+        """Print a row of results, and append the row to the file in $OUT."""
         row = {"what": what, **{name: round(v, 5) if isinstance(v, float) else v for name, v in figures.items()}}
         self.rows.append(row)
         sys.stdout.write(f"{json.dumps(row)}\n")
@@ -83,7 +84,7 @@ class Bench:
             self.add(what, **sizes, **found)
         except OutOfTime:
             raise
-        except Exception as error:  # e.g. out of memory; the remaining measurements still run
+        except Exception as error:  # After an error, such as out of memory, the remaining measurements still run.
             self.add(what, **sizes, failed=f"{type(error).__name__}: {str(error)[:300]}")
 
 
@@ -144,7 +145,7 @@ def speed(macs: float, tokens: int, taken: float) -> dict[str, Any]:
     return {"tokens_per_s": tokens / taken, "seconds": taken, "tflops": tflops, "mfu": tflops / peak if peak else None}
 
 
-# A model and its rows
+# Functions that make a model and its rows.
 
 
 class Rows:

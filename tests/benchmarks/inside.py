@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest.mock import patch
 
-# These variables must be set before torch is imported. With one thread and one process, the measured CPU seconds
-# contain only the work of the run.
+# These environment variables must be set before torch is imported. With one thread and one process, the measured CPU
+# seconds contain only the work of the run.
 for _name, _value in {
     "OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind", "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -29,7 +29,7 @@ class Watched:
     Attributes:
         seconds: One dict of CPU seconds per training step. The keys are "role.method" for calls of workers, "log" for
             the logging of metrics, and "step" for the whole step.
-        given: For each "role.method", the arguments of its last call.
+        given: For each worker method "role.method", the arguments of its last call.
     """
 
     seconds: list[dict[str, float]] = field(default_factory=list)

@@ -1,9 +1,11 @@
-"""Compares log-probs with and without materialised logits: peak memory, time, and differences of the results.
+"""Compares log-probs that are computed from all logits at once with log-probs that are computed in chunks.
+
+The measurements are peak memory, time and differences of the results.
 
 The peak memory is the largest total size of the tensors that the forward and the backward pass allocate, according to
-the allocations and releases that the profiler records. Inputs, gradients and earlier allocations are not counted. All
-times are medians of CPU seconds, which other programs on the machine hardly affect. The compared implementations are
-called alternately.
+the allocations and releases that the profiler records. The peak memory does not include inputs, gradients and earlier
+allocations. All times are medians of CPU seconds, which other programs on the machine hardly affect. The compared
+implementations are called alternately.
 """
 
 import argparse
@@ -42,7 +44,7 @@ def exact(hidden: Tensor, head: Tensor, targets: Tensor, entropies: bool) -> tup
 
 
 def ours(hidden: Tensor, head: Tensor, targets: Tensor, entropies: bool) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probs in chunks, without materialising all logits at once."""
+    """Compute log-probs in chunks, so that all logits are never in memory at once."""
     return token_log_probs(hidden, head, targets, temperature=TEMPERATURE, entropies=entropies)
 
 
@@ -94,7 +96,7 @@ def seconds(functions: list[Callable[[], object]], repeats: int) -> list[float]:
 
 
 def furthest(actual: list[Tensor], expected: list[Tensor]) -> float:
-    """Return the largest relative error of all tensors.
+    """Return the largest relative error over all tensors.
 
     The relative error of a tensor is its largest absolute error divided by the largest absolute expected value.
     """

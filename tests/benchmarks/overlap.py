@@ -1,19 +1,19 @@
 """Measures how well generation and training overlap at staleness 1, and whether the staleness affects learning.
 
-A training step has two halves: generation and training. The benchmark compares the time of a step at staleness 1 with
-the time of the longer half. Before the measurement, the number of concurrent sequences of the engine is tuned so that
-generation takes about as long as training.
+In this benchmark, generation and training are called the two halves of a training step. The benchmark compares the time
+of a training step at staleness 1 with the time of the longer half of a step. Before the measurement, the number of
+concurrent sequences of the engine is tuned so that generation takes about as long as training.
 
 A single run then changes its staleness every few steps, where staleness is the number of training steps by which
 generation runs ahead. At staleness 1, the engine and the trainer work at the same time, with one thread each. At
 staleness 0, generation and training alternate. Some steps at staleness 0 use the whole machine, and the next steps
-confine all processes to one core. With the whole machine, the second core does the work of Ray and the driver. On one
-core, the work of Ray and the driver is part of the time of each half.
+confine all processes to one core. In the steps on the whole machine, the second core does the work of Ray and the
+driver. In the steps on one core, each half also includes the work of Ray and the driver.
 
 The compared steps are only seconds apart, because the machine's speed changes within minutes. The model has 4.9M
 parameters. With the smaller built-in model, a step of the same duration would need thousands of answers, and the driver
-would spend much time on handling answers. The CPU seconds show whether both halves worked all the time. Any remaining
-loss is due to a core being slower while the other core is also busy.
+would spend much time on handling answers. The CPU seconds show whether generation and training were both busy all the
+time. The remaining loss of time arises because a core is slower while the other core is also busy.
 """
 
 import argparse
@@ -45,12 +45,12 @@ TUNED = [
 ]  # fmt: skip
 GENERATION, TRAINING = ("generate", "rewards"), ("old_log_probs", "advantages", "update_actor")
 AT_ONCE = (16, 12, 10, 8)
-# The staleness of each step in a cycle. The step after a change is not measured, because prompt groups that were
-# generated at the previous staleness may be left over.
+# Staleness of each step in a cycle. The step after a change of the staleness is not measured, because prompt groups
+# that were generated at the previous staleness may be left over.
 CYCLE = (1, 1, 1, 0, 0, 0, 0, 0)
 BESIDE, ALONE, CONFINED = slice(1, 3), slice(4, 6), slice(6, 8)
-CYCLES = 6  # including the first cycle, which is a warm-up
-LOOK_S = 0.1  # seconds between reads of the progress file, which take CPU time from the two busy cores
+CYCLES = 6  # The first cycle is a warm-up.
+LOOK_S = 0.1  # Seconds between reads of the progress file, which take CPU time from the busy cores.
 SEEDS = (0, 1, 2)
 
 
@@ -81,8 +81,8 @@ def longer_half(
 ) -> Row:  # fmt: skip
     """Compare the longer half of a step, timed at staleness 0, with a whole step at staleness 1.
 
-    The ratio of the row is the median over cycles. The slice `halves` selects the steps of a cycle in which generation
-    and training are timed alone.
+    The ratio in the returned row is the median over cycles. The slice `halves` selects the steps of a cycle in which
+    generation and training are timed alone.
     """
     times = []
     for cycle in cycles:

@@ -31,7 +31,7 @@ from workers.training.dispatch import Minibatch, overhead_metrics, split_rows
 from workers.training.worker_group import row_lengths
 
 COMMAND = "python -m tests.benchmarks.packing"
-ROWS, PROMPT, SHORTEST, SPREAD, BUDGET = 32, 16, 32, 16, 8192  # the token budget is the config's default
+ROWS, PROMPT, SHORTEST, SPREAD, BUDGET = 32, 16, 32, 16, 8192  # The token budget is the config's default.
 ROUNDS, THREADS, PLANS = 3, 1, 10_000
 SIZES = {
     "vocab_size": 2048, "hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -116,7 +116,7 @@ def throughput() -> list[Row]:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():
-            began = time.process_time()  # with one thread, CPU time equals wall time on an idle core
+            began = time.process_time()  # With one thread, CPU time equals wall time on an idle core.
             way()
             times[name].append(time.process_time() - began)
             model.zero_grad()
@@ -139,7 +139,8 @@ def slots(lengths: list[int], plan: list[list[int]]) -> int:
 def check_equal(model: nn.Module, plain: nn.Module, ways: dict) -> None:
     """Check that all ways to process the mini-batch give the same gradient.
 
-    If the gradients differed, a comparison of the speeds would be meaningless. The check is also the warm-up.
+    If the gradients differed, a comparison of the speeds would be meaningless. The check also serves as the warm-up of
+    the measurements.
     """
     found = []
     for name, way in ways.items():
@@ -173,7 +174,7 @@ def speed_row(seconds: dict[str, float], tokens: int, model: nn.Module) -> Row:
 def waste_row(
     batch: DataProto, plan: list[list[int]], costs: list[int], padded: dict[str, float], work: RowWork
 ) -> Row:
-    """Return the row with the share of computed tokens that are not needed.
+    """Return the row with the share of computed tokens that are padding or filler.
 
     The notes of the row give the share of multiply-adds that attention spends on padding in its buckets of rows.
     """
@@ -233,8 +234,8 @@ def balance_rows() -> list[Row]:
 def random_plan(source: random.Random, rows_a_rank: float) -> tuple[float, float]:
     """Assign random rows to ranks, and return the largest rank load relative to two reference loads.
 
-    The first reference load is max(mean load, heaviest row). The second is a lower bound for the largest load of any
-    plan.
+    The first reference load is max(mean load, heaviest row). The second reference load is a lower bound for the largest
+    rank load of any plan.
     """
     ranks, budget = source.choice((2, 3, 4, 8, 16, 32, 64)), source.choice((512, 1024, 2048, 8192))
     lengths = lengths_of(source, max(1, round(ranks * rows_a_rank)))

@@ -1,9 +1,10 @@
 """Compares the CPU time of each phase of a training step with a lower limit, on the built-in task with one thread.
 
-The limits are measured without rltrain. The limit of the actor's passes is the time of a plain transformers model for
-the same number of tokens, in rows of the mean length without padding. The limit of generation is the time of
-transformers' `generate`, or of vLLM's own loop, for the same prompts. The driver's own work has no limit. All times are
-CPU seconds, because other programs on the machine hardly affect CPU seconds.
+The lower limits are measured without rltrain. The lower limit of the actor's passes is the time that a plain
+transformers model takes for the same number of tokens. All rows have the mean length, without padding. The lower
+limit of generation is the time of transformers' `generate`, or of vLLM's own loop, for the same prompts. No lower limit
+is measured for the driver's own work. All times are CPU seconds, because other programs on the machine hardly affect
+CPU seconds.
 
     python -m tests.benchmarks.phases
 """
@@ -38,7 +39,7 @@ def bare_passes(model: Any, counts: list[int], length: int) -> tuple[Callable[[]
     """Return two functions of a plain model: a forward pass over all mini-batches, and an update with each mini-batch.
 
     Args:
-        model: Model as transformers loads it.
+        model: Model that transformers has loaded.
         counts: Number of tokens in each mini-batch.
         length: Number of tokens in each row.
     """

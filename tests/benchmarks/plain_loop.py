@@ -21,7 +21,8 @@ from rltrain.rewards.final_answer import final_answer
 from tests.benchmarks.job import Job, best, describe, in_turn, median_of, program_side
 from tests.benchmarks.row import Row
 
-LOW, HIGH, DUAL = 0.8, 1.2, 3.0  # clipping bounds of the probability ratio, and dual-clip bound for negative advantages
+# LOW and HIGH clip the probability ratio, and DUAL is the dual-clip bound for negative advantages.
+LOW, HIGH, DUAL = 0.8, 1.2, 3.0
 
 
 def answers(model: Any, prompts: Tensor, limit: int, samples: int) -> Tensor:
@@ -31,7 +32,7 @@ def answers(model: Any, prompts: Tensor, limit: int, samples: int) -> Tensor:
         model: Model to sample from.
         prompts: Token ids of the prompts, (P, 8).
         limit: Maximum number of tokens of an answer.
-        samples: Number of answers to each prompt, which are consecutive rows of the result.
+        samples: Number of answers to each prompt. The answers to a prompt are consecutive rows of the result.
     """
     ids = prompts.repeat_interleave(samples, 0)
     out = model.generate(
@@ -78,7 +79,7 @@ def main(path: str) -> None:
             responses = answers(model, ids, job["max_response_length"], samples)
             prompts = ids.repeat_interleave(samples, 0)
             ends = (responses == job["stop_id"]).int()
-            mask = (ends.cumsum(1) - ends == 0).float()  # 1 for tokens up to and including the end token
+            mask = (ends.cumsum(1) - ends == 0).float()  # The mask is 1 up to and including the end token.
             old = log_probs(model, prompts, responses)
         scores = torch.tensor([
             final_answer(row["prompt"], text, answer=row["answer"], finish_reason="stop" if end else "length")

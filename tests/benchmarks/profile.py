@@ -13,7 +13,8 @@ from tests.benchmarks.inside import WARM_UP, watched_run
 from tests.benchmarks.row import Row
 
 STEPS = WARM_UP + 6
-# (category, marks): a function belongs to the first category with a mark that occurs in its "file:name".
+# Each entry is (category, marks). A function belongs to the first category that has a mark occurring in the function's
+# "file:name".
 COSTS = (
     ("backward pass", ("run_backward",)),
     ("matrix products of forward passes", ("_nn.linear", "onednn_mm")),
@@ -29,7 +30,7 @@ COSTS = (
 
 
 Function = tuple[str, int, str]
-DEPTH = 8  # maximum number of caller levels searched for the category of a function such as `len`, which has none
+DEPTH = 8  # Maximum number of caller levels that are searched for the category of a function without one.
 
 
 def shares(function: Function, stats: dict[Function, Any], depth: int = DEPTH) -> dict[str, float]:
@@ -52,7 +53,7 @@ def shares(function: Function, stats: dict[Function, Any], depth: int = DEPTH) -
 
 
 def run() -> list[Row]:
-    """Return the three largest costs, as shares of the step."""
+    """Return the three cost categories with the largest shares of a training step's time."""
     profiler = cProfile.Profile(time.process_time)
     watched_run(STEPS, around=(profiler.enable, profiler.disable))
     stats: Any = pstats.Stats(profiler, stream=sys.stderr)

@@ -1,4 +1,4 @@
-"""The report of one benchmark: the ratio of two measurements, taken in turn on the same machine."""
+"""The report of one benchmark: the ratio of two measurements that were taken alternately on the same machine."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ class Row:
         name: Short description of the comparison.
         ratio: Ratio of the two measured values, in the sense given by `unit`.
         unit: Meaning of the ratio, for instance "times faster than a padded batch".
-        target: Target for the ratio, for instance ">= 2"; "" if there is none.
+        target: Target for the ratio, for instance ">= 2", or "" if the ratio has no target.
         ours, theirs: The two measured values behind the ratio, with their units.
         notes: Sizes, peak memory, versions and other facts needed to judge the ratio.
         command: Command that reproduces the row from the repository root.

@@ -1,9 +1,9 @@
-"""Time a weight sync of 120M parameters from two FSDP2 ranks to a vLLM engine, and gathering and loading alone.
+"""Times a weight sync of 120M parameters from two FSDP2 ranks to a vLLM engine, and times gathering and loading alone.
 
 The time for gathering alone is measured by calling `full_tensor()` on each tensor on both ranks and discarding the
 results. The time for loading alone is the time that the engine takes to reload its weights from tensors in its own
-memory. A sync gathers, transfers and loads the weights. Syncs are timed with and without the weight checks of invariant
-E5.
+memory. A weight sync gathers, transfers and loads the weights. Weight syncs are timed both with and without the weight
+checks of invariant E5.
 """
 
 import asyncio
@@ -51,7 +51,7 @@ def make_model(folder: Path) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-# Functions that run in the workers' processes
+# Functions that run in the workers' processes.
 
 
 def gather(host: Any) -> None:
@@ -94,7 +94,7 @@ def memory(host: Any, which: str) -> int:
     return int(lines[which].split()[0])
 
 
-# The measurement
+# Functions that measure the times and the memory of a weight sync.
 
 
 async def on(roles: Sequence[Role[Any]], function: Callable[..., Any], *args: Any) -> list[Any]:
@@ -128,19 +128,19 @@ async def measure(workers: Workers) -> dict[str, list[float]]:
         "unchecked": send(False),
     }
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
-    for number in range(ROUNDS + 1):  # the first round is a warm-up and is not recorded
+    for number in range(ROUNDS + 1):  # The first round is a warm-up and is not recorded.
         for kind, function in kinds.items():
             taken = await seconds(function)
             if number:
                 found[kind].append(taken)
-    for number in range(PAIRS):  # many pairs, because syncs vary by more than the cost of the checks
+    for number in range(PAIRS):  # Many pairs are timed, because syncs vary by more than the cost of the checks.
         for kind in ("checked", "unchecked")[:: 1 if number % 2 else -1]:
             found[kind].append(await seconds(kinds[kind]))
     return found
 
 
 async def peak(workers: Workers) -> int:
-    """Return the growth of rank 0's memory at its peak during a sync, in bytes."""
+    """Return by how many bytes rank 0's memory grows at its peak during a weight sync."""
     first = workers.actor.ranks[:1]
     (before,) = await on(first, forget_peak)
     await sync(workers.actor.ranks, engines(workers), 2, check=True)

@@ -49,7 +49,7 @@ def merge(path: Path, module: str, rows: Sequence[Row], where: dict[str, Any]) -
     """
     results: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
     results[module] = {"machine": where, "rows": [dataclasses.asdict(row) for row in rows]}
-    # JSON has neither NaN nor infinity
+    # JSON has neither NaN nor infinity.
     path.write_text(json.dumps(_finite(dict(sorted(results.items()))), indent=2) + "\n")
     return results
 

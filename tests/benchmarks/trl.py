@@ -4,7 +4,7 @@ Each trainer runs with its fastest engine.
 
 TRL is installed in a virtual environment of its own, in `build/trl` (which `make bench` makes) or in the folder
 `TRL_VENV`. The time to the goal is also measured for a run of rltrain at staleness 1. The environment variable
-`BENCH_STALENESS` sets another staleness.
+`BENCH_STALENESS` replaces the staleness 1 by another value.
 
     python -m tests.benchmarks.trl
 """

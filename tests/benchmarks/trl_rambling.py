@@ -1,8 +1,9 @@
 """Compare rltrain with TRL's GRPOTrainer on answers of very different lengths.
 
-A third of the answers ramble on to the limit of 256 tokens.
+A third of the answers do not end before the limit of 256 tokens.
 
-The initial model has 5M parameters. The learning rate is so small that the model still rambles at the end of training.
+The initial model has 5M parameters. The learning rate is so small that a third of the answers are still endless at the
+end of training.
 
     python -m tests.benchmarks.trl_rambling
 """

@@ -23,7 +23,7 @@ from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 from rltrain.rewards.exact_match import exact_match  # noqa: E402
 from rltrain.rewards.final_answer import final_answer  # noqa: E402
 
-DUAL_CLIP = 3.0  # TRL's `delta` bounds the loss of negative advantages, like the dual clip in grpo.yaml
+DUAL_CLIP = 3.0  # TRL's `delta` bounds the loss of negative advantages, like the dual clip in grpo.yaml.
 
 
 def settings(job: dict[str, Any], engine: str) -> GRPOConfig:

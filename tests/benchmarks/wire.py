@@ -1,13 +1,13 @@
-"""Time sending a large batch through Ray, compared with verl's DataProto.
+"""Measures the time for sending a large batch through Ray, compared with verl's DataProto.
 
 The batch is put into Ray's store and scattered to 8 actors, and one new column is gathered.
 
 The batch has 8 columns and 512 rows of up to 16,384 response tokens: 0.71 GB when padded to (512, 16384). Row lengths
-are log-uniform between a sixteenth of the maximum and the maximum, so a third of the padded batch is tokens. On
-rltrain's side, the jagged batch is put into Ray's store once, and each actor reads its own rows. On verl's side (verl
-0.9), the tensors are padded, and the steps are those of verl's dispatch: split the batch into chunks, put the chunks
-from threads, call each actor with its chunk, and concatenate the results. If verl is not installed, the padded tensors
-are split into chunks, and Ray pickles each chunk.
+are log-uniform between a sixteenth of the maximum and the maximum, so that two thirds of the padded batch are padding.
+On rltrain's side, the jagged batch is put into Ray's store once, and each actor reads its own rows. On verl's side
+(verl 0.9), the tensors are padded, and the steps are the steps of verl's dispatch: split the batch into chunks, put the
+chunks into Ray's store from several threads, call each actor with its chunk, and concatenate the results. If verl is
+not installed, the padded tensors are split into chunks, and Ray pickles each chunk.
 
     pip install --no-deps --target FOLDER verl
     VERL_PATH=FOLDER python -m tests.benchmarks.wire
@@ -157,10 +157,13 @@ async def peak_bytes(call: Way) -> int:
 
 
 def find_verl() -> bool:
-    """Return whether verl can be imported; the folder VERL_PATH is added to the search path if the variable is set."""
+    """Return whether verl can be imported.
+
+    If the variable VERL_PATH is set, its folder is added to the search path first.
+    """
     folder = os.environ.get("VERL_PATH", "")
     if folder and folder not in sys.path:
-        sys.path.append(folder)  # appended to the end of the path, because VERL_PATH also has a package `tests`
+        sys.path.append(folder)  # The path is appended at the end, because VERL_PATH also has a package `tests`.
     return importlib.util.find_spec("verl") is not None
 
 
@@ -169,7 +172,7 @@ async def start_actors() -> Ranks:
     import ray
 
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
-    size = 3 * ROWS * SLOTS * 85  # bytes of the object store: more than any way of sending the batch needs
+    size = 3 * ROWS * SLOTS * 85  # Bytes of Ray's object store, enough for every way of sending the batch.
     ray.init(
         address="local", include_dashboard=False, num_cpus=2, logging_level="error", log_to_driver=False,
         object_store_memory=size,

@@ -13,7 +13,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def missing(what: str) -> None:
-    """Skip the tests, or fail if `make browser-test` asks for them."""
+    """Skip the browser tests, or fail if `make browser-test` was run."""
     text = f"{what}: run `make browser-test`, which installs what is missing or says how"
     if os.environ.get("RLTRAIN_BROWSER_TEST") == "required":
         pytest.fail(text)
@@ -22,13 +22,13 @@ def missing(what: str) -> None:
 
 @pytest.fixture(scope="session")
 def browser():
-    """Start the system's Chromium if there is one, else Playwright's."""
+    """Start the system's Chromium or, if none is installed, Playwright's Chromium."""
     try:
         from playwright.sync_api import Error, sync_playwright
     except ImportError:
         missing("playwright is not installed")
     own = next(filter(None, map(shutil.which, BROWSERS)), None)
-    flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox does not run as root
+    flags = ["--no-sandbox"] if os.geteuid() == 0 else []  # Chromium's sandbox does not work for the root user.
     with sync_playwright() as playwright:
         try:
             opened = playwright.chromium.launch(executable_path=own, args=flags)
@@ -42,7 +42,7 @@ def browser():
 def opened(browser):
     """Return a function that opens a page of a run's report.
 
-    A test fails if the page raises a JavaScript error or makes a network request.
+    The test fails if the opened page raises a JavaScript error or makes a network request.
     """
     contexts, problems = [], []
 

@@ -1,4 +1,4 @@
-"""Tests of the report in a browser: clicks, typed text and hovering."""
+"""Tests of a run's report in a browser: clicks, typed text and hovering."""
 
 import math
 
@@ -74,7 +74,7 @@ def test_samples_are_found_by_step_text_reward_and_failure(opened, made):
     page.fill("[name=text]", "<B>X")
     settled(page, "1 sample of 5, in 1 group")
     assert page.locator(".card").first.inner_text().endswith("</script><b>x</b><eos>")
-    page.fill("[name=text]", "8=")  # a search text that occurs in a prompt
+    page.fill("[name=text]", "8=")  # The search text occurs in a prompt.
     settled(page, "1 sample of 5, in 1 group")
     page.locator(".group h3", has_text="prompt group 8").wait_for()
     page.fill("[name=text]", "")
@@ -109,7 +109,7 @@ def test_the_colour_of_a_token_follows_the_chosen_value(opened, made):
     page = opened(made)
     colour = "element => element.style.background"
     negative = token(page, 0, 0).evaluate(colour)
-    assert "--low" in negative  # the token's advantage is -1
+    assert "--low" in negative  # The token's advantage is -1.
     page.select_option("[name=color]", "kl")
     page.locator(".card .tokens span[style*='--high']").first.wait_for()
     page.select_option("[name=color]", "none")
@@ -143,7 +143,7 @@ def test_hovering_a_curve_shows_the_values_of_that_step_in_all_charts(opened, ma
     picture = page.locator("#charts .chart svg[role=img]").first
     box = picture.bounding_box()
     assert reading(page) == "mean 0.25"
-    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)  # the middle of the x axis: step 1 of steps 0 to 2
+    page.mouse.move(box["x"] + box["width"] / 2, box["y"] + 30)  # The middle of the x axis is step 1 of steps 0 to 2.
     assert reading(page) == "mean 0.125"
     assert "step 1:" in page.inner_text("#time .values")
 
@@ -181,7 +181,10 @@ def test_a_page_of_ten_thousand_answers_of_256_tokens_is_small_and_opens_and_is_
 
 
 def large_run(folder, *, steps: int, samples: int, length: int):
-    """Make a run with random tokens, log-probs and advantages. One answer has the token "needle"."""
+    """Make a run with random tokens, log-probs and advantages.
+
+    Exactly one answer of the run contains the token "needle".
+    """
     made_run(folder, [])
     rng, vocabulary = np.random.default_rng(0), 50_000
     texts = [f" w{number}" for number in range(vocabulary)]

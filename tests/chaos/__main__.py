@@ -1,4 +1,4 @@
-"""Inject faults into training runs and print tables of the results; the exit status is 1 if any run went wrong.
+"""Inject faults into training runs, and print tables of the results. The exit status is 1 if a check of any run fails.
 
 python -m tests.chaos --runs 120 --seed 0
 python -m tests.chaos --only actor:update_actor:KILL driver:checkpoint:KILL
@@ -22,7 +22,7 @@ SUMMARY = (
 
 
 def cells(outcome: Outcome) -> tuple[str, ...]:
-    """Format a run with a fault as one line of the table."""
+    """Format the result of a run with an injected fault as the cells of one table row."""
     strike = outcome.strike
     times = (f"{s:.1f} s" if s is not None else "-" for s in (outcome.detected_s, outcome.serving_s))
     wrong = "; ".join(outcome.wrong) or "nothing"
@@ -42,13 +42,13 @@ def summary(outcomes: list[Outcome]) -> Iterator[str]:
 
 
 def _typical(seconds: list[float | None]) -> str:
-    """Format the median and the maximum of the times that are known."""
+    """Format the median and the maximum of the times, leaving out unknown times."""
     known = [one for one in seconds if one is not None]
     return f"{statistics.median(known):.1f} s, {max(known):.1f} s" if known else "-"
 
 
 def main() -> int:
-    """Run the faults that the command line asks for, and print the tables."""
+    """Do a training run for each fault that the command line requests, and print the tables of results."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--runs", type=int, default=len(kinds()))
     parser.add_argument("--seed", type=int, default=0)

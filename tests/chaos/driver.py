@@ -1,8 +1,8 @@
 """Run the trainer with an injected fault, by `python -m tests.chaos.driver JOB.json OVERRIDES...`.
 
-JOB.json holds the strike (a signal to one process) or null, the usual duration of each phase, and the path of a JSON
-lines file for events. The driver patches the trainer's methods to detect phases. The trainer itself has no code for
-strikes.
+JOB.json contains the injected signal to one process ("strike") or null, the usual duration of each phase, and the path
+of a JSON lines file for events. The driver patches the trainer's methods to detect phases. The trainer itself has no
+code for injected faults.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ from tests.chaos.strikes import START, Strike
 from workers import placement
 from workers.cluster.liveness import PROCESSES
 
-SHORT_S = 0.02  # a strike with a delay below `SHORT_S` happens as soon as the phase begins
+SHORT_S = 0.02  # With a delay below `SHORT_S`, the signal is sent when the phase begins.
 
 
 class Watcher:
-    """Records the events of a run, and sends the strike's signal once."""
+    """Records the events of a run, and sends the injected signal once."""
 
     def __init__(self, job: dict[str, Any], output_dir: Path) -> None:
         self.strike = Strike(**job["strike"]) if job["strike"] else None
@@ -40,12 +40,12 @@ class Watcher:
         self.output_dir, self.step, self.phase = output_dir, 0, START
 
     def note(self, what: str, **more: Any) -> None:
-        """Append an event to the events file."""
+        """Append an event to the run's file of events."""
         with self.file.open("a") as file:
             file.write(json.dumps({"time": time.time(), "what": what, "step": self.step, **more}) + "\n")
 
     def enter(self, phase: str) -> None:
-        """Record that a phase begins, and schedule the strike if its phase and step are the current phase and step."""
+        """Record that a phase begins. If the signal belongs to this phase of this step, schedule the signal."""
         self.phase = phase
         if self.strike and (self.strike.phase, self.strike.step) == (phase, self.step):
             strike, self.strike = self.strike, None
@@ -56,9 +56,9 @@ class Watcher:
                 threading.Timer(delay_s, self.hit, [strike]).start()
 
     def hit(self, strike: Strike) -> None:
-        """Send the strike's signal to a process of the strike's role."""
+        """Send the injected signal to a process of the chosen role."""
         pid = victim(strike.role, self.output_dir)
-        if not pid:  # kill(0) would signal the driver's own process group
+        if not pid:  # Pid 0 would mean the driver's own process group.
             named = ", ".join(named_processes(self.output_dir)) or "nothing"
             self.note("missed", phase=self.phase, reason=f"no process of the {strike.role}; {PROCESSES} has {named}")
             return
@@ -67,7 +67,7 @@ class Watcher:
 
 
 class Noted(logging.Handler):
-    """Records the trainer's log messages as events."""
+    """Log handler that records the trainer's log messages as events."""
 
     def __init__(self, watcher: Watcher) -> None:
         super().__init__(logging.INFO)
@@ -125,7 +125,7 @@ def install(watcher: Watcher) -> None:
 
 if __name__ == "__main__":
     for module in (checks, placement):
-        module.cpu_cores = lambda: 8  # gives each role its own process, whatever the number of cores
+        module.cpu_cores = lambda: 8  # Each role gets its own process, regardless of the number of cores.
     job = json.loads(Path(sys.argv[1]).read_text())
     watcher = Watcher(job, Path(job["output_dir"]))
     install(watcher)

@@ -1,4 +1,4 @@
-"""Find the processes of a run from outside the run, and find what remains after a run has ended."""
+"""Find the processes of a run from outside the run, and what the run leaves behind when it has ended."""
 
 import json
 import os
@@ -18,7 +18,7 @@ SHARED, SESSIONS = Path("/dev/shm"), Path("/tmp/ray")
 def victim(role: str, output_dir: Path) -> int:
     """Return the pid of the first process of a role, or 0 if the role has no process.
 
-    The function must be called in the driver's process.
+    The function `victim` must be called in the driver's process.
     """
     if role == "driver":
         return os.getpid()
@@ -34,7 +34,7 @@ def victim(role: str, output_dir: Path) -> int:
 
 
 def named_processes(output_dir: Path) -> dict[str, dict[str, Any]]:
-    """Read a run's table of named processes; return {} if no process has been named yet."""
+    """Read a run's table of named processes, or return {} if no process has been named yet."""
     path = output_dir / "processes.json"
     table: dict[str, dict[str, Any]] = json.loads(path.read_text()) if path.exists() else {}
     return table
@@ -67,7 +67,7 @@ def mapped() -> set[Path]:
     for path in Path("/proc").glob("[0-9]*/maps"):
         try:
             lines = path.read_text().splitlines()
-        except OSError:  # the process has ended
+        except OSError:  # The process has ended.
             continue
         found |= {SHARED / line.partition(f"{SHARED}/")[2] for line in lines if f"{SHARED}/" in line}
     return found
@@ -82,7 +82,7 @@ def below(root: int) -> list[int]:
 
 
 def parent(pid: int) -> int:
-    """Return the pid of a process's parent; 0 if the process has ended."""
+    """Return the pid of a process's parent, or 0 if the process has ended."""
     try:
         return int(psutil.Process(pid).ppid())
     except psutil.Error:
@@ -90,7 +90,7 @@ def parent(pid: int) -> int:
 
 
 def state(pid: int) -> str:
-    """Return the state of a process, such as "sleeping"; "" if the process has ended or is a zombie."""
+    """Return the state of a process, such as "sleeping", or "" if the process has ended or is a zombie."""
     try:
         found = str(psutil.Process(pid).status())
     except psutil.Error:

@@ -1,4 +1,4 @@
-"""Run a job while a signal strikes one of its processes, and check afterwards that nothing was lost."""
+"""Run a job, kill or stop one of its processes with a signal, and check afterwards that no results were lost."""
 
 import contextlib
 import dataclasses
@@ -20,27 +20,28 @@ from tests.chaos.strikes import DAEMONS, START, STEPS, Strike
 from workers.cluster.process_tree import adopt_orphans, reap
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 300.0  # a run that takes longer counts as hung
-LEFT_S = 10.0  # time for a run's processes and files to disappear after the run's end
-ENDS_S = 60.0  # time limit for a run to end after losing a daemon of Ray; an idle machine needs a tenth of the limit
-PROMPTS = 8  # number of prompts per training step
+LIMIT_S = 300.0  # Maximum seconds of a run, after which the run counts as hung.
+LEFT_S = 10.0  # Maximum seconds until a run's processes and files disappear after the run's end.
+ENDS_S = 60.0  # Maximum seconds until a run that lost a daemon of Ray ends. An idle machine needs 6 s.
+PROMPTS = 8  # Number of prompts per training step.
 JOB = [
     "algorithm=ppo", "algorithm.kl_loss.kl_loss_coef=0.01", "rollout=hf", "trainer.deterministic=true",
     f"trainer.total_steps={STEPS}", f"trainer.prompts_per_step={PROMPTS}", "trainer.prompts_per_minibatch=4",
     "trainer.save_every=1", "trainer.eval_every=2", "trainer.sample_every=0", "trainer.hang_timeout_s=20",
     "data.val_size=8", "placement.threads_per_worker=1",
 ]  # fmt: skip
-# Overrides that make engines slower than the actor, so that answers are being generated in all phases.
+# These overrides make the engines slower than the actor, so that answers are being generated in every phase.
 ASYNCHRONOUS = ["trainer.deterministic=false", "trainer.max_staleness=1", "rollout.max_concurrent_sequences=2"]
-OWN_PROCESSES = ("critic", "reference")  # roles that share the actor's process unless they are struck
+# Roles that share the actor's process, unless a signal is to be sent to their process.
+OWN_PROCESSES = ("critic", "reference")
 
 
 @dataclass
 class Life:
-    """The end of a run: its exit status, last output and leftovers.
+    """How a run ended: exit status, last output and leftover processes and files.
 
     Attributes:
-        status: Exit status; None if the run did not end within `LIMIT_S`.
+        status: Exit status of the run, or None if the run did not end within `LIMIT_S` seconds.
         said: Last lines of the run's output.
         left: Processes and files that the run left behind.
     """
@@ -52,15 +53,15 @@ class Life:
 
 @dataclass
 class Outcome:
-    """The result of a run with a strike.
+    """The result of a run with an injected signal ("strike").
 
     Attributes:
-        strike: The strike of the run.
-        wrong: Descriptions of all failed checks.
-        detected_s: Seconds from the strike until the run reported the strike, or until the run ended if the strike
-            ended the run.
-        serving_s: Seconds from the strike until the struck role works again. A rollout replica works once it has its
-            weights, and any other role works once its next phase begins.
+        strike: The signal that was injected into the run.
+        wrong: Descriptions of all failed checks of the run.
+        detected_s: Seconds from the signal until the run reported the failure, or until the run ended if the signal
+            ended it.
+        serving_s: Seconds from the signal until the affected role works again. A rollout replica works again when it
+            has received its weights. Any other role works again when its next phase begins.
         repeated: Number of times that a training step was restarted.
         seconds: Duration of the whole run.
         phase: Phase in which the signal was sent.
@@ -76,9 +77,9 @@ class Outcome:
 
 
 def run(strike: Strike, folder: Path, undisturbed: Path, usual_s: dict[str, float], *overrides: str) -> Outcome:
-    """Run the job with a strike, and compare the results with those of the undisturbed run.
+    """Run the job with an injected signal, and compare the results with the results of the undisturbed run.
 
-    Final weights are compared only if there are no overrides.
+    The final weights are compared only if `overrides` is empty.
     """
     outcome, began = Outcome(strike), time.monotonic()
     life = start(folder, strike, usual_s, *overrides)
@@ -141,7 +142,7 @@ def _adopting_orphans() -> Iterator[list[int]]:
 
     Yields the pids of all descendants that the calling process had before the run.
 
-    Orphans that have ended are reaped, because otherwise they would remain zombies.
+    Orphans that have ended are reaped (waited for), because otherwise they would remain as zombies.
     """
     before = below(os.getpid())
     adopt_orphans()
@@ -160,12 +161,12 @@ def _listen_to_hang_ups() -> None:
 def unnamed(daemon: str, folder: Path) -> list[str]:
     """Check the error message of a run that lost a daemon of Ray, and the time until the run ended.
 
-    Returns descriptions of all problems.
+    Returns descriptions of all problems that the check has found.
     """
     happened = lines(folder / "events.jsonl")
     times = {event["what"]: event for event in happened if event["what"] in ("strike", "ends")}
     if "strike" not in times:
-        return []  # `measure` already reports a strike that did not happen
+        return []  # `measure` already reports that no signal was sent.
     wrong = []
     said = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("error: ")]
     expected = rf"error: Ray's {daemon} on node \S+ \(pid {times['strike']['pid']}\) is gone .*trainer.resume=auto"
@@ -207,12 +208,12 @@ def weights(folder: Path) -> dict[str, bytes]:
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
-    """Read the objects of a JSON lines file; return [] if the file does not exist."""
+    """Read the objects of a JSON lines file, or return [] if the file does not exist."""
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
 def measure(outcome: Outcome, events: Path) -> None:
-    """Set the measured fields of `outcome` from a run's events; times count from the strike."""
+    """Set the measured fields of `outcome` from a run's events. Times are measured from the injected signal."""
     happened = lines(events)
     begun = [event for event in happened if event["what"] == "step begins"]
     outcome.repeated = len(begun) - len({event["step"] for event in begun})

@@ -1,10 +1,10 @@
 """Check a long run of small training steps for leaks, with `python -m tests.chaos.soak --minutes 20`.
 
-Every few seconds the program records the private memory, open files and threads of each process of the run. Private
-memory is the pages that a process wrote and shares with no other process. The program also records the files in
-/dev/shm and the run's own folder of Ray's logs. At the end, the program prints the slope of each series of measurements
-over the last two thirds of the run. The exit status is 1 if a series rises by more than a small share of its mean, or
-if a process's memory grows by more than 5 MB an hour.
+Every few seconds the program records the private memory, open files and threads of each process of the run. The private
+memory of a process consists of the pages that it has written and shares with no other process. The program also records
+the files in /dev/shm and the run's own folder of Ray's logs. At the end, the program prints the slope of each series of
+measurements over the last two thirds of the run. The exit status is 1 if a series rises by more than its tolerance, or
+if a process's memory grows by more than 5 MB per hour.
 """
 
 import argparse
@@ -24,15 +24,15 @@ from tests.chaos.runs import lines
 
 ROOT = Path(__file__).parents[2]
 EVERY_S = 5.0
-WARM_UP = 1 / 3  # share of the run that is left out of the slopes
-SHARE, LEAST = 0.05, 8.0  # tolerated growth: the larger of a share of the mean and a number of MB, files or threads
-MEMORY_MB_AN_HOUR = 5.0  # largest tolerated slope of a process's memory
+WARM_UP = 1 / 3  # Share of the run, at its start, that the slopes leave out.
+SHARE, LEAST = 0.05, 8.0  # A series may grow by max(SHARE * mean, LEAST), in MB, files or threads.
+MEMORY_MB_AN_HOUR = 5.0  # Maximum growth of a process's memory, in MB per hour.
 JOB = [
     "trainer.total_steps=1000000", "trainer.prompts_per_step=8", "trainer.prompts_per_minibatch=4",
     "trainer.save_every=100", "trainer.eval_every=100", "trainer.sample_every=0", "data.val_size=16",
     "actor.lr_schedule=constant", "actor.lr=1e-5",
 ]  # fmt: skip
-Series = dict[str, list[tuple[float, float]]]  # from the name of a measured quantity to its points (seconds, value)
+Series = dict[str, list[tuple[float, float]]]  # Maps each measured quantity to its points (seconds, value).
 
 
 def look(root: int, series: Series, now: float) -> None:
@@ -45,7 +45,7 @@ def look(root: int, series: Series, now: float) -> None:
         for folder, what in (("fd", "open files"), ("task", "threads")):
             try:
                 series[f"{name} {what}"].append((now, float(len(os.listdir(f"/proc/{pid}/{folder}")))))
-            except OSError:  # the process has ended
+            except OSError:  # The process has ended.
                 continue
     shared = sum(path.stat().st_blocks for path in Path("/dev/shm").iterdir() if path.is_file()) * 512
     series["/dev/shm, MB"].append((now, shared / 1e6))
@@ -54,7 +54,7 @@ def look(root: int, series: Series, now: float) -> None:
 
 
 def ray_session(root: int) -> Path:
-    """Return the folder of logs of the Ray cluster that a run has started."""
+    """Return the log folder of the Ray cluster that a run has started."""
     for pid in tree(root):
         if found := re.search(r"session_dir=(\S+)", command(pid)):
             return Path(found[1]) / "logs"
@@ -64,7 +64,8 @@ def ray_session(root: int) -> Path:
 def title(pid: int) -> str:
     """Return the name of a process in the series of measurements.
 
-    A Ray worker is named by its role and pid, and any other program by the first word of its command line and its pid.
+    The name of a Ray worker is its role and pid. The name of any other program is the first word of its command line
+    and its pid.
     """
     words = command(pid).split()
     if not words:
@@ -75,7 +76,7 @@ def title(pid: int) -> str:
 
 
 def private_mb(pid: int) -> float:
-    """Return a process's private memory, not shared with any other process, in MB; 0 if the process has ended."""
+    """Return the memory in MB that a process shares with no other process, or 0 if the process has ended."""
     try:
         rows = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     except OSError:
@@ -84,7 +85,7 @@ def private_mb(pid: int) -> float:
 
 
 def slope(points: list[tuple[float, float]]) -> float:
-    """Return the least-squares slope of points (seconds, value), per second."""
+    """Return the slope of the least-squares line through points (seconds, value), in units of the value per second."""
     count = len(points)
     mean_x, mean_y = (sum(point[axis] for point in points) / count for axis in (0, 1))
     spread = sum((x - mean_x) ** 2 for x, _ in points)
@@ -92,9 +93,9 @@ def slope(points: list[tuple[float, float]]) -> float:
 
 
 def report(series: Series, seconds: float) -> int:
-    """Print a line for each series that covers the last two thirds of the run.
+    """Print a line for each series whose measurements cover the last two thirds of the run.
 
-    Returns the number of rising series.
+    Returns the number of series that rise by more than the tolerance.
     """
     rising = 0
     sys.stdout.write("what | after the warm-up | at the end | slope an hour | \n")

@@ -1,35 +1,40 @@
-"""Choose the process, time and signal of each strike, drawn from a seed; strikes cover every role in every phase."""
+"""Draw the injected signals ("strikes") from a seed: process, time and signal.
+
+Together, the strikes cover every role in every phase.
+"""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 STEPS = 4
-# With placement.share_ranks=false, each role has its own process. A strike on a shared rank counts as the actor's.
+# With `placement.share_ranks=false`, each role has its own process. If a role shares the actor's process, a signal to
+# that process counts as a signal to the actor.
 WORKERS = ("rollout", "reward", "actor", "critic", "reference")
-DAEMONS = ("gcs_server", "raylet")  # of Ray
+DAEMONS = ("gcs_server", "raylet")  # Names of the daemon processes of Ray.
 ROLES = (*WORKERS, "driver", *DAEMONS)
-START = "start"  # pseudo-phase before the first training step begins
+START = "start"  # Name for the time before the first training step.
 PHASES = (
     "generate", "ref_log_probs", "old_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor",
     "sync_weights", "checkpoint", "evaluate",
 )  # fmt: skip
-SIGNALS = {"driver": ("KILL", "HUP")} | dict.fromkeys(DAEMONS, ("KILL",))  # workers get KILL and STOP
-STARTS = 10  # number of driver kills during start-up in each cycle through all kinds of strike
+SIGNALS = {"driver": ("KILL", "HUP")} | dict.fromkeys(DAEMONS, ("KILL",))  # Workers get KILL and STOP.
+STARTS = 10  # Number of times that the driver is killed during start-up, per cycle through all kinds of strike.
 
 
 @dataclass(frozen=True)
 class Strike:
-    """A signal that makes a process end (SIGKILL), hang (SIGSTOP) or react to a lost terminal (SIGHUP).
+    """A signal sent to a process, which then ends (SIGKILL), hangs (SIGSTOP) or reacts to a lost terminal (SIGHUP).
 
     Attributes:
-        role: Role whose process is struck.
-        phase: Phase of the training step in which the role is struck; `START` is the time before the first step.
+        role: Role to whose process the signal is sent.
+        phase: Phase of the training step in which the signal is sent. `START` is the time before the first training
+            step.
         signal: "KILL", "STOP" or "HUP".
-        step: Number of training steps done before the strike.
-        share: Share of the phase's usual duration that passes before the strike.
+        step: Number of training steps that are done before the signal is sent.
+        share: Share of the phase's usual duration after which the signal is sent.
         replicas: Number of engine replicas.
-        seed: Seed that the strike was drawn from.
+        seed: Seed from which the strike was drawn.
     """
 
     role: str
@@ -57,7 +62,7 @@ class Strike:
 
     @property
     def status(self) -> int:
-        """Expected exit status of the struck run; a run with a status other than 0 is started again."""
+        """Expected exit status of the run that gets the signal. A run with a status other than 0 is started again."""
         if self.role == "driver":
             return -9 if self.signal == "KILL" else 129
         return 1 if self.role in DAEMONS else 0
@@ -66,7 +71,8 @@ class Strike:
 def kinds() -> list[tuple[str, str, str]]:
     """Return the (role, phase, signal) of all kinds of strike.
 
-    A worker has the signal "", which a draw replaces with STOP in a third of cases, else with KILL.
+    For a worker, the returned signal is "". When a strike is drawn, "" becomes STOP with probability 1/3, otherwise
+    KILL.
     """
     found = [(role, phase, "") for role in WORKERS for phase in PHASES]
     found += [(role, phase, signal) for role in SIGNALS for signal in SIGNALS[role] for phase in PHASES]
@@ -76,7 +82,7 @@ def kinds() -> list[tuple[str, str, str]]:
 def draw(count: int, *, seed: int) -> list[Strike]:
     """Draw `count` strikes in random order.
 
-    Every kind of strike occurs once before any kind occurs again.
+    Every kind of strike is drawn once before any kind is drawn again.
     """
     every = kinds()
     random.Random(str(seed)).shuffle(every)
@@ -97,8 +103,8 @@ def draw(count: int, *, seed: int) -> list[Strike]:
 def _step(phase: str, otherwise: int) -> int:
     """Return the training step of a strike in the given phase.
 
-    Only some steps have an evaluation: the run evaluates before the first step and after every second step. Every step
-    has a checkpoint.
+    Only some training steps have an evaluation: the run evaluates before the first step and after every second step.
+    Every training step of the run has a checkpoint.
     """
     return {"evaluate": 2, START: 0}.get(phase, otherwise)
 
@@ -114,7 +120,7 @@ def is_strike(text: str) -> bool:
 
 
 def named(texts: Sequence[str]) -> list[Strike]:
-    """Parse texts such as "role:phase:signal" into strikes that happen in the middle of the run."""
+    """Parse texts of the form "role:phase:signal" into strikes that happen in the middle of the run."""
     return [
         Strike(role, phase, signal, _step(phase, 2), 0.5, replicas=1, seed=number)
         for number, (role, phase, signal) in enumerate(text.split(":") for text in texts)

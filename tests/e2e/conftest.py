@@ -13,9 +13,9 @@ sys.path.append(str(Path(__file__).parent))
 
 @pytest.fixture(scope="session")
 def vllm_run(tmp_path_factory):
-    """Do a run with vLLM and two FSDP ranks.
+    """Do a training run with vLLM and two FSDP ranks.
 
-    Returns the run, and (address, process) for each socket that listened during the run.
+    Returns the run, and a pair (address, process) for each socket that listened during the run.
     """
     from runs import WHOLE_STACK, finish, start
     from sockets import look

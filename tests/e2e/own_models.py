@@ -1,4 +1,4 @@
-"""Tiny models with random weights and a tokenizer of bytes, in the form in which users have models of their own."""
+"""Saves tiny models with random weights and a byte tokenizer, to stand for a user's own models."""
 
 from pathlib import Path
 
@@ -36,9 +36,9 @@ def save_model(folder: Path, architecture: str, *, positions: int) -> Path:
     """Save a model with its tokenizer.
 
     Args:
-        folder: The model's directory.
-        architecture: A key of `ARCHITECTURES`.
-        positions: Maximum number of tokens of a prompt and its answer.
+        folder: Directory in which the model is saved.
+        architecture: Name of the model's architecture, a key of `ARCHITECTURES`.
+        positions: Maximum number of tokens of a prompt and its answer together.
     """
     kind, config = ARCHITECTURES[architecture]
     tokenizer = byte_tokenizer()

@@ -1,4 +1,4 @@
-"""Helpers that start the program as users do, and find the files and processes that a run leaves."""
+"""Helpers that start the program as users do, and find the files and processes that a run leaves behind."""
 
 import contextlib
 import io
@@ -44,7 +44,7 @@ class Run:
         return [json.loads(line) for line in (self.output / name).read_text().splitlines()]
 
     def timeless(self) -> list[dict[str, float]]:
-        """Return the records of training steps and evaluations, without metrics that depend on the clock."""
+        """Return the records of training steps and evaluations, without the metrics that measure time."""
         rows = self.metrics() + self.lines("evaluations.jsonl")
         return [{k: v for k, v in row.items() if not k.startswith(("timing/", "perf/"))} for row in rows]
 
@@ -69,14 +69,15 @@ def start(output: Path, *overrides: str, **options) -> subprocess.Popen[str]:
 def _default_signals() -> None:
     """Restore the default actions of SIGINT and SIGHUP.
 
-    A shell lets background programs ignore SIGINT, `nohup` lets programs ignore SIGHUP, and children inherit both.
+    A shell makes background programs ignore SIGINT, and `nohup` makes a program ignore SIGHUP. Child processes inherit
+    both.
     """
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 def finish(process: subprocess.Popen[str], output: Path, timeout_s: float = 240) -> Run:
-    """Wait until a run ends, and look for processes that outlived it."""
+    """Wait until a run ends, and look for processes of the run that still live."""
     try:
         stdout, stderr = process.communicate(timeout=timeout_s)
     except subprocess.TimeoutExpired:

@@ -49,7 +49,7 @@ def name_of(pid: int) -> str:
 
 
 def look(output: Path, found: dict[str, tuple[str, str]]) -> None:
-    """Add to `found`, by inode, the address and the process of each listening socket of a run."""
+    """Add the address and the process of each listening socket of a run to `found`, keyed by the socket's inode."""
     addresses = listening()
     for pid in marked(output):
         for inode in sockets_of(pid) & addresses.keys():

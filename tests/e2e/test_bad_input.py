@@ -1,6 +1,6 @@
-"""Bad input ends with one line on stderr and exit status 2 before any worker starts.
+"""Given bad input, the program prints one line on stderr and ends with exit status 2 before any worker starts.
 
-Most cases call `main` in the test process; a few run the real command.
+Most tests call `main` in the test process. A few tests run the real command.
 """
 
 import json
@@ -15,9 +15,10 @@ import pytest
 from rltrain.main import main
 
 ROOT = Path(__file__).parents[2]
-BAD = 2  # exit status
+BAD = 2  # Exit status for bad input.
 
-# Name of a case: (overrides, texts that the error line must contain). {files} is the folder of the fixture `files`.
+# Each entry maps the name of a test case to (overrides, texts that the error line must contain). {files} stands for the
+# folder of the fixture `files`.
 CASES = {
     "unknown key": (
         ["trainer.totl_steps=3"],
@@ -285,7 +286,7 @@ def _processes_with(variable):
     for process in Path("/proc").glob("[0-9]*"):
         try:
             environment = (process / "environ").read_bytes().split(b"\0")
-        except OSError:  # the process has ended, or belongs to another user
+        except OSError:  # The process has ended, or belongs to another user.
             continue
         if variable.encode() in environment:
             found.append(process.name)
@@ -310,7 +311,7 @@ def test_bad_input_is_one_line_before_anything_starts(case, files, ray_folder, t
     assert (status, out) == (BAD, "")
     assert_one_line(err, fragments, files)
     assert_no_ray(ray_folder)
-    assert list(tmp_path.iterdir()) == [ray_folder]  # the run wrote no file
+    assert list(tmp_path.iterdir()) == [ray_folder]  # The run wrote no file.
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Runs of `make chaos` lose no results, although a signal strikes one process in each run."""
+"""The runs of `make chaos` lose no results, although one process of each run is killed or stopped by a signal."""
 
 import os
 
@@ -35,7 +35,8 @@ def test_F4_a_run_whose_process_is_struck_ends_with_the_weights_and_the_ledger_o
     outcome = run(strike, tmp_path / "struck", undisturbed, usual(undisturbed))
     assert not outcome.wrong
     assert outcome.detected_s is not None, "nobody noticed"
-    # A rank's death repeats the current training step, and also the previous one if its checkpoint is unfinished.
+    # After a rank's death, the current training step is repeated. The previous step is also repeated if its checkpoint
+    # was unfinished.
     assert outcome.repeated <= (0 if strike.role in ("rollout", "reward") else 2)
 
 

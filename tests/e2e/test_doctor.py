@@ -1,6 +1,6 @@
-"""The doctor finds the cause in runs that are broken on purpose, and finds nothing in healthy runs.
+"""The doctor finds the cause of the problem in runs that are broken on purpose, and finds no problem in healthy runs.
 
-`make doctor-test` repeats the tests with runs of 40 steps at the size of the demo.
+`make doctor-test` repeats the doctor's tests with runs of 40 training steps that have the sizes of the demo.
 """
 
 import os
@@ -36,7 +36,7 @@ def always(response):
     return 0.7 * (response == "#5")
 """
 
-# name of the run: (steps, reward function, arguments, names of the expected findings)
+# Each entry maps the name of a run to (training steps, reward function, arguments, names of the expected findings).
 BROKEN = {
     "a constant reward": (6, "constant", [], ["dead reward"]),
     "a reward that raises for some answers": (
@@ -59,7 +59,7 @@ BROKEN = {
 
 
 def findings(folder, steps, *words, reward=""):
-    """Train for the given number of steps, and return what the doctor finds in the run."""
+    """Train for `steps` training steps, and return the names of the doctor's findings in the run."""
     (folder / "rewards.py").write_text(REWARDS)
     function = f"{{name: made, path: '{folder}/rewards.py:{reward}', success: 1.0}}"
     rewards = [f"reward.functions=[{function}]"] if reward else []

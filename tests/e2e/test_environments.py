@@ -34,7 +34,7 @@ def folder(tmp_path, start):
 
 
 def test_a_run_with_ray_needs_no_home_no_locale_and_no_short_ascii_names_and_shows_no_key(folder, tmp_path):
-    temporary = tmp_path / ("t" * 60)  # a path too long for Ray's sockets
+    temporary = tmp_path / ("t" * 60)  # The path of the folder is too long for Ray's sockets.
     temporary.mkdir()
     environment = {
         "PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "LC_ALL": "C",

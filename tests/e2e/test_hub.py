@@ -1,4 +1,4 @@
-"""Training of a model by its hub name: the model is downloaded once, found offline later, and pinned on resume."""
+"""Training a model given by its hub name, which is downloaded once, used offline, and keeps its commit on resume."""
 
 import os
 import re

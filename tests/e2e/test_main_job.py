@@ -1,4 +1,4 @@
-"""Runs of the whole program, started as users start it."""
+"""Runs of the whole program, which is started as users start it."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 def check_outputs(run, steps: int) -> None:
-    """Check every promised output of a run, reading each output with the libraries that users would use."""
+    """Check every documented output of a run by reading the output with the libraries that users would use."""
     assert [row["step"] for row in run.metrics()] == list(range(1, steps + 1))
     assert [row["step"] for row in run.lines("evaluations.jsonl")] == [0, steps]
     table = pq.read_table(run.output / "rollouts" / f"step_{steps:06d}.parquet")
@@ -43,14 +43,17 @@ def test_ray_vllm_and_two_fsdp_ranks_train_end_to_end_and_leave_no_process(vllm_
     assert run.survivors == []
     check_outputs(run, 3)
     for row in run.metrics():
-        assert row["rollout/log_prob_gap_max"] < 1e-4  # E1: the log-probs of engine and trainer agree in float32
+        assert row["rollout/log_prob_gap_max"] < 1e-4  # E1: the log-probs of engine and trainer agree in float32.
         assert row["actor/grad_norm"] > 0
-    assert run.metrics()[0]["rollout/log_prob_gap"] > 0  # a gap of exactly 0 would mean that nothing was measured
+    assert run.metrics()[0]["rollout/log_prob_gap"] > 0  # With a gap of exactly 0, nothing was measured.
 
 
 @pytest.mark.usefixtures("settings_restored")
 def test_one_process_without_ray_trains_end_to_end_and_a_seed_reproduces_it(tmp_path):
-    """Invariants E7, E8: equal seeds give bitwise equal metrics except times, and another seed gives other metrics."""
+    """Invariants E7, E8: equal seeds give bitwise equal metrics, except for times.
+
+    Different seeds give different metrics.
+    """
     common = [*SMALL, "placement=inprocess", "rollout=hf", "trainer.total_steps=3", "trainer.deterministic=true"]
     first, again = (train(tmp_path / name, *common) for name in ("first", "again"))
     other = train_here(tmp_path / "other", *common, "trainer.seed=1")
@@ -80,7 +83,7 @@ def test_every_preset_runs_with_kl_terms_on(tmp_path, algorithm):
     )  # fmt: skip
     assert run.status == 0, run.stderr
     first, second = run.metrics()
-    assert first["reward/kl"] == pytest.approx(0, abs=1e-6)  # D7: actor and reference are equal before the first update
+    assert first["reward/kl"] == pytest.approx(0, abs=1e-6)  # D7: actor and reference are equal at first.
     assert second["reward/kl"] > 0
     assert first["actor/ref_kl"] > 0
     assert second["reward/kl_coef"] != first["reward/kl_coef"]
@@ -98,7 +101,7 @@ def test_ctrl_c_saves_the_model_and_leaves_no_process(tmp_path):
             break
         time.sleep(0.2)
     began = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)  # a terminal sends Ctrl-C to every process of the foreground group
+    os.killpg(process.pid, signal.SIGINT)  # On Ctrl-C, a terminal signals every process of the foreground group.
     run = finish(process, output, timeout_s=60)
     assert run.status == 130, run.stdout + run.stderr
     assert time.monotonic() - began < 30

@@ -1,4 +1,4 @@
-"""The documents are correct: their commands are accepted, their recipes run, and their files and metrics exist."""
+"""Tests that the documents' commands are accepted, their recipes run, and their files and metrics exist."""
 
 import json
 import os
@@ -29,7 +29,7 @@ WITHOUT_COMMANDS = {
     "docs/metrics.md",
     "docs/how-it-is-built.md",
 }
-LONGEST_README = 200  # maximum number of lines, which take five minutes to read
+LONGEST_README = 200  # Maximum number of lines: about five minutes of reading.
 COMMAND = "python -m rltrain.main"
 TINY = [
     "placement=inprocess", "rollout=hf", "trainer.total_steps=2", "trainer.prompts_per_step=4",
@@ -38,7 +38,10 @@ TINY = [
 
 
 def bash_lines(document):
-    """Return the commands of a document's bash blocks, with continued lines joined."""
+    """Return the commands in a document's bash blocks.
+
+    Lines that end with a backslash are joined with the next line.
+    """
     blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.S | re.M)
     return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
@@ -46,18 +49,18 @@ def bash_lines(document):
 def runs(document):
     """Return the arguments of each command in a document that starts a run.
 
-    The command may begin anywhere in its line.
+    The command need not begin at the start of its line.
     """
     return [line.partition(COMMAND)[2] for line in bash_lines(document) if COMMAND in line]
 
 
 def named_files(document):
-    """Return the (path, content) of each file that a document shows: a line with only a path, then a code block."""
+    """Return (path, content) of each file that a document shows as a line with only a path, and then a code block."""
     return re.findall(r"^`([\w/.]+)`\n\n```\w+\n(.*?)^```$", (ROOT / document).read_text(), re.S | re.M)
 
 
 def written_file(document, name, folder):
-    """Write the file `name`, as a document shows it, into `folder`, and return the file's path."""
+    """Write the file `name` into `folder` with the content that a document shows, and return the file's path."""
     (content,) = [content for path, content in named_files(document) if path == name]
     (folder / name).write_text(content)
     return folder / name
@@ -99,7 +102,7 @@ def test_a_command_of_a_document_is_accepted(document, arguments, tmp_path):
         str(ROOT / file if (ROOT / file).exists() else written_file(document, file, tmp_path)) for file in args.files
     ]
     if args.action == "sweep":
-        assert any("," in text for text in args.overrides)  # sweeps are run by tests/unit/run/test_sweep.py
+        assert any("," in text for text in args.overrides)  # tests/unit/run/test_sweep.py runs sweeps.
         return
     check_algorithm(compose(args.overrides, files)[0])
 
@@ -239,6 +242,6 @@ def test_the_librarys_example_runs_and_trains(capsys):
     names = {}
     exec(compile(example, "docs/algorithms.md", "exec"), names)
     gradient = names["log_probs"].grad
-    assert (gradient[0] < 0).all()  # a gradient descent step makes the right answer more likely
+    assert (gradient[0] < 0).all()  # A step of gradient descent makes the right answer more likely.
     assert (gradient[1] > 0).all()
     assert "ppo_kl" in capsys.readouterr().out

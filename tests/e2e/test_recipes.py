@@ -1,6 +1,6 @@
-"""The recipes of examples/recipes, as they are written, against a local hub with small models and data sets.
+"""Runs of the recipes in examples/recipes, as they are written, with a local hub of small models and data sets.
 
-Overrides make the runs small. The data sets have the columns of the real data sets.
+The tests add overrides that make the recipes' runs small. The data sets have the columns of the real data sets.
 """
 
 import re
@@ -49,7 +49,7 @@ MBPP = {
 
 
 def rows(form: dict, count: int = 6) -> pyarrow.Table:
-    """Return a table whose rows are `form` with the number of the row."""
+    """Return a table in which each row is `form` with the row's number filled in."""
 
     def filled(value, n):
         return [filled(one, n) for one in value] if isinstance(value, list) else value.replace("{n}", str(n))

@@ -1,4 +1,4 @@
-"""Invariant F4 with killed processes: a run that is killed at any moment and resumed ends like an undisturbed run."""
+"""Invariant F4: a run that is killed at any moment and resumed gives the results of an undisturbed run."""
 
 import json
 import random
@@ -29,14 +29,14 @@ def wait_for(process, condition, timeout_s=200) -> None:
 def final_state(output: Path) -> dict[str, bytes]:
     """Return the files of the final weights, training state and ledger as bytes, by name.
 
-    The files depend only on what was learnt.
+    The contents of the returned files depend only on the training and not on interruptions.
     """
     (newest,) = (output / "checkpoints").glob("step_*")
     files = [newest / "model/model.safetensors", *(newest / "state").glob("*/__*"), output / "ledger.jsonl"]
     return {file.name if file.parent == output else str(file.relative_to(newest)): file.read_bytes() for file in files}
 
 
-@pytest.mark.timeout(900)  # four programs run one after the other
+@pytest.mark.timeout(900)  # The test runs four programs one after the other.
 @pytest.mark.usefixtures("settings_restored")
 def test_F4_a_run_killed_at_random_moments_again_and_again_ends_as_the_undisturbed_one(tmp_path):
     common = [*COMMON, "trainer.total_steps=5", "trainer.save_every=1", "trainer.keep_checkpoints=1"]
@@ -46,7 +46,7 @@ def test_F4_a_run_killed_at_random_moments_again_and_again_ends_as_the_undisturb
     for target in (1, 3):
         process = start(output, *common, "trainer.resume=auto")
         wait_for(process, lambda target=target: lines(output) >= target)
-        time.sleep(draw.random() * 0.5)  # the run dies during a step, during a save, or between the two
+        time.sleep(draw.random() * 0.5)  # The run is killed at a random moment.
         kills += process.poll() is None
         process.send_signal(signal.SIGKILL)
         finish(process, output)
@@ -89,7 +89,8 @@ def test_F4_sigterm_saves_a_checkpoint_says_how_to_go_on_and_a_new_folder_can_ta
         "actor.lr_schedule=constant",
     )  # fmt: skip
     assert new.status == 0, new.stderr
-    assert [row["step"] for row in new.metrics()] == list(range(1, step + 2))  # the metrics have every step once
+    # The metrics contain every step exactly once.
+    assert [row["step"] for row in new.metrics()] == list(range(1, step + 2))
     used = [uid for line in new.lines("ledger.jsonl") for uid in line["used"]]
     assert used == list(range(8 * (step + 1)))
     other = train_here(output, *COMMON, "trainer.total_steps=100000", "trainer.resume=auto", "actor.lr=1e-5")

@@ -1,4 +1,4 @@
-"""A run exposes nothing to other users of the machine or network: no port, and no file beyond what the umask allows."""
+"""A run exposes no port to the network, and no file to other users beyond what the umask allows."""
 
 import ipaddress
 import stat
@@ -23,15 +23,15 @@ def test_the_addresses_of_proc_are_read_right():
 
 
 def test_a_local_run_listens_on_the_loopback_address_alone(vllm_run):
-    """The listening sockets belong to Ray's daemons and workers, the ranks' store, gloo's pairs and the engine."""
+    """A run's listening sockets belong to Ray's daemons and workers, torch's store, gloo and the engine."""
     run, found = vllm_run
     assert run.status == 0, run.stderr
-    assert len(found) >= 8  # the daemons, the store, two gloo ranks and the workers were found
+    assert len(found) >= 8  # The search must have found the run's sockets.
     assert {f"{address}: {name}" for address, name in found if not ipaddress.ip_address(address).is_loopback} == set()
 
 
 def test_outputs_have_the_modes_that_the_users_umask_gives(tmp_path):
-    """Modes under umask 027 differ from the modes of temporary files and from any fixed modes."""
+    """With umask 027, the expected file modes differ from the modes of temporary files and from common fixed modes."""
     output = tmp_path / "run"
     run = finish(start(output, *SHORT, "placement=inprocess", "trainer.save_every=1", umask=0o027), output)
     assert run.status == 0, run.stderr

@@ -1,4 +1,4 @@
-"""A run ends with the same weights as an undisturbed run, whichever of the run's processes dies."""
+"""Whichever process of a run dies, the run ends with the weights of an undisturbed run."""
 
 import json
 import os
@@ -12,7 +12,8 @@ from runs import SMALL, finish, marked, start, train
 
 pytestmark = pytest.mark.slow
 STEPS = 5
-# Two ranks and two engines test sums over ranks, answers from any free engine, and the replacement of process groups.
+# With two ranks and two engines, the tests cover sums over ranks, answers from any free engine, and the replacement of
+# process groups.
 RUN = [
     *SMALL, "rollout=hf", f"trainer.total_steps={STEPS}", "trainer.deterministic=true", "placement.actor_ranks=2",
     "placement.rollout_replicas=2", "placement.reward_workers=2", "algorithm.dynamic_sampling=2",
@@ -39,7 +40,7 @@ def pid_of(output, name: str) -> int:
 def test_E7_F4_deaths_of_an_engine_a_reward_worker_and_a_rank_change_nothing_to_the_last_bit(tmp_path):
     """Compare samples, metrics and final weights with those of an undisturbed run.
 
-    Samples include log-probs, scores and advantages. Metrics of time are left out.
+    The compared samples include log-probs, scores and advantages. Metrics that measure time are not compared.
     """
     undisturbed, output = train(tmp_path / "undisturbed", *RUN), tmp_path / "run"
     assert undisturbed.status == 0, undisturbed.stderr
@@ -101,7 +102,7 @@ def test_a_run_whose_training_ranks_may_not_restart_ends_with_one_line(tmp_path)
 
 
 def mapped(processes: list[psutil.Process]) -> set[Path]:
-    """Return the shared-memory files of vLLM that `processes` have mapped, including deleted ones."""
+    """Return the shared-memory files of vLLM that `processes` have mapped, including deleted files."""
     maps = [line for process in processes for line in Path(f"/proc/{process.pid}/maps").read_text().splitlines()]
     names = {line.partition("/dev/shm/")[2].removesuffix(" (deleted)") for line in maps if "/dev/shm/" in line}
     return {Path("/dev/shm") / name for name in names if name.startswith(("psm_", "vllm_dist_"))}
@@ -109,9 +110,9 @@ def mapped(processes: list[psutil.Process]) -> set[Path]:
 
 @pytest.mark.broad
 def test_an_engine_of_several_processes_is_replaced_as_a_whole_whichever_of_them_dies(tmp_path):
-    """The replica has two tensor-parallel workers.
+    """The replica under test has two tensor-parallel workers.
 
-    First the replica's own process is killed, then one of the two workers.
+    First the test kills the replica's own process, and then one of the two workers.
     """
     output, metrics = tmp_path / "run", tmp_path / "run" / "metrics.jsonl"
     short = ["rollout.vllm.tensor_parallel_size=2", "rollout.max_response_length=4", "data.val=null"]

@@ -1,4 +1,4 @@
-"""Invariants G2, G3, G4, C4, C5, B8 in a whole run, in which one reward call in twenty misbehaves."""
+"""Tests invariants G2, G3, G4, C4, C5 and B8 in a whole run in which one of twenty reward calls misbehaves."""
 
 import importlib.util
 
@@ -14,7 +14,7 @@ STEPS, WEIGHT = 3, 0.5
 
 
 def expected(prompt: str, response: str) -> float | None:
-    """Return the score that `one_in_twenty` is expected to give a sample; None if the sample has to fail."""
+    """Return the score that `one_in_twenty` is expected to give a sample, or None if the sample must fail."""
     value = TORTURE.hash_of(prompt, response)
     if value % 20:
         return float("7" in response)
@@ -52,16 +52,16 @@ def test_a_run_finishes_while_one_call_in_twenty_does_something_bad(tmp_path):
 
 
 def check(row: dict) -> None:
-    """Check that a sample has the scores of its own text, wherever and however many times the sample was scored."""
+    """Check that a sample has the scores of its own text, even if the sample was scored several times."""
     first, components = expected(row["prompt"], row["response"]), row["reward_components"]
     if first is None:
         assert "reward function 'bad' " in row["reward_error"]
-        assert (row["valid"], row["score"], set(row["advantages"])) == (False, 0.0, {0.0})  # C4
+        assert (row["valid"], row["score"], set(row["advantages"])) == (False, 0.0, {0.0})  # Invariant C4.
         return
     applies, tail = len(row["response"]) % 2 == 0, float(row["response"][-1:].isdigit())
     assert row["reward_error"] == ""
-    assert components == {"bad": first, "tail": tail if applies else None}  # G3
-    assert row["score"] == first + (WEIGHT * tail if applies else 0.0)  # G4
+    assert components == {"bad": first, "tail": tail if applies else None}  # Invariant G3.
+    assert row["score"] == first + (WEIGHT * tail if applies else 0.0)  # Invariant G4.
 
 
 def check_advantages(rows: list[dict]) -> None:

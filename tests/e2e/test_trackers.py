@@ -12,20 +12,21 @@ from runs import SMALL, finish, start, train
 for library in ("wandb", "mlflow", "trackio"):
     pytest.importorskip(library)
 
-pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # the libraries of trackers emit warnings
+pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]  # The libraries of the trackers emit warnings.
 COMMON = [*SMALL, "placement=inprocess", "rollout=hf", "data.val_size=4", "trainer.total_steps=5"]
 ALL = "trainer.trackers=[tensorboard,wandb,mlflow,trackio]"
 
 
 @pytest.fixture
 def local(tmp_path, monkeypatch):
-    """Make every tracker write to the local disk instead of a service."""
+    """Make every experiment tracker write to the local disk instead of sending data to a service."""
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/mlflow.db")
     monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "trackio"))
     import mlflow
 
-    # The experiment is created in advance; otherwise MLflow would put artifacts into the working directory.
+    # The MLflow experiment is created in advance with a folder for artifacts. Otherwise, MLflow would write artifacts
+    # into the working directory.
     mlflow.MlflowClient().create_experiment("rltrain", artifact_location=str(tmp_path / "artifacts"))
 
 
@@ -40,7 +41,7 @@ def ids_in(output):
 
 
 @pytest.mark.usefixtures("local")
-@pytest.mark.timeout(600)  # two programs run one after the other
+@pytest.mark.timeout(600)  # The test runs two programs one after the other.
 def test_a_run_that_is_terminated_and_resumed_is_one_run_with_every_step_in_each_tracker(tmp_path):
     output = tmp_path / "run"
     process = start(output, *COMMON, ALL, "trainer.total_steps=500")

@@ -25,11 +25,11 @@ def model(tmp_path_factory) -> str:
 
 @pytest.fixture
 def here(tmp_path, monkeypatch) -> Path:
-    """Make a working directory for one test."""
+    """Make a new working directory for one test."""
     from harness import furnished
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # a test compares the files in the folder
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # Tests compare the files in the folder.
     return furnished(tmp_path)
 
 
@@ -41,5 +41,5 @@ def here_once(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("here")
         patch.chdir(folder)
-        patch.setattr(sys, "dont_write_bytecode", True)  # a test compares the files in the folder
+        patch.setattr(sys, "dont_write_bytecode", True)  # Tests compare the files in the folder.
         yield furnished(folder)

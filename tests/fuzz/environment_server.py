@@ -1,7 +1,8 @@
-"""Run the program in given environments, each time in a forked process, so that libraries are imported only once.
+"""Run the program in given environments. Each run is in a forked process, so that libraries are imported only once.
 
-A server is started for one locale, because a process cannot change its locale. The server's argument is the file
-descriptor of a socket, from which the server reads `Case`s and to which it writes outcomes.
+Each server process has one locale, because a process cannot change the locale with which it started. The server's
+command-line argument is the file descriptor of a socket. The server reads `Case` objects from the socket, and writes
+their outcomes to the socket.
 """
 
 import io
@@ -28,10 +29,10 @@ class Case:
 
     Attributes:
         words: Words of the command line, as a shell would pass them.
-        variables: Environment variables to set; the value None unsets a variable.
-        folder: Working directory; None stands for a deleted folder.
+        variables: Environment variables to set. A variable with the value None is unset.
+        folder: Working directory of the run, or None for a working directory that has been deleted.
         known: Whether the user database has an entry for the current user.
-        stdout, stderr: Encoding of the stream; None if it is closed.
+        stdout, stderr: Encoding of the stream, or None if the stream is closed.
     """
 
     words: tuple[bytes, ...]
@@ -47,12 +48,12 @@ def unknown(uid: int) -> None:
 
 
 def enter(case: Case) -> None:
-    """Change the environment of the current process to that of the case."""
+    """Give the current process the environment that the case describes."""
     for name, value in case.variables.items():
         os.environ.pop(name, None)
         if value is not None:
             os.environb[name.encode()] = value
-    tempfile.tempdir = None  # makes tempfile choose its folder anew
+    tempfile.tempdir = None  # Python's tempfile then chooses its folder anew.
     if case.folder is None:
         gone = tempfile.mkdtemp(dir="/tmp")
         os.chdir(gone)
@@ -94,6 +95,7 @@ def serve(connection: Connection) -> None:
 
 if __name__ == "__main__":
     with read_once():
-        tokenizer_of(compose(["rollout=hf", "placement=inprocess"])[0])  # imports modules that a run imports late
+        # Loading a tokenizer imports modules that a run imports late.
+        tokenizer_of(compose(["rollout=hf", "placement=inprocess"])[0])
         tiny_model()
     serve(Connection(int(sys.argv[1])))

@@ -1,4 +1,4 @@
-"""Run command lines in the test process up to the start of the workers, and check which files they leave."""
+"""Run command lines in the test process up to the start of the workers, and check which files are left behind."""
 
 import contextlib
 import copy
@@ -19,9 +19,9 @@ import rltrain.main
 from rltrain.base.errors import ConfigError
 from rltrain.run.sweep import Job
 
-# Total number of cases of all fuzz tests; each test gets a fixed share.
+# Total number of cases in all fuzz tests together. Each test gets a fixed share of the cases.
 COUNT = int(os.environ.get("FUZZ_COUNT", "0"))
-ROWS = 32  # number of prompts of a built-in task
+ROWS = 32  # Number of prompts of a built-in task.
 
 
 def cases(share: float, by_default: int) -> Any:
@@ -58,7 +58,7 @@ def read_once() -> Iterator[None]:
 
 
 class Started(BaseException):
-    """Raised in place of starting a run's workers."""
+    """Exception that is raised at the point where a run would start its workers."""
 
 
 @dataclass(frozen=True)
@@ -66,8 +66,8 @@ class Outcome:
     """The result of a command line.
 
     Attributes:
-        status: Exit status; None if the program reached the start of the workers.
-        out, err: Text that the program wrote.
+        status: Exit status of the program, or None if the program reached the start of the workers.
+        out, err: Text that the program wrote to stdout and stderr.
     """
 
     status: int | None
@@ -84,7 +84,7 @@ def status_of(overrides: Sequence[str]) -> int | None:
     with (
         mock.patch.object(rltrain.main, "train", train),
         mock.patch.object(rltrain.main, "join_cluster", return_value=None),
-        mock.patch.object(Job, "__call__", train),  # what a sweep calls for each of its runs
+        mock.patch.object(Job, "__call__", train),  # A sweep calls its `Job` for each run.
         read_once(),
     ):
         try:
@@ -94,7 +94,7 @@ def status_of(overrides: Sequence[str]) -> int | None:
 
 
 def command(overrides: Sequence[str]) -> Outcome:
-    """Run the program with `overrides`. The program ends where it would start the workers."""
+    """Run the program with `overrides`. The program ends at the point where a real run would start the workers."""
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = status_of(overrides)
@@ -102,9 +102,9 @@ def command(overrides: Sequence[str]) -> Outcome:
 
 
 def refused(call: Callable[[], object]) -> str:
-    """Return the message of the ConfigError that `call` raises, or "" if `call` raises none.
+    """Return the message of the ConfigError that `call` raises, or "" if `call` raises no error.
 
-    Any other error fails the test.
+    If `call` raises another error than ConfigError, the test fails.
     """
     try:
         with read_once():
@@ -114,7 +114,8 @@ def refused(call: Callable[[], object]) -> str:
     return ""
 
 
-WRITTEN_AT_START = ("config.yaml", "command.json", "tokens.parquet")  # files that a run writes before its first step
+# Names of the files that a run writes before its first step.
+WRITTEN_AT_START = ("config.yaml", "command.json", "tokens.parquet")
 
 
 def furnished(folder: Path) -> Path:
@@ -131,16 +132,16 @@ def furnished(folder: Path) -> Path:
 
 
 def files(folder: Path) -> dict[str, bytes | None]:
-    """Return the content of every file below a folder by path; the content of a subfolder is None."""
+    """Return the content of every file below a folder, by path. The content of a subfolder is None."""
     return {str(path.relative_to(folder)): path.read_bytes() if path.is_file() else None for path in folder.rglob("*")}
 
 
 @contextlib.contextmanager
 def nothing_written_over(folder: Path) -> Iterator[list[Outcome]]:
-    """Check that the block changes no existing files, and creates files only if the program would start workers.
+    """Check that the `with` block changes no existing files, and creates files only if the program would start workers.
 
-    The block has to append the outcome of its command line to the yielded list. A run that is resumed in its own folder
-    writes its config again.
+    The `with` block must append the outcome of its command line to the yielded list. One change is allowed: a run that
+    is resumed in its own folder writes its config again.
     """
     before, outcomes = files(folder), []
     yield outcomes
@@ -160,7 +161,7 @@ def nothing_written_over(folder: Path) -> Iterator[list[Outcome]]:
         assert all(after[name] is None or name.endswith((*WRITTEN_AT_START, ".lock")) for name in new), new
     else:
         assert not new, new
-    for name in sorted(new, reverse=True):  # deletes new files before the next case
+    for name in sorted(new, reverse=True):  # The new files are deleted before the next case.
         path = folder / name
         path.rmdir() if path.is_dir() else path.unlink()
 

@@ -1,4 +1,4 @@
-"""For any chat template and any prompt text, a prompt is encoded as written, or refused with an error for its row."""
+"""For any chat template and prompt text, a prompt is encoded as written or refused with an error that names its row."""
 
 import functools
 import json
@@ -108,9 +108,9 @@ def test_prompts_are_encoded_as_the_template_writes_them_or_refused(
 
 
 def check(tokenizer, prompt, encoded, special, *, known: bool) -> None:
-    """Check a prompt that was not refused.
+    """Check the token ids of a prompt that was not refused.
 
-    With `known`, the template always writes the same control tokens.
+    `known` says that the template always writes the same control tokens.
     """
     bos = tokenizer.bos_token_id
     assert encoded.ids[:2] != [bos, bos]

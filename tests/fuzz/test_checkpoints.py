@@ -1,4 +1,4 @@
-"""For any damage to a checkpoint and any value of `trainer.resume`, a run resumes or ends with a one-line error."""
+"""However a checkpoint is damaged and whatever `trainer.resume` is, a run resumes or ends with a one-line error."""
 
 import asyncio
 import copy
@@ -56,7 +56,7 @@ class Rank:
 
     def save_state(self, url):
         self.folder = Folder(url)
-        with warnings.catch_warnings(action="ignore"):  # DCP warns about a save by a single process
+        with warnings.catch_warnings(action="ignore"):  # PyTorch warns when a single process saves a checkpoint.
             dcp.save(
                 {"model.weight": torch.ones(2, 3)}, storage_writer=FsspecWriter(f"{url}/state/actor"), no_dist=True
             )
@@ -76,7 +76,7 @@ def usual():
 
 @pytest.fixture(scope="module")
 def run(here_once):
-    """Make a run with two checkpoints, and return all its files."""
+    """Make a run with two checkpoints, and return the contents of all its files."""
     config, prompts = usual()
     folder = here_once / RUN
     checkpoints = Checkpoints(
@@ -100,7 +100,7 @@ def run(here_once):
 
 
 class Runs:
-    """An object that runs a command when it is unpickled."""
+    """An object that, as an attack, runs a shell command when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("was_run",)
@@ -148,7 +148,7 @@ def paths(value, path=()):
 
 
 def changed(content: bytes, how: str, what) -> bytes | None:
-    """Return a file's content after the damage `how`; None means that the file is deleted."""
+    """Return the content of a file after the damage `how`, or None if the damage deletes the file."""
     if how == "junk":
         return what
     if how == "flip":

@@ -1,4 +1,4 @@
-"""Every bad command line ends with status 2 and one line on stderr, before any worker starts."""
+"""The program ends with status 2 and one line on stderr for every bad command line, before any worker starts."""
 
 import copy
 import dataclasses

@@ -76,7 +76,7 @@ def table_bytes(columns: dict[str, list]) -> bytes:
 
 
 def spoiled(content: bytes, place: int, byte: int, cut: bool) -> bytes:
-    """Replace the byte at a position of the content, or cut the content off at the position."""
+    """Replace the byte at a position of a file's content, or cut the content off at that position."""
     at = place % max(len(content), 1)
     return content[:at] if cut else content[:at] + bytes([byte]) + content[at + 1 :]
 
@@ -149,7 +149,7 @@ def test_a_file_of_prompts_is_loaded_whole_or_refused_by_name(here_once, model, 
 
 
 def in_front(here_once, model, *words: str):
-    """Run the program on three prompts in a file: a chat, a text that spells a control token, and a very long text."""
+    """Run the program on a file with a chat, a text that contains the name of a control token, and a very long text."""
     chat = [{"role": "user", "content": "1 2<eos>"}]
     rows = [{"prompt": chat}, {"prompt": "12<eos>34="}, {"prompt": "1 2 " * 100_000}]
     (here_once / "p.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -1,4 +1,4 @@
-"""For any locale, home, working directory and streams, a good command line runs or ends with a one-line error."""
+"""In any locale, home folder and working directory, a valid command line runs or ends with a one-line error."""
 
 import contextlib
 import os
@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 ROOT = Path(__file__).parents[2]
 LOCALES = {"ASCII": {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}}
-if COUNT:  # starting a server takes seconds
+if COUNT:  # Starting a server takes seconds.
     LOCALES |= {"C": {"LC_ALL": "C"}, "UTF-8": {"LC_ALL": "C.UTF-8"}, "unknown": {"LANG": "xx_YY.ISO-8859-1"}}
 LATIN_1, UTF_8 = b"caf\xe9", "büro 数据".encode()
 FOLDERS = [b"plain", LATIN_1, UTF_8]
@@ -28,7 +28,7 @@ OWN = (
     b'data.train="IN/prompts.jsonl"',
     b'reward.functions=["IN/my_reward.py:score"]',
 )
-HERE = b"HERE"  # placeholder for the test's folder
+HERE = b"HERE"  # Placeholder for the test's folder.
 
 place = st.sampled_from([
     None, b"/proc/self", b"/proc/no/such", b"HERE/plain/afile", b"relative", b"/dev/null", b"~", b"HERE/new/" + LATIN_1,
@@ -70,7 +70,7 @@ def folder(tmp_path_factory, model) -> bytes:
 
 
 class Servers:
-    """One environment server for each locale, started at the first request for the locale."""
+    """Environment servers, one for each locale. A server is started at the first request for its locale."""
 
     def __init__(self, stack: contextlib.ExitStack) -> None:
         self.stack, self.connections = stack, dict[str, Connection]()
@@ -84,7 +84,7 @@ class Servers:
 
     @contextlib.contextmanager
     def start(self, variables: dict[str, str]) -> Iterator[Connection]:
-        """Start a server that runs until the end of the block."""
+        """Start an environment server that runs until the end of the `with` block."""
         ours, theirs = socket.socketpair()
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("LC_", "LANG", "PYTHON"))}
         process = subprocess.Popen(
@@ -105,7 +105,7 @@ def servers():
 
 
 def listed(here: bytes) -> set[bytes]:
-    """List all files except those in caches of home folders."""
+    """List all files, except for files in the caches of home folders."""
     found = (os.path.join(folder, name) for folder, _, names in os.walk(here) for name in names)
     return {path for path in found if b".cache" not in path.split(b"/")}
 
@@ -126,7 +126,7 @@ def test_a_command_line_runs_or_is_refused_in_one_line_whatever_surrounds_it(fol
     outcome = servers.ask(locale, put(folder, drawn))
     assert isinstance(outcome, Outcome), outcome
     new = listed(folder) - before
-    for name in new:  # deletes new files before the next case
+    for name in new:  # The new files are deleted before the next case.
         os.unlink(name)
     assert outcome.status in (None, 2), outcome
     if drawn.stderr:

@@ -1,4 +1,4 @@
-"""Any values in a parquet file are loaded, stored and sent unchanged, or refused by an error with row and column."""
+"""A value in a parquet file is loaded, stored and sent unchanged, or an error names its row and column."""
 
 import dataclasses
 import functools
@@ -128,13 +128,13 @@ def test_parquet_values_are_kept_or_refused_by_row_and_column(here_once, model, 
     try:
         made = pa.Table.from_arrays([column for _, column in columns], names=[name for name, _ in columns])
         pq.write_table(made, path)
-    except (pa.ArrowException, OSError, ValueError):  # parquet cannot hold the column
+    except (pa.ArrowException, OSError, ValueError):  # Parquet cannot hold the column.
         return
 
     def use() -> None:
         train, _ = load_data(config, tokenizer)
         train.fingerprint()
-        assert pickle.loads(pickle.dumps(list(train))) is not None  # reward processes receive rows in pickled form
+        assert pickle.loads(pickle.dumps(list(train))) is not None  # Reward processes receive rows in pickled form.
 
     try:
         said = refused(use)

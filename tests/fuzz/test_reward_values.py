@@ -64,9 +64,9 @@ ATTRIBUTES = ("__class__", "shape", "score", "failed", "message")
 
 @dataclass(frozen=True)
 class Made:
-    """A value that is made only when the function returns the value.
+    """A return value that is created only when the reward function returns it.
 
-    A coroutine made earlier might never be awaited, which causes a warning.
+    If a coroutine were made earlier, it might never be awaited, and Python would warn.
     """
 
     function: Callable[..., Any]
@@ -74,7 +74,7 @@ class Made:
 
 
 def made(value: Any) -> Any:
-    """Make a value, including all values nested in it."""
+    """Return `value` after creating every `Made` value in it, at any depth."""
     if isinstance(value, Made):
         return value.function(*map(made, value.arguments))
     if isinstance(value, list | tuple):
@@ -87,7 +87,7 @@ def makes(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 class Own(BaseException):
-    """An error that is neither an Exception nor built into Python."""
+    """An exception class that is neither derived from `Exception` nor built into Python."""
 
 
 class Mute(Exception):
@@ -183,7 +183,7 @@ value = st.recursive(
 
 @pytest.fixture(scope="module", autouse=True)
 def _interrupts():
-    """Let SIGINT end the process, as in a reward process, so that only a reward function raises KeyboardInterrupt."""
+    """Let SIGINT end the process, as in a reward process. Then only a reward function can raise KeyboardInterrupt."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGINT, before)
@@ -243,7 +243,7 @@ def test_whatever_a_function_returns_is_a_number_or_a_failure_with_one_readable_
             if responses[number] != "odd":
                 assert result.scores == (float(responses[number]),)
         load_function(f"{file}:{form}").__globals__["ANSWERS"][:] = [lambda _: [1.0] if form == "all_at_once" else 1.0]
-        pool.submit([RewardRequest((1, 0), "p", "r", {})])  # checks that the pool still works
+        pool.submit([RewardRequest((1, 0), "p", "r", {})])  # The pool must still work.
         assert finish(pool)[0].scores == (1.0,)
 
 
@@ -261,7 +261,7 @@ def test_whatever_an_aggregation_returns_is_a_number_a_row_or_an_error_of_one_li
         totals = combined_scores(components, uid, counted, reward)
     except RewardError as error:
         check_line(str(error).encode("utf-8", "backslashreplace").decode(), f"reward.aggregation={path} ")
-    except KeyboardInterrupt:  # the driver treats a KeyboardInterrupt as the user's Ctrl-C
+    except KeyboardInterrupt:  # The driver treats a KeyboardInterrupt as the user's Ctrl-C.
         pass
     else:
         assert (totals.dtype, totals.shape) == (torch.float32, (3,))

@@ -1,4 +1,4 @@
-"""For any damage to a model's files, a run trains exactly the parameters in the files, or does not train at all."""
+"""However a model's files are damaged, a run trains exactly the parameters in the files or does not train at all."""
 
 import contextlib
 import functools
@@ -28,7 +28,7 @@ INDEX, TORCH_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.js
 
 
 class Runs:
-    """An object that runs a command when it is unpickled."""
+    """An object that, as an attack, runs a shell command when it is unpickled."""
 
     def __reduce__(self):
         return os.mkdir, ("was_run",)
@@ -56,7 +56,7 @@ class Forms(dict[str, dict[str, bytes]]):
     """One model in all file formats: a dictionary from the format's name to the files of the model's folder."""
 
     def __repr__(self) -> str:
-        return "forms"  # a short text, because Hypothesis prints arguments
+        return "forms"  # The text is short, because Hypothesis prints the arguments of a test.
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,8 @@ def in_parts(tensors, stem: str, suffix: str, index: str, count: int = 3) -> dic
     return files | {index: json.dumps({"metadata": {}, "weight_map": where}).encode()}
 
 
-# Each function corrupts `files` in place. A drawn number selects an existing name or position.
+# Each of the following functions corrupts `files` in place. Its randomly drawn number selects an existing name or
+# position.
 
 JUNK = [
     b"", b"{", b"[]", b"null", b"{}", b"\x00" * 100, b"\xff" * 100, b"[" * 100_000, b"PK\x03\x04", b"9" * 5000,
@@ -118,14 +119,14 @@ def weights_in(files) -> list[str]:
 def edited(files, place: int, change) -> None:
     """Apply `change` to the tensors of one file.
 
-    A file that an earlier corruption made unreadable stays as it is.
+    If an earlier corruption has made the file unreadable, the file is not changed.
     """
     file = pick(weights_in(files), place)
     try:
         tensors = tensors_of(files[file], Path(file).suffix)
         change(tensors)
         files[file] = of_tensors(tensors, Path(file).suffix)
-    except Exception:  # any error that a broken file causes
+    except Exception:  # A broken file may cause any error.
         return
 
 
@@ -150,7 +151,7 @@ def extra(files, place, new):
 
 
 def old_buffer(files, place, _):
-    name = f"model.layers.{place}.self_attn.rotary_emb.inv_freq"  # no two files may have a tensor of this name
+    name = f"model.layers.{place}.self_attn.rotary_emb.inv_freq"  # Tensor names must not repeat across files.
     edited(files, place, lambda tensors: tensors.update({name: torch.ones(4)}))
 
 
@@ -277,7 +278,7 @@ HARMS = {
 }  # fmt: skip
 harm = st.one_of(*(st.tuples(st.just(name), place, what) for name, (_, what) in HARMS.items()))
 harms = st.lists(harm, min_size=1, max_size=2)
-CRITIC, LORA = ["algorithm=ppo"], ["model.lora={rank: 2}"]  # engines merge adapters only into safetensors weights
+CRITIC, LORA = ["algorithm=ppo"], ["model.lora={rank: 2}"]  # Engines merge adapters only into safetensors weights.
 roles = st.sampled_from([[], CRITIC, LORA, ["rollout=vllm", "placement=colocated"]])
 
 
@@ -297,7 +298,7 @@ def spoiled(files, done, folder: Path) -> Path:
 def in_the_files(folder: Path) -> dict[str, torch.Tensor]:
     """Read the model's tensors with code that is independent of transformers.
 
-    If the folder has several formats, the function reads the format that transformers would load.
+    If the folder has files in several formats, the function reads the format that transformers would load.
     """
     config = json.loads((folder / "config.json").read_text())
     own = config.get("transformers_weights")
@@ -366,7 +367,7 @@ def test_a_loader_that_nothing_was_checked_for_takes_no_random_parameter_either(
     with mock.patch("rltrain.data.model_weights.check_weights"):
         try:
             model = load_model(AutoModelForCausalLM, str(folder))
-        except Exception:  # a model that transformers cannot load is not trained
+        except Exception:  # A model that transformers cannot load is not trained.
             return
     assert_each_parameter_is_the_files(model, folder, body_alone=False)
 

@@ -1,6 +1,6 @@
-"""vLLM on a GPU against the trainer: log-probs (E1), syncs (E5), sleep and wake (E6).
+"""Tests vLLM on a GPU together with the trainer: log-probs (E1), weight syncs (E5), sleeping and waking (E6).
 
-The vLLM engine runs in a process of its own.
+The vLLM engine under test runs in a process of its own.
 """
 
 import itertools
@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.usefixtures("ray_here", "process_group"),
-    pytest.mark.timeout(900),  # the engine first compiles kernels and captures CUDA graphs
+    pytest.mark.timeout(900),  # The engine first compiles kernels and captures CUDA graphs.
 ]
 PROMPT = char_tokenizer()("2299907=")["input_ids"]
 NUMBERS = itertools.count()
@@ -48,7 +48,7 @@ def model_of(seed: int) -> torch.nn.Module:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> str:
-    """Save a model whose attention heads have a width that GPU kernels support."""
+    """Save a model whose attention heads have a width that the GPU's attention kernels support."""
     path = tmp_path_factory.mktemp("models") / "start"
     model_of(0).save_pretrained(path)
     char_tokenizer().save_pretrained(path)
@@ -67,7 +67,7 @@ async def engine(folder, ray_here):
 
 
 async def load(engine: Role[RolloutWorker], model: torch.nn.Module, version: int = 1, *, spoil: bool = False) -> None:
-    """Do a complete weight sync with its checks."""
+    """Do a complete weight sync, including the checks of the weights."""
     sender, name = Sender(model.to(device()), version=version, dtype="bfloat16", check=True), f"sync {next(NUMBERS)}"
     await engine.call(RolloutWorker.start_load, name, version)
     for number in range(len(sender.layout)):
@@ -100,7 +100,7 @@ async def test_E1_engine_and_trainer_agree_in_bfloat16_on_the_gpu(engine, folder
     batch = DataProto.from_dict({name: jagged(ids, torch.int64) for name, ids in columns.items()})
     with torch.no_grad():
         packed = to_device(pack(batch), device())
-        for parameter in model.parameters():  # only parameters: trainer and engine do not round position buffers
+        for parameter in model.parameters():  # Position buffers are not rounded.
             parameter.data = parameter.data.to(torch.bfloat16)
         ours = policy_output(model.to(device()), packed, temperature=temperature).log_probs.cpu()
     theirs = torch.tensor([log_prob for answer in got for log_prob in answer.log_probs])
@@ -123,7 +123,8 @@ async def test_E6_an_engine_that_slept_gives_its_memory_back_and_answers_as_a_fr
     assert await engine.call(RolloutWorker.sleep) is True
     freed, whole = torch.cuda.mem_get_info()[0] - awake, torch.cuda.mem_get_info()[1]
     assert freed > 0.15 * whole, "the cache alone was more"
-    held = torch.full((int(0.8 * freed) // 4,), 7.0, device=device())  # uses the freed memory, as training would
+    # The tensor uses the freed memory, as training would.
+    held = torch.full((int(0.8 * freed) // 4,), 7.0, device=device())
     assert float(held[-1]) == 7.0
     del held
     torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""Tests of training on a GPU: kernels, 16-bit products with 32-bit sums, and the use of memory."""
+"""Tests of training on a GPU: kernels, 16-bit products with 32-bit sums, and memory use."""
 
 import copy
 import statistics
@@ -27,8 +27,8 @@ SIZES = {
     "vocab_size": 512, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "max_position_embeddings": 512,
 }  # fmt: skip
-LENGTHS = [(5, 90), (1, 1), (40, 200), (17, 64), (3, 0)]  # number of tokens of (prompt, answer)
-ROUNDING = 2e-2  # relative rounding error of bfloat16 through a few layers
+LENGTHS = [(5, 90), (1, 1), (40, 200), (17, 64), (3, 0)]  # Each pair is (tokens of the prompt, tokens of the answer).
+ROUNDING = 2e-2  # Relative rounding error that bfloat16 causes in a few layers.
 
 
 def small(kind=LlamaConfig):
@@ -50,7 +50,7 @@ def batch_of(seed: int = 0, edited: int | None = None) -> DataProto:
 
 
 def apart(found: Tensor, expected: Tensor) -> float:
-    """Return the distance of two tensors, relative to the norm of the expected one."""
+    """Return the norm of the difference of two tensors, divided by the norm of the expected tensor."""
     found, expected = found.detach().double().cpu(), expected.detach().double().cpu()
     return float((found - expected).norm() / expected.norm())
 
@@ -68,7 +68,7 @@ def sharded(*overrides: str):
     return shard(small(), config)
 
 
-# Attention
+# Tests of attention.
 
 
 @pytest.mark.parametrize("heads", [(4, 4), (4, 2), (14, 2)])
@@ -126,13 +126,13 @@ def test_B6_editing_one_row_of_a_pack_changes_no_other_on_the_gpu():
         assert torch.equal(old, new) is (row != 2 or not counts[row])
 
 
-# Weights and gradients
+# Tests of weights and gradients.
 
 
 def test_F1_weights_and_sums_are_float32_where_products_are_bfloat16():
     """If weights of 0.02 were stored in bfloat16, updates of 1e-6 would be rounded away.
 
-    The expected updates are those of a float64 AdamW with equal gradients.
+    The expected weight updates are computed by a float64 AdamW from the same gradients.
     """
     config, _ = compose(["model.dtype=bfloat16", "actor.lr=1e-6", "actor.lr_warmup_steps=0", "actor.max_grad_norm=1e9"])
     model = shard(small(), config)
@@ -152,10 +152,10 @@ def test_F1_weights_and_sums_are_float32_where_products_are_bfloat16():
         optimizer.step()
     for name, parameter in model.named_parameters():
         moved, expected = full(parameter.detach()).cpu().double() - begin[name], reference[name] - begin[name]
-        assert apart(moved, expected) < 5e-2  # float32 weights near 1 are rounded to multiples of about 1e-7
+        assert apart(moved, expected) < 5e-2  # Float32 weights near 1 are rounded to multiples of about 1e-7.
 
 
-@pytest.mark.filterwarnings("ignore")  # torch.compile emits many warnings
+@pytest.mark.filterwarnings("ignore")  # torch.compile emits many warnings.
 @pytest.mark.parametrize(
     "overrides",
     [["model.activation_checkpointing=true"], ["model.cpu_offload=true"], ["model.compile=true"],
@@ -172,7 +172,7 @@ def test_activation_checkpointing_takes_less_memory_and_offload_keeps_weights_of
     taken = {}
     for name, overrides in {"plain": [], "checkpointing": ["model.activation_checkpointing=true"]}.items():
         model = sharded(*overrides)
-        gradients(model)  # allocates the gradients before the measurement
+        gradients(model)  # The first call allocates the gradients before the measurement.
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
         gradients(model)
@@ -184,7 +184,7 @@ def test_activation_checkpointing_takes_less_memory_and_offload_keeps_weights_of
     assert {p.grad.device.type for p in model.parameters()} == {"cpu"}
 
 
-# The last layer
+# Tests of the last layer.
 
 
 def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
@@ -193,7 +193,10 @@ def plain(hidden: Tensor, head: Tensor, targets: Tensor) -> Tensor:
 
 
 def measured(form, tokens: int) -> tuple[int, float, list[Tensor]]:
-    """Run forward and backward passes; return peak extra bytes, median seconds, and the outputs and gradients."""
+    """Run forward and backward passes.
+
+    Return the peak additional bytes, the median seconds, the outputs and the gradients.
+    """
     source = torch.Generator(device()).manual_seed(0)
     made = {"device": device(), "dtype": torch.bfloat16, "generator": source}
     hidden, head = torch.randn(tokens, 896, **made).requires_grad_(), torch.randn(151_936, 896, **made) * 0.07

@@ -23,7 +23,7 @@ READY = "ready"
 
 @dataclass(frozen=True)
 class Traced:
-    """Answer of the child process to a scoring call if the run records a timeline.
+    """The child process's answer to a scoring call in a run that records a timeline.
 
     Attributes:
         results: Results of the scoring call.
@@ -37,17 +37,19 @@ class Traced:
 def serve(descriptor: int, parent: int) -> None:
     """Load the reward functions and answer scoring calls until the guard closes the socket.
 
-    After loading, the child process sends READY. If loading fails, the child process sends the error message instead of
-    READY, and returns.
+    When the reward functions are loaded, the child process sends READY. If a function cannot be loaded, the child
+    process sends the error message instead of READY, and returns.
 
     Args:
         descriptor: File descriptor of the socket. The first message on the socket is (functions, options of
             `RewardWorker`, memory_mb).
-        parent: Pid of the process that started the child. The child is killed when the parent ends.
+        parent: Process id (pid) of the process that started the child. The child process is killed when its parent
+            process ends.
     """
     process_tree.end_with_parent(parent)
     trace.start_from(os.environ)
-    # With the default action of SIGINT, Ctrl-C raises no KeyboardInterrupt, so that only reward functions can raise it.
+    # SIGINT gets its default action, so that Ctrl-C raises no KeyboardInterrupt in this process. Only a reward function
+    # can then raise a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     process_tree.adopt_orphans()
     connection, own, printed = Connection(descriptor), os.getpid(), stand_in()
@@ -57,9 +59,9 @@ def serve(descriptor: int, parent: int) -> None:
     except Exception as error:
         connection.send(str(error))
         return
-    helpers = process_tree.descendants(own)  # processes started by imports of reward functions, which are never killed
+    helpers = process_tree.descendants(own)  # Processes started by imports of reward functions are never killed.
     limit_memory(memory_mb)
-    printed.forget()  # forget output of imports, which the driver has already shown when it imported the functions
+    printed.forget()  # The driver has already shown the output of the imports.
     connection.send(READY)
     while True:
         try:
@@ -75,16 +77,16 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _with_lines(result: SampleScores, printed: FirstLines) -> SampleScores:
-    """Add the first line that each reward function has printed in this process to a result, and return the result."""
+    """Return the result with the first line that each reward function has printed in this process."""
     lines = printed.lines()
     return replace(result, printed=lines) if lines else result
 
 
 def _reporter(connection: Connection, own: int, printed: FirstLines) -> Callable[[SampleScores], None]:
-    """Return a callback that sends each result to the guard at once, so that the guard knows the call's progress."""
+    """Return a callback that sends each result to the guard at once, so that the guard sees the call's progress."""
 
     def report(result: SampleScores) -> None:
-        if os.getpid() != own:  # the reward function has forked, and this is the forked process
+        if os.getpid() != own:  # This process is a fork that the reward function has made.
             os._exit(1)
         connection.send(_with_lines(result, printed))
 
@@ -95,7 +97,7 @@ def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any
     try:
         return worker.score(requests, **limits)
     finally:
-        if os.getpid() != own:  # the reward function has forked, and this is the forked process
+        if os.getpid() != own:  # This process is a fork that the reward function has made.
             os._exit(1)
 
 

@@ -1,8 +1,8 @@
 """Supervision of the child processes that run reward functions.
 
-The Ray actor of a reward worker is a `Guard`. The reward functions run in child processes of the guard, which answers
-in time even if a child process hangs or dies. Unlike a Ray actor, a child process can be replaced in a tenth of a
-second, has no threads or files of Ray, and can run under resource limits that would kill a Ray actor.
+The Ray actor of a reward worker is a `Guard`. The reward functions run in child processes of the guard. The guard
+answers in time even if a child process hangs or dies. Unlike a Ray actor, a child process can be replaced in a tenth of
+a second, has no threads or open files of Ray, and can run under resource limits that would kill a Ray actor.
 """
 
 import contextlib
@@ -29,21 +29,22 @@ from workers.cluster.progress import Process, announce, began_of, state_of
 from workers.reward.child import READY, Traced
 from workers.reward.messages import RewardRequest, SampleScores
 
-_LOOK_S = 0.05  # while waiting for an answer: seconds between two checks that the child process is alive
-_PIECE_S = 10.0  # maximum seconds between two pieces of a message that has no deadline
+_LOOK_S = 0.05  # Seconds between two checks that the child process is alive.
+_PIECE_S = 10.0  # Maximum seconds for which a read of a message without a deadline may block.
 _GARBLED = "wrote into the socket for its process's results"
 _START = "import sys; sys.path[:] = {path!r}; from workers.reward.child import serve; serve({descriptor}, {parent})"
 
 
 @dataclass(frozen=True)
 class Ended:
-    """Returned for a call that is lost because its child process has ended.
+    """Result of a scoring call that is lost because its child process has ended.
 
     Attributes:
-        timed_out: Whether the guard killed the process because it exceeded its deadline.
-        reason: Text that completes the sentence "reward function 'name' ...".
-        outside: Whether SIGKILL or SIGSTOP ended the process, so that a reward function is probably not the cause.
-        results: Results of the call before the process ended, as in `workers.reward.transport.Lost`.
+        timed_out: Whether the guard killed the child process because the scoring call exceeded its deadline.
+        reason: Predicate of the error message whose subject is "reward function 'name'".
+        outside: Whether SIGKILL ended the child process or SIGSTOP stopped it. A reward function is then probably not
+            the cause.
+        results: Results that the call produced before the child process ended, as in `workers.reward.transport.Lost`.
     """
 
     timed_out: bool
@@ -54,7 +55,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Overdue:
-    """Returned for a running call that has produced no result for `hold_s` seconds.
+    """Result of waiting for a call that still runs but has produced no result for `hold_s` seconds.
 
     Call `GuardedWorker.rest` to continue to wait for the overdue call.
 
@@ -81,21 +82,21 @@ class _Call:
     functions: int
     deadline_s: float
     stepwise: bool
-    since: float  # time of the latest result, or of the call's start
+    since: float  # Time of the latest result or, before the first result, of the call's start.
     results: list[SampleScores] = field(default_factory=list)
-    given: int = 0  # number of samples whose results were already returned
-    held: bool = False  # whether `hold` was called; if so, samples after the current one are scored in another call
+    given: int = 0  # Number of samples whose results were already returned.
+    held: bool = False  # Whether `hold` was called.
 
     @property
     def whole(self) -> int:
-        """Return the number of samples whose results are complete."""
+        """Return the number of samples that have failed or have the scores of all reward functions."""
         last = self.results[-1:]
         return len(self.results) - any(not one.failed and len(one.scores) < self.functions for one in last)
 
     def add(self, result: SampleScores) -> bool:
         """Store the next result of this call.
 
-        Return whether the result has the key of the expected request.
+        Return whether `result.key` is the key of the request whose result is expected next.
         """
         if self.whole < len(self.results):
             self.results.pop()
@@ -105,14 +106,14 @@ class _Call:
         return row < len(self.requests) and result.key == self.requests[row].key
 
     def new(self, results: list[SampleScores]) -> list[SampleScores]:
-        """Return the elements of `results` that were not returned before during this call.
+        """Return the elements of `results` that were not yet returned since this scoring call began.
 
         If the call is stepwise and `hold` was called, return at most one result.
         """
         return results[self.given : self.given + 1] if self.held and self.stepwise else results[self.given :]
 
     def hold(self) -> list[SampleScores] | None:
-        """Put the call on hold, so that the reward worker may begin another call in a spare process.
+        """Mark the call as slow, so that the reward worker may begin another call in a spare process.
 
         Return the call's results so far, or None if the call is not stepwise. After `hold`, `new` omits all results
         that were complete when `hold` was called.
@@ -128,12 +129,14 @@ class GuardedWorker:
     def __init__(
         self, functions: Sequence[RewardFunctionConfig], *, memory_mb: int, directory: str | None = None, **options: Any
     ) -> None:
-        """Start the child process without waiting for it.
+        """Start the child process without waiting for the imports of the reward functions.
 
         Args:
             functions: Reward functions, in the order of the scores.
-            memory_mb: Memory in MB that the child may allocate in addition to its memory after the imports.
-            directory: Working directory of the child. If `directory` is None, the child uses this process's directory.
+            memory_mb: Megabytes of memory that the child process may allocate in addition to the memory that it uses
+                after the imports.
+            directory: Working directory of the child process. If `directory` is None, the child process uses the
+                working directory of its parent.
             options: Keyword arguments of `RewardWorker`.
         """
         self._first = (list(functions), options, memory_mb)
@@ -147,7 +150,7 @@ class GuardedWorker:
         """Wait until the child process has imported all reward functions.
 
         Raises:
-            WorkerError: The child ended during the imports, or a function cannot be loaded.
+            WorkerError: The child process ended during the imports, or a reward function cannot be loaded.
         """
         while not self._ready:
             try:
@@ -173,26 +176,27 @@ class GuardedWorker:
     ) -> list[SampleScores] | Overdue | Ended:
         """Score samples in the child process with `RewardWorker.score`.
 
-        If the child exceeds its deadline, the child and all processes that it started are killed.
+        If the child process sends no result within `deadline_s`, the child process and all its descendants are killed.
 
         Args:
             requests: Samples to score.
-            deadline_s: Seconds without a result after which the child is killed.
+            deadline_s: Seconds without a result after which the child process is killed.
             hold_s: Seconds without a result after which this method returns Overdue.
-            stepwise: Whether the child sends each result at once, instead of all results at the end of the call. Only
-                plain functions (neither batched nor async) can be called stepwise.
+            stepwise: Whether the child process sends each result immediately, instead of all results at the end of the
+                call. Only plain functions (neither batched nor async) can be called stepwise.
             function: Index of the only function to call, or None to call all functions.
             limits: Further keyword arguments of `RewardWorker.score`.
 
         Returns:
-            The results of the samples, or Overdue if the call takes long, or Ended if the child has ended.
+            The results of the samples, Overdue if no result has arrived for `hold_s` seconds, or Ended if the child
+            process has ended or was killed.
         """
         functions = 1 if function is not None else len(self._first[0])
         self._call = _Call(requests, functions, deadline_s, stepwise, _now())
         try:
             _wait_at_most(self._connection, deadline_s)
             self._connection.send((requests, limits | {"function": function}, stepwise))
-        except OSError:  # the child ended after its last answer
+        except OSError:  # The child process ended after its last answer.
             return self._ended("")
         return self._answer(hold_s)
 
@@ -225,10 +229,10 @@ class GuardedWorker:
             return self._ended(str(error))
 
     def _ended(self, said: str) -> Ended:
-        """Kill the child process and start a new child process. The running call is lost.
+        """Kill the child process and start a new child process. The running scoring call is lost.
 
         Args:
-            said: Why the child is no longer usable, or "" if the child ended or timed out.
+            said: Why the child process is no longer usable, or "" if the child process ended or timed out.
         """
         status, began = self._process.poll(), began_of(self._process.pid)
         stopped = status is None and began is not None and state_of(self._process.pid, began) == "T"
@@ -241,7 +245,7 @@ class GuardedWorker:
         return Ended(timed_out, reason, outside=stopped or status == -signal.SIGKILL, results=results)
 
     def stop(self) -> None:
-        """Kill the child process, even while another thread waits for it, and never start a new child process."""
+        """Kill the child process and start no new one. Another thread may be waiting for the child process."""
         with _LOCK:
             self._stopped = True
             self._kill()
@@ -263,7 +267,7 @@ class GuardedWorker:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,  # if a function signals its process group, the guard must not get the signal
+                start_new_session=True,  # Signals to the child's process group must not reach the guard.
             )
             _GUARDED.add(self._process.pid)
             theirs.close()
@@ -279,11 +283,11 @@ class GuardedWorker:
             until: Time by which the message must have begun to arrive.
 
         Returns:
-            The message, or None if the child ended, or if the message began or ended too late.
+            The message, or None if the child process ended or the message began or ended too late.
 
         Raises:
-            _LostError: The data is not a valid message (reward functions can write to the socket too), or the child
-                uses too much shared memory.
+            _LostError: The received data is not a valid message (a reward function may have written to the socket), or
+                the child process uses too much shared memory.
         """
         while not self._connection.poll(max(0.0, min(_LOOK_S, until - _now()))):
             if self._process.poll() is not None or _now() >= until:
@@ -327,15 +331,16 @@ class GuardedWorker:
         self._process.kill()
         self._process.wait()
         _GUARDED.discard(self._process.pid)
-        # After the child's death, the child's orphans are children of this process.
+        # When the child process has died, the kernel makes its orphaned processes children of this process.
         process_tree.end_descendants(os.getpid(), spare=_GUARDED)
 
 
 class Guard:
-    """Ray actor class of a reward worker, which has one child process for reward functions, and spare child processes.
+    """Ray actor class of a reward worker, which runs reward functions in one child process and its spares.
 
-    While a call in one child process takes long, a spare process scores other samples. A spare process starts at its
-    first ping, and then stays alive. The number of a child process within its guard is called its lane.
+    While a scoring call in one child process takes long, a spare child process scores other samples. A spare child
+    process is started by the first call of `ping` with its number, and then stays alive. The parameter `lane` is the
+    number of a child process within its guard.
     """
 
     def __init__(self, *arguments: Any, environment: dict[str, str] | None = None, **options: Any) -> None:
@@ -351,7 +356,9 @@ class Guard:
         self._lanes = {0: self._new()}
 
     def ping(self, lane: int) -> bool:
-        """Start child process number `lane` if necessary, and wait until it has imported the reward functions.
+        """Wait until child process number `lane` has imported the reward functions.
+
+        If child process number `lane` does not exist yet, start it first.
 
         See `GuardedWorker.ping`.
         """
@@ -365,12 +372,12 @@ class Guard:
             return self._lanes[lane].score(*arguments, **options)
 
     def rest(self, lane: int) -> list[SampleScores] | Overdue | Ended:
-        """Continue to wait for the overdue call of child process number `lane`. See `GuardedWorker.rest`."""
+        """Continue to wait for the overdue scoring call of child process number `lane`. See `GuardedWorker.rest`."""
         with trace.span("continue to score", f"process {lane}"):
             return self._lanes[lane].rest()
 
     def take_events(self) -> trace.Recorded | None:
-        """Return and delete the timeline events of this process and its children, or return None without a timeline."""
+        """Return and delete the timeline events of this process and its children, or None without a timeline."""
         return trace.take()
 
     def introduce(self) -> Process | None:
@@ -380,13 +387,13 @@ class Guard:
         return announce(ray.get_runtime_context().get_node_id())
 
     def stop(self) -> None:
-        """Kill all child processes, even while other threads wait for them, and never start new child processes."""
+        """Kill all child processes and start no new ones. Other threads may be waiting for the child processes."""
         for worker in list(self._lanes.values()):
             worker.stop()
 
 
 def _wait_at_most(connection: Connection, seconds: float) -> None:
-    """Make each read and write on the connection raise BlockingIOError if it blocks for longer than `seconds`."""
+    """Set the connection's timeout: a read or write that blocks for longer than `seconds` raises BlockingIOError."""
     whole = max(seconds, 0.001)
     limit = struct.pack("ll", int(whole), int(whole % 1 * 1e6))
     with socket.socket(fileno=os.dup(connection.fileno())) as same:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-Key = tuple[int, int]  # (uid of the prompt group, number of the sample in the group)
+Key = tuple[int, int]  # A key is (uid of the prompt group, number of the sample in the group).
 
 
 @dataclass(frozen=True)
@@ -11,11 +11,12 @@ class RewardRequest:
     """One sample to score.
 
     Attributes:
-        key: (uid of the prompt group, number of the sample in the group). The key is unique among pending requests.
-        prompt: Prompt text without special tokens.
-        response: Response text without special tokens.
-        columns: The values of the sample's data columns by name, plus `finish_reason`, `prompt_messages` (the prompt's
-            chat messages, or None if the prompt is text) and `response_ids` (the sampled token ids).
+        key: (uid of the prompt group, number of the sample in the group). No two pending requests have the same key.
+        prompt: Text of the prompt, without special tokens.
+        response: Text of the response, without special tokens.
+        columns: The values of the sample's data columns by column name, and under further names `finish_reason`,
+            `prompt_messages` (the prompt's chat messages, or None if the prompt is text) and `response_ids` (the
+            sampled token ids).
     """
 
     key: Key
@@ -29,17 +30,19 @@ class SampleScores:
     """The scores of one sample.
 
     Attributes:
-        key: Key of the request.
-        scores: One score per reward function, in the config's order. A score is None if the function does not apply to
-            the sample. All scores of a failed sample are None.
+        key: Key of the `RewardRequest` that these scores answer.
+        scores: One score per reward function, in the config's order. A score is None if the reward function does not
+            apply to the sample. All scores of a failed sample are None.
         failed: Whether a reward function raised an exception, returned an invalid score, took too long or ended its
             process. A failed sample must never count as a sample with score 0.
-        error: One line that says which function failed and how, or "" if none failed.
-        failed_function: Index of the function that failed, or -1 if no function failed.
-        success: Whether the answer is correct according to the values of `RewardResult.success` that the functions
-            returned. False if any function returned False, else True if any function returned True, else None.
-        printed: (name of a reward function, first line that the function printed) for each function that has printed
-            something in the child process. The field `printed` is ignored when two `SampleScores` are compared.
+        error: One line that says which reward function failed and how, or "" if no function failed.
+        failed_function: Index of the reward function that failed, or -1 if no reward function failed.
+        success: Whether the answer is correct according to the values of `RewardResult.success` that the reward
+            functions returned. The value is False if any function returned False, otherwise True if any function
+            returned True, and otherwise None.
+        printed: One pair (name of the reward function, first line that the function printed) for each reward function
+            that has printed something in the child process. The field `printed` is ignored when two `SampleScores` are
+            compared.
     """
 
     key: Key

@@ -1,7 +1,7 @@
 """Pool of reward workers that scores samples as they arrive.
 
-The pool sends samples to the workers in chunks for speed. After the loss of a worker, the pool sends the samples of the
-lost chunk one at a time. All code that uses Ray is in `workers.reward.ray_transport`.
+The pool sends samples to the workers in chunks for speed. If a worker is lost while it scores a chunk, the pool sends
+the chunk's samples again, one at a time. All code that uses Ray is in `workers.reward.ray_transport`.
 """
 
 import logging
@@ -23,9 +23,9 @@ from workers.reward.worker import failed
 
 logger = logging.getLogger(__name__)
 
-_BUDGET_S = 0.2  # approximate seconds after which a worker returns results, even if its chunk is not finished
+_BUDGET_S = 0.2  # Approximate seconds after which a worker returns its results, even for part of a chunk.
 _GRACE_S = 1.0
-_HOLD_SHARE = 0.1  # share of a call's time limit after which a spare process scores the other samples of the chunk
+_HOLD_SHARE = 0.1  # Share of a call's time limit after which a spare process scores the waiting samples.
 _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 256
 _TURNS = 4
@@ -34,27 +34,29 @@ _AGAIN = 2
 
 @dataclass(frozen=True)
 class _Alone:
-    """A slow sample, or a sample from a lost chunk.
+    """A sample that is scored alone because it was slow or because its chunk's worker was lost.
 
-    The remaining reward functions of the sample are called one by one.
+    The reward functions that have not yet scored the sample are called one by one.
     """
 
     request: RewardRequest
     scores: tuple[float | None, ...] = ()
-    success: bool | None = None  # like `SampleScores.success`, but only for the functions called so far
-    again: int = 0  # number of times that this sample's worker was lost for a reason outside the reward functions
+    success: bool | None = None  # `SampleScores.success`, computed from the functions called so far.
+    again: int = 0  # Number of lost workers whose loss the reward functions did not cause.
 
 
 class RewardPool:
-    """Workers that score samples. `submit` takes requests, and `poll` returns results in the order of completion.
+    """A set of workers that score samples.
 
-    If a worker dies or takes too long, the samples of its chunk are scored again, sample by sample and function by
-    function. A sample fails, with an error message, if a worker is lost while the worker calls a single function for
-    this sample alone. The loss of a worker does not change the scores of any other samples.
+    `submit` takes requests, and `poll` returns results in the order of completion.
+
+    If a worker dies or takes too long, the unfinished samples of its chunk are scored again, sample by sample and
+    function by function. If the worker is lost again while it calls one function for one sample, that sample fails with
+    an error message. The loss of a worker does not change the scores of other samples.
     """
 
     def __init__(self, transport: Transport, reward: RewardConfig) -> None:
-        """Create a pool that calls its workers through a transport. Users call `in_process` or `on_ray` instead.
+        """Create a pool that calls its workers through a transport. Other modules use `in_process` or `on_ray` instead.
 
         Args:
             transport: Interface to the workers' processes.
@@ -65,14 +67,14 @@ class RewardPool:
         self._kinds = [_kind(function.path) for function in reward.functions]
         self._fresh: deque[RewardRequest] = deque()
         self._alone: deque[_Alone] = deque()
-        # What each busy slot (process) scores, or None if its call was aborted.
+        # Maps the slot (process number) of each running call to the samples being scored, or to None after an abort.
         self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}
-        self._held: set[int] = set()  # slots (processes) whose call takes long (see `Held`)
+        self._held: set[int] = set()  # Slots (process numbers) whose call takes long (see `Held`).
         self._finished: list[SampleScores] = []
         self._keys: set[Key] = set()
-        self._shown: set[str] = set()  # names of the reward functions whose first printed line was already logged
-        # A worker runs `concurrency` async calls at once.
-        # A chunk has more samples than `concurrency`, so that the worker can begin another call as soon as one ends.
+        self._shown: set[str] = set()  # Reward functions whose first printed line was logged.
+        # A worker runs up to `concurrency` calls of async functions at once. A chunk may have more samples than
+        # `concurrency`, so that the worker can begin another call as soon as one call ends.
         self._concurrency, waits = reward.concurrency, "async" in self._kinds
         self._most = min(_TURNS * self._concurrency, _LARGEST_CHUNK) if waits else _LARGEST_CHUNK
         self._chunk = min(self._concurrency, self._most) if waits else _FIRST_CHUNK
@@ -84,7 +86,7 @@ class RewardPool:
         In the current process, only async functions can be stopped at their time limit.
 
         Raises:
-            ConfigError: A function cannot be loaded.
+            ConfigError: A reward function cannot be loaded.
         """
         return cls(InProcessTransport(reward), reward)
 
@@ -99,15 +101,16 @@ class RewardPool:
         runtime_env: dict[str, Any] | None = None,
         liveness: Liveness | None = None,
     ) -> Self:
-        """Create a pool that scores samples in Ray actors. Ray must be initialised.
+        """Create a pool that scores samples in Ray actors. Ray must already be initialised.
 
         This method starts the actors without waiting until they are ready.
 
         Args:
-            reward: Reward functions and limits. File paths of functions may be relative to this process's working
-                directory.
+            reward: Reward functions and their limits. File paths of reward functions may be relative to this process's
+                working directory.
             workers: Number of actors.
-            spares: Number of spare processes per actor, which score other samples while a call takes long.
+            spares: Number of spare processes per actor. A spare process scores other samples while a call in another
+                process takes long.
             start_timeout_s: Seconds within which an actor must start and import the reward functions.
             runtime_env: Ray runtime environment of the actors.
             liveness: Monitor that observes the actors' processes.
@@ -146,12 +149,14 @@ class RewardPool:
         self._feed()
 
     async def poll(self) -> list[SampleScores]:
-        """Wait for finished results, and return them. Returns [] at once if no request is pending.
+        """Wait until at least one result is finished, and return all finished results.
+
+        If no request is pending, return [] immediately.
 
         Idle workers get further samples only during calls of `poll` and `submit`.
 
         Raises:
-            WorkerError: A worker cannot be started.
+            WorkerError: A reward worker cannot be started.
         """
         while not self._finished and self._keys:
             for event in await self._transport.events():
@@ -167,7 +172,7 @@ class RewardPool:
         return await self._transport.recorded()
 
     def abort(self) -> None:
-        """Drop all pending requests.
+        """Drop all requests whose results `poll` has not returned yet.
 
         The results of running calls will be discarded, even if samples with the same keys are submitted again.
         """
@@ -196,7 +201,7 @@ class RewardPool:
             return
         was_held = event.slot in self._held
         self._held.discard(event.slot)
-        if work is None:  # aborted
+        if work is None:  # The call was aborted.
             return
         if isinstance(event, Lost):
             self._lost(work, event)
@@ -218,7 +223,7 @@ class RewardPool:
                 )
 
     def _begun(self, work: Any, results: Sequence[SampleScores] | None) -> Any:
-        """Record the results that a chunk has so far, and queue the samples whose scoring has not begun.
+        """Record the results that a running chunk has so far, and queue the samples whose scoring has not begun.
 
         Returns:
             The part of the chunk that is still being scored, or `work` unchanged if `results` is None.
@@ -234,7 +239,7 @@ class RewardPool:
     def _feed(self) -> None:
         """Give samples to every idle worker.
 
-        Samples that must be scored alone have priority, so that they do not wait forever.
+        Samples that must be scored alone have priority over chunks, so that they do not wait forever.
         """
         for slot in self._transport.idle():
             if self._alone:
@@ -249,17 +254,18 @@ class RewardPool:
     def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
-        # `calls` is the longest possible duration, apart from the budget, in units of one call's time limit.
-        # All plain functions together end within the budget plus one time limit.
-        # Each batched function adds one time limit, and async functions add one time limit per `concurrency` calls.
+        # The longest possible duration is the budget plus `calls` times the time limit of one function call. All plain
+        # functions together end within the budget plus one time limit. Each batched function adds one time limit. Async
+        # functions add one time limit per `concurrency` calls.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
-        grace = _GRACE_S if "async" in kinds else 0.0  # time to cancel an async call and to report the failure
+        # A call of an async function gets `_GRACE_S` more seconds, so that it can be cancelled and reported as failed.
+        grace = _GRACE_S if "async" in kinds else 0.0
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
-        # `hold_s` is at least `_BUDGET_S`, after which a worker begins no further sample.
-        # No sample is scored twice if the remaining samples of a held call (see `Held`) are queued again.
-        # A call of async functions never becomes a held call, because it is cancelled at its time limit.
-        # A second call at the same time as a call of async functions would exceed `reward.concurrency`.
+        # `hold_s` is at least `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S`. The remaining
+        # samples of a slow call (see `Held`) can then be queued again, and no sample is scored twice. For async
+        # functions, `hold_s` is infinite: they are cancelled at their time limit, and a second call would exceed
+        # `reward.concurrency`.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
@@ -268,15 +274,16 @@ class RewardPool:
         done = len(answer.results)
         assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "answers must be in order"
         for request, result in zip(requests, answer.results, strict=False):
-            if len(result.scores) < len(self._names):  # the budget ran out before all functions were called
+            if len(result.scores) < len(self._names):  # Not all functions were called within the time budget.
                 self._alone.append(_Alone(request, result.scores, result.success))
             else:
                 self._finish(result)
         self._fresh.extendleft(reversed(requests[done:]))
         if not adapt:
             return
-        # If the worker scored the whole chunk in time, the next chunk may be larger. If the worker scored only n
-        # samples, the next chunk has at most 2 n samples, so that few samples stay unscored.
+        # If the worker scored the whole chunk within the time budget, the next chunk may be four times as large. If the
+        # worker scored only n samples of the chunk, the next chunk has at most 2 n samples, so that few samples stay
+        # unscored.
         self._chunk = min(4 * self._chunk, self._most) if done == len(requests) else min(2 * done, self._chunk)
 
     def _answered_alone(self, work: _Alone, answer: Answer) -> None:
@@ -293,17 +300,17 @@ class RewardPool:
         reason = f"did not return within {self._timeout_s:g} s" if event.timed_out else event.reason
         if isinstance(work, tuple) and event.results is not None:
             under_way = self._begun(work, event.results)
-            if not under_way:  # all samples of the chunk were already scored
+            if not under_way:  # All samples of the chunk were already scored.
                 return
             partial = {result.key: (result.scores, result.success) for result in event.results}
             suspect = _Alone(under_way[0], *partial.get(under_way[0].key, ()))
-            if not event.timed_out:  # the process may have ended for a reason other than the running function
+            if not event.timed_out:  # The running function may not be the cause.
                 self._alone.append(suspect)
                 return
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
-            # The chunk was a single call of one reward function, so the function has timed out.
-            # If a worker dies without a timeout, the cause may be outside the reward function.
+            # The chunk was one sample with one reward function, so this function has exceeded its time limit. If the
+            # worker had died without a timeout, the cause could be outside the reward function.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))
@@ -321,6 +328,6 @@ class RewardPool:
 
 
 def _kind(path: str) -> str:
-    """Return the kind of a reward function: "batched", "async", or "plain" if it is neither batched nor async."""
+    """Return whether a reward function is "batched", "async", or "plain" (neither batched nor async)."""
     function = load_function(path)
     return "batched" if is_batched(function) else "async" if is_async(function) else "plain"

@@ -1,4 +1,7 @@
-"""Transport to reward workers in Ray actors. Each actor is a guard with child processes. Lost actors are replaced."""
+"""Calls reward workers in Ray actors.
+
+Each actor supervises the child processes of one reward worker. Lost actors are replaced.
+"""
 
 import asyncio
 import contextlib
@@ -25,45 +28,46 @@ from workers.reward.transport import Answer, Call, Event, Held, Lost, settings
 logger = logging.getLogger(__name__)
 
 _START_ATTEMPTS = 3
-_MARGIN_S = 10.0  # a guard counts as stuck if it has not ended a call this many seconds after the call's deadline
+_MARGIN_S = 10.0  # Seconds after the deadline of its call at which a guard process counts as hung.
 _STOP_S = 2.0
-_TAKE_S = 1.0  # maximum seconds to wait until the actors return their timeline events
+_TAKE_S = 1.0  # Maximum seconds for which the driver waits for the actors' timeline events.
 _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 
 
 @dataclass
 class _Slot:
-    """One child process of an actor, with the process's pending first ping (if `starting` is true) or pending call.
+    """One child process of a reward worker's actor, and the pending call of that process.
 
-    If a spare process has not been started yet, `pending` is None and `starting` is True.
+    While the process starts (`starting` is True), the pending call is its first ping. For a spare process that has not
+    been started yet, `pending` is None and `starting` is True.
     """
 
     actor: Any
     process: WatchedProcess
-    pending: asyncio.Future[Any] | None  # result of the ping or call
+    pending: asyncio.Future[Any] | None  # Result of the pending ping or call.
     deadline: float
-    attempts: int  # number of attempts to start the process since its last successful start
+    attempts: int  # Number of attempts to start the process since its last successful start.
     starting: bool = True
     held: bool = False
-    limit_s: float = 0.0  # seconds without a result after which the running call is lost
+    limit_s: float = 0.0  # Seconds without a result after which the running call is lost.
 
     @property
     def idle(self) -> bool:
-        """Return whether a call may begin in the slot's process."""
+        """Return whether the slot's process has started and runs no call."""
         return self.pending is None and not self.starting
 
     @property
     def has_news(self) -> bool:
-        """Return whether the pending ping or call has ended, or will never end because the actor is lost."""
+        """Return whether the pending ping or call has ended, or can never end because the actor is lost."""
         return self.pending is not None and (self.pending.done() or bool(self.process.how_lost))
 
 
 class RayTransport:
     """Transport to reward workers in Ray actors, as `workers.reward.transport.Transport` describes.
 
-    An actor runs at most one call at a time, not counting the calls that are held because they take long (see `Held`).
-    Slot number s belongs to actor s % size. Within its actor, the slot's process has the number s // size, which is 0
-    for the first process and at least 1 for spare processes.
+    An actor runs at most one call at a time, not counting slow calls that were reported with a `Held` event. Slot
+    number s belongs to actor s % size. Within the actor, the process of slot s has the number s // size, which is 0 for
+    the first process and at least 1 for spare processes.
     """
 
     def __init__(
@@ -76,7 +80,7 @@ class RayTransport:
         runtime_env: dict[str, Any] | None,
         liveness: Liveness | None = None,
     ) -> None:
-        """Start `size` actors without waiting until they are ready.
+        """Start `size` Ray actors without waiting until they are ready.
 
         Args:
             reward: Reward functions and their limits.
@@ -99,7 +103,7 @@ class RayTransport:
         # The actors reserve no CPUs, so that Ray can start them even if engines and training ranks reserve all CPUs.
         # Ray must not retry a call, because a retry would again score the sample that has killed its worker.
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
-        # One call per child process and one call of `stop` can run at the same time.
+        # The actor can run one call per child process and one call of `stop` at the same time.
         options["max_concurrency"] = spares + 2
         if runtime_env := _without_torch(runtime_env or {}):
             options["runtime_env"] = runtime_env
@@ -108,7 +112,7 @@ class RayTransport:
         self._slots += [self._unused(number) for _ in range(spares) for number in range(size)]
 
     def idle(self) -> Sequence[int]:
-        """Return the slots (numbers of processes) on which a call may begin. See `Transport.idle`."""
+        """Return the slots (process numbers) on which a call may begin. See `Transport.idle`."""
         found = []
         for worker in range(self.size):
             lanes = self._lanes(worker)
@@ -154,7 +158,7 @@ class RayTransport:
     async def recorded(self) -> list[trace.Recorded]:
         """Return and delete the timeline events that the actors have recorded (see `Transport.recorded`).
 
-        Actors that do not answer contribute no events.
+        If an actor does not answer within `_TAKE_S` seconds, its events are left out.
         """
         ready = [slot for slot in self._slots[: self.size] if not slot.starting and not slot.process.how_lost]
         if not trace.on() or not ready:
@@ -182,7 +186,7 @@ class RayTransport:
     def _result(self, reference: Any) -> "asyncio.Future[Any]":
         """Return the result of a ping or call as a future.
 
-        `events` stops waiting when the ping or call is started, and again when the result arrives.
+        The method `events` stops waiting when the ping or call is started, and again when its result arrives.
         """
         result: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
         result.add_done_callback(self._arrived)
@@ -192,16 +196,16 @@ class RayTransport:
 
     def _arrived(self, result: "asyncio.Future[Any]") -> None:
         if not result.cancelled():
-            result.exception()  # mark the error as retrieved, because no other code retrieves the error after `close`
+            result.exception()  # asyncio logs errors that no code has retrieved.
         self._changes.notify()
 
     def _look(self, number: int, slot: _Slot) -> list[Event]:
-        """Return the new events of a slot's call. If the slot's actor is gone, start a new actor."""
+        """Return the new events of the call that runs in a slot. If the slot's actor is gone, start a new actor."""
         worker = number % self.size
         if slot.pending is not None and slot.pending.done():
             try:
                 answer = slot.pending.result()
-            except Exception as error:  # after any error, the actor gets no further calls
+            except Exception as error:  # Any error means that the process is lost.
                 return self._gone(number, _reason(error, starting=slot.starting), error)
             if isinstance(answer, Overdue):
                 slot.pending, slot.held = self._result(slot.actor.rest.remote(number // self.size)), True
@@ -220,7 +224,7 @@ class RayTransport:
         return []
 
     def _use_a_spare(self, worker: int) -> None:
-        """Start another spare process of a worker whose call takes long, unless the worker has an idle process."""
+        """Start another spare process for a reward worker with a slow call, unless the worker has an idle process."""
         spare = [(number, self._slots[number]) for number in self._lanes(worker)]
         if not any(slot.idle for _, slot in spare):
             for number, slot in spare:
@@ -229,13 +233,18 @@ class RayTransport:
                     return
 
     def _gone(self, number: int, reason: str, error: Exception | None = None) -> list[Event]:
-        """Replace an actor, and return a Lost event for each of its running calls.
+        """Replace the actor of a process, and return a Lost event for each running call of that actor.
 
-        If only a spare process fails to start, with a WorkerError, the actor continues without that spare process.
+        If a spare process fails to start with a WorkerError, the actor is kept and continues without that spare
+        process.
         """
         slot, worker = self._slots[number], number % self.size
         if slot.starting and number >= self.size and isinstance(getattr(error, "cause", None), WorkerError):
-            logger.warning("reward worker %d: a spare process did not start, and is not used: %s", worker, reason)
+            logger.warning(
+                "reward worker %d: a spare process did not start, and the worker continues without it: %s",
+                worker,
+                reason,
+            )
             slot.pending = None
             return []
         lost: list[Event] = [
@@ -250,8 +259,11 @@ class RayTransport:
         return lost
 
     def _replace(self, number: int, slot: _Slot, reason: str) -> None:
-        """Kill a slot's actor and start a new one. Raise WorkerError after `_START_ATTEMPTS` failed starts."""
-        if slot.process.how_lost:  # the actor can no longer answer a call of `stop`
+        """Kill a slot's actor and start a new one.
+
+        Raise WorkerError after `_START_ATTEMPTS` failed starts of the actor.
+        """
+        if slot.process.how_lost:  # A lost actor can no longer answer a call of `stop`.
             with contextlib.suppress(Exception):
                 ray.kill(slot.actor, no_restart=True)
         else:
@@ -272,12 +284,12 @@ class RayTransport:
         return self._waiting(_Slot(actor, process, None, 0.0, attempts=0), 0, attempts=attempts)
 
     def _unused(self, worker: int) -> _Slot:
-        """Return a slot for a spare process of a worker, without starting the process."""
+        """Return a slot for a spare process of a reward worker, without starting the spare process."""
         first = self._slots[worker]
         return _Slot(first.actor, first.process, None, 0.0, attempts=0)
 
     def _waiting(self, slot: _Slot, lane: int, *, attempts: int) -> _Slot:
-        """Return a slot that becomes idle once its process answers a ping.
+        """Send a ping to a process, and return the process's slot, which becomes idle when the ping is answered.
 
         The ping waits until the process has imported the reward functions, so no call includes the time for the
         imports.
@@ -299,8 +311,8 @@ def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
 
 
 def _kill(actors: Sequence[Any]) -> None:
-    """Kill the actors' processes and all their descendants, even while an actor runs C code."""
-    with contextlib.suppress(Exception):  # the actors, or Ray itself, may be gone already
+    """Kill the processes of the actors and all their descendants, even if an actor is executing C code."""
+    with contextlib.suppress(Exception):  # The actors, or Ray itself, may have ended already.
         stopped = [actor.stop.remote() for actor in actors]
         ray.wait(stopped, num_returns=len(stopped), timeout=_STOP_S)
     for actor in actors:
@@ -311,8 +323,8 @@ def _kill(actors: Sequence[Any]) -> None:
 def _reason(error: Exception, *, starting: bool) -> str:
     """Return a description of how an actor failed.
 
-    The description contains the last line of Ray's long error message. If a process died during a call, the description
-    is a fixed text, because Ray's message does not tell the cause.
+    The description contains the last line of Ray's long error message. If the actor's process died during a call, the
+    description is a fixed text, because Ray's message does not tell the cause.
     """
     if isinstance(error, ray.exceptions.RayActorError) and not starting:
         return "ended its process (it exited, crashed or ran out of memory)"

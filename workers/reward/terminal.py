@@ -1,6 +1,6 @@
-"""Replaces terminal input and output in a child process that runs reward functions.
+"""Replaces terminal input and output in the child process that runs reward functions.
 
-A child process has no terminal.
+The child process that runs reward functions has no terminal.
 """
 
 import builtins
@@ -14,11 +14,12 @@ from typing import Any, NoReturn
 
 from rltrain.base.errors import one_line
 
-# name of the reward function that the current thread or asyncio task is running, or "" outside reward functions
+# Name of the reward function that the current thread or asyncio task is running, or "" outside reward functions.
 CALLING: ContextVar[str] = ContextVar("calling", default="")
-_LONGEST = 200  # maximum number of characters that are kept of a printed line
-# First components of the values of PYTHONBREAKPOINT that select a debugger with a terminal. In all of its processes,
-# Ray selects Ray's own debugger, which works only in processes that Ray itself has started.
+_LONGEST = 200  # Maximum number of characters that are kept of a printed line.
+# If the environment variable PYTHONBREAKPOINT begins with one of the following module names, `breakpoint()` starts a
+# debugger that needs a terminal. Ray sets PYTHONBREAKPOINT to its own debugger, which works only in processes that Ray
+# itself has started.
 _NEED_TERMINAL = ("", "pdb", "ray", "ipdb", "IPython", "pudb")
 
 
@@ -37,7 +38,7 @@ class FirstLines:
         self._lock = threading.Lock()
 
     def add(self, text: str) -> None:
-        """Record printed text if it belongs to the first non-blank line of the reward function that is running."""
+        """Record printed text if it belongs to the first non-blank line that the running reward function prints."""
         name = CALLING.get()
         with self._lock:
             begun = self._begun.get(name, "")
@@ -45,7 +46,7 @@ class FirstLines:
                 self._begun[name] = (begun + text[: 2 * _LONGEST]).lstrip()
 
     def lines(self) -> tuple[tuple[str, str], ...]:
-        """Return (name of the reward function, first line) for each function that has printed something.
+        """Return (name of the reward function, first printed line) for each reward function that has printed something.
 
         The name is "" for lines that were printed by threads which a reward function has started.
         """
@@ -73,11 +74,11 @@ class _Stream(io.TextIOWrapper):
 
 
 def stand_in() -> FirstLines:
-    """Replace the standard streams, `breakpoint` and `input` of this process, and return the record of first lines.
+    """Replace stdout, stderr, `breakpoint` and `input` of this process, and return the record of first printed lines.
 
-    After a call of `stand_in`, the first line that each reward function prints is recorded, so that the driver can show
-    it. The functions `breakpoint` and `input` then raise an error at once, instead of waiting for a terminal that does
-    not exist.
+    After the replacement, the first line that each reward function prints is recorded, so that the driver can show the
+    line. The functions `breakpoint` and `input` raise an error at once, instead of waiting for a terminal that does not
+    exist.
     """
     lines = FirstLines()
     sys.stdout, sys.stderr = _Stream(1, lines), _Stream(2, lines)
@@ -87,7 +88,7 @@ def stand_in() -> FirstLines:
 
 
 def _breakpoint(*args: Any, **kwargs: Any) -> Any:
-    """Replacement for `sys.breakpointhook`, which allows only debuggers that need no terminal.
+    """Start a debugger for `breakpoint()`, or raise NoTerminal if the debugger needs a terminal.
 
     The environment variable PYTHONBREAKPOINT selects the debugger.
     """
@@ -97,7 +98,7 @@ def _breakpoint(*args: Any, **kwargs: Any) -> Any:
 
 
 def _input(*_: object) -> NoReturn:
-    """Replacement for `input`, which raises an error, also when `pdb.set_trace()` calls `input`."""
+    """Raise NoTerminal when a reward function calls `input`, or when `pdb.set_trace()` calls `input`."""
     frame: FrameType | None = sys._getframe(1)
     asker = frame
     while frame is not None and frame.f_globals.get("__name__") in ("pdb", "cmd", "bdb"):

@@ -1,4 +1,4 @@
-"""Transport of calls to reward workers: the interface, and an implementation for a worker in the current process."""
+"""The interface through which reward workers are called, and its implementation for a worker in the current process."""
 
 import asyncio
 from collections.abc import Sequence
@@ -19,14 +19,14 @@ class Call:
     Attributes:
         requests: Samples to score, in this order.
         function: Index of the only reward function to call. If `function` is None, the worker calls all functions.
-        budget_s: Seconds after which the worker calls no further plain function (neither batched nor async) and returns
-            its results.
-        limit_s: Seconds that one call of a reward function may take.
+        budget_s: Seconds after which the worker calls no further plain function (neither batched nor async). The worker
+            then returns the results that it has.
+        limit_s: Maximum seconds that one call of a reward function may take.
         deadline_s: Seconds without a result after which the process is killed and the call is lost.
-        hold_s: Seconds without a result after which the call is held: it continues, but its worker may begin another
-            call in a spare process.
-        stepwise: Whether the worker reports each result at once, instead of all results at the end of the call. Only
-            plain functions (neither batched nor async) can be called stepwise.
+        hold_s: Seconds without a result after which a `Held` event is reported. The slow call continues, but its worker
+            may begin another call in a spare process.
+        stepwise: Whether the worker reports each result immediately, instead of all results at the end of the call.
+            Only plain functions (neither batched nor async) can be called stepwise.
     """
 
     requests: tuple[RewardRequest, ...]
@@ -40,7 +40,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Answer:
-    """Event: a call has ended.
+    """Event that reports the results of a call that has ended.
 
     `results` is the list that `RewardWorker.score` returned, which may cover only the first requests of the call.
     """
@@ -51,16 +51,16 @@ class Answer:
 
 @dataclass(frozen=True)
 class Held:
-    """Event: a call takes long, so its worker may begin another call in a spare process.
+    """Event that reports a slow call, whose worker may therefore begin another call in a spare process.
 
-    A held call continues, and another event will report its end. If the held call is stepwise, its process continues
-    only with the first request that has no complete result. The event at the end of a held stepwise call reports only
-    the result of the continued request. All later requests of a held stepwise call must be scored in another call.
+    The slow call continues, and another event will report its end. If the slow call is stepwise, its process continues
+    only with the first request that has no complete result. The event at the end of a slow stepwise call reports only
+    the result of the continued request. All later requests of a slow stepwise call must be scored in another call.
 
     Attributes:
         slot: Index of the process among the reward processes, from 0.
-        results: The results of a stepwise call so far, where the last result may lack some scores, or None if the call
-            is not stepwise.
+        results: The results of a stepwise call so far, or None if the call is not stepwise. The last result may lack
+            some scores.
     """
 
     slot: int
@@ -69,15 +69,15 @@ class Held:
 
 @dataclass(frozen=True)
 class Lost:
-    """Event: a call has ended without an answer.
+    """Event that reports a call that has ended without an answer.
 
     Attributes:
         slot: Index of the process among the reward processes, from 0.
-        timed_out: Whether the process took too long.
+        timed_out: Whether the call was ended because it exceeded its deadline.
         reason: What ended the call, if it did not time out.
-        outside: Whether the cause is probably not a reward function, because the whole worker was lost, or because
-            SIGKILL or SIGSTOP ended the process.
-        results: Results of the call so far, as in `Held`, or None if the results are unknown.
+        outside: Whether the call was probably not ended by a reward function, because the whole worker was lost,
+            SIGKILL ended the process, or SIGSTOP stopped the process.
+        results: Results that the call had produced, as in `Held.results`, or None if the results are unknown.
     """
 
     slot: int
@@ -93,10 +93,10 @@ Event = Answer | Held | Lost
 class Transport(Protocol):
     """Interface to the processes of reward workers.
 
-    Each process has a number, called its slot, and runs one call at a time.
+    Each process has a number, which is called its slot, and runs at most one call at a time.
 
     Attributes:
-        size: Number of workers. Each worker has one process, and possibly spare processes.
+        size: Number of reward workers. Each reward worker has one process, and possibly spare processes.
     """
 
     size: int
@@ -104,7 +104,8 @@ class Transport(Protocol):
     def idle(self) -> Sequence[int]:
         """Return the slots (numbers of processes) on which a call may begin.
 
-        While a worker runs a call, no other call may begin on its slots, unless the running call is held (see `Held`).
+        While a worker runs a call, no other call may begin on the worker's slots, unless a `Held` event has reported
+        the running call as slow.
         """
 
     def start(self, slot: int, call: Call) -> None:
@@ -113,14 +114,14 @@ class Transport(Protocol):
     async def events(self) -> Sequence[Event]:
         """Wait for events of the running calls, and return them.
 
-        This method also returns, possibly without events, when a worker has become ready, or when `start` is called
-        while this method waits.
+        The method also returns when a worker has become ready or when `start` is called. The returned list may then be
+        empty.
         """
 
     async def recorded(self) -> list[Recorded]:
         """Return and delete the timeline events that the workers' processes have recorded (see `rltrain.base.trace`).
 
-        The events of the current process are not included.
+        The timeline events of the current process are not included.
         """
 
     def close(self) -> None:
@@ -146,7 +147,7 @@ class InProcessTransport:
 
     async def events(self) -> Sequence[Event]:
         """Run the stored call and return its answer. See `Transport.events`."""
-        await asyncio.sleep(0)  # let other tasks run between two calls
+        await asyncio.sleep(0)  # Let other asyncio tasks run between two scoring calls.
         call, self._call = self._call, None
         if call is None:
             return []
@@ -161,10 +162,13 @@ class InProcessTransport:
         return []
 
     def close(self) -> None:
-        """Drop the stored call. See `Transport.close`."""
+        """Forget the stored call without running it. See `Transport.close`."""
         self._call = None
 
 
 def settings(reward: RewardConfig) -> dict[str, Any]:
-    """Return run settings by name. A reward function receives each run setting for which it has a parameter."""
+    """Return the run settings that reward functions can read, by parameter name.
+
+    A reward function receives each run setting for which it has a parameter.
+    """
     return {"sandbox": reward.sandbox, "reward_timeout_s": reward.timeout_s}

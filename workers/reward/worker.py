@@ -1,6 +1,6 @@
 """Calls of reward functions in the current process, which is the driver or a child process of a guard.
 
-This module never imports torch.
+The module `workers.reward.worker` does not import torch.
 """
 
 import asyncio
@@ -25,8 +25,8 @@ from rltrain.settings.reward_config import RewardFunctionConfig
 from workers.reward.messages import RewardRequest, SampleScores
 from workers.reward.terminal import CALLING, NoTerminal
 
-CALLS_TRACK = "reward functions"  # row of the timeline that shows the calls of reward functions
-_CANCEL_S = 2.0  # seconds that a cancelled call may take to end (a guard may kill its child process earlier)
+CALLS_TRACK = "reward functions"  # Name of the timeline row that shows the calls of reward functions.
+_CANCEL_S = 2.0  # Seconds that a cancelled call of an async function may take to end.
 Outcome = Verdict | BaseException
 
 
@@ -68,14 +68,14 @@ class _Function:
             return [self.call(request) for request in requests]
         try:
             return [_outcome(result) for result in as_scores(results, len(requests))]
-        except BaseException as error:  # if the number of scores is wrong, no score can be assigned to a sample
+        except BaseException as error:  # With a wrong number of scores, no score belongs to a known sample.
             return [_unless_stopped(error)] * len(requests)
 
     async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
         """Score one sample with an async function, which is cancelled at its time limit.
 
         The async function runs in its own task, so that its exceptions and cancellations do not affect other samples.
-        If a task does not end when it is cancelled, the task is abandoned.
+        If the cancelled task does not end within `_CANCEL_S` seconds, the task is abandoned.
         """
         task = asyncio.ensure_future(self._awaited(request))
         await asyncio.wait([task], timeout=limit_s if math.isfinite(limit_s) else None)
@@ -91,7 +91,7 @@ class _Function:
         try:
             with self._span(request):
                 return as_verdict(await self.bound(request.prompt, request.response, request.columns))
-        except BaseException as error:  # also catches SystemExit and KeyboardInterrupt, which would end the event loop
+        except BaseException as error:  # SystemExit and KeyboardInterrupt would end the event loop.
             return error
 
     def _called(self, requests: Sequence[RewardRequest]) -> Any:
@@ -105,7 +105,7 @@ class RewardWorker:
     """The reward functions of a run, loaded and ready to be called.
 
     Plain functions (neither batched nor async) are called for one sample after another in the current thread. Async
-    functions are called for up to `concurrency` samples at once. Batched functions are called once for all samples.
+    functions are called for up to `concurrency` samples at once. Each batched function is called once with all samples.
     """
 
     def __init__(
@@ -120,11 +120,11 @@ class RewardWorker:
         Args:
             functions: Reward functions, in the order of the scores.
             concurrency: Maximum number of simultaneous calls of async functions.
-            settings: Run settings by name. A function receives each setting for which it has a parameter, unless the
-                function's kwargs set this parameter.
+            settings: Run settings by name. A reward function receives each setting for which it has a parameter, unless
+                the function's `kwargs` set the parameter.
 
         Raises:
-            ConfigError: A function cannot be loaded.
+            ConfigError: A reward function cannot be loaded.
         """
         self._functions = [_Function(config, settings or {}) for config in functions]
         self._concurrency = concurrency
@@ -144,20 +144,21 @@ class RewardWorker:
     ) -> list[SampleScores]:
         """Score samples in order.
 
-        If a function raises an exception for a sample, the sample fails instead of getting a score of 0.
+        If a reward function raises an exception for a sample, the sample is marked as failed and does not get a score
+        of 0.
 
         Args:
             requests: Samples to score.
-            function: Index of the only function to call, so that each result has one score. If `function` is None, all
-                functions are called.
-            budget_s: Seconds after which no further plain function is called. The first call of a plain function is
-                made even if `budget_s` is 0.
+            function: Index of the only reward function to call, so that each result has one score. If `function` is
+                None, all reward functions are called.
+            budget_s: Seconds after which no further plain function (neither batched nor async) is called. The first
+                call of a plain function is made even if `budget_s` is 0.
             limit_s: Seconds after which a call of an async function is cancelled and its sample fails.
-            report: Callback that receives the sample's result so far after each call of a plain function.
+            report: Callback that, after each call of a plain function, receives the scores that the sample has so far.
 
         Returns:
-            One result per request. If the budget runs out, only the first requests have results, and the last result
-            may have only the scores of the first functions.
+            One result per request. If `budget_s` runs out, only the first requests have results, and the last result
+            may lack the scores of the last functions.
         """
         chosen = self._functions if function is None else [self._functions[function]]
         outcomes: list[dict[int, Outcome]] = [{} for _ in requests]
@@ -178,13 +179,13 @@ def _call_each(
     end: float,
     report: Callable[[SampleScores], None] | None,
 ) -> int:
-    """Call the plain functions (neither batched nor async) sample by sample, until all are done or the time is up.
+    """Call the plain functions (neither batched nor async) sample by sample, until no sample or no time is left.
 
     If a plain function raises an exception, the sample fails, and the sample's remaining plain functions are not
     called.
 
     Returns:
-        The number of samples for which at least one function was called.
+        The number of samples for which at least one reward function was called.
     """
     plain = [(number, f) for number, f in enumerate(functions) if not f.batched and not f.asynchronous]
     for row, request in enumerate(requests if plain else ()):
@@ -227,8 +228,8 @@ def _await_each(
         return await asyncio.gather(*(in_turn(one, request, turns) for _, _, one, request in wanted))
 
     for (row, number, _, _), outcome in zip(wanted, finish(together()), strict=True):
-        # Async functions run in another thread, in which no KeyboardInterrupt is raised, but the user can quit a
-        # debugger.
+        # Async functions run in another thread, where Python raises no KeyboardInterrupt. The user can still quit a
+        # debugger in that thread, which raises BdbQuit.
         outcomes[row][number] = _unless_stopped(outcome) if isinstance(outcome, bdb.BdbQuit) else outcome
 
 
@@ -237,7 +238,7 @@ def _result(request: RewardRequest, functions: list[_Function], found: dict[int,
     success: bool | None = None
     for number, one in enumerate(functions):
         if number not in found:
-            break  # the budget ran out before this function was called
+            break  # The time budget ran out before this function was called.
         outcome = found[number]
         if isinstance(outcome, BaseException):
             return failed(request, len(functions), f"reward function '{one.name}' {_said(outcome)}", number)
@@ -251,9 +252,9 @@ def failed(request: RewardRequest, functions: int, error: str, function: int) ->
 
     Args:
         request: Request of the sample.
-        functions: Number of scores in the result.
-        error: One line that says how the function failed.
-        function: Index of the function that failed.
+        functions: Number of reward functions, and so of scores in the result.
+        error: One line that says which reward function failed and how.
+        function: Index of the reward function that failed.
     """
     return SampleScores(request.key, (None,) * functions, failed=True, error=redacted(error), failed_function=function)
 
@@ -261,16 +262,16 @@ def failed(request: RewardRequest, functions: int, error: str, function: int) ->
 def _outcome(result: Any) -> Outcome:
     try:
         return as_verdict(result)
-    except BaseException as error:  # a result's own __repr__ or __float__ may raise any exception
+    except BaseException as error:  # `__repr__` or `__float__` of a result may raise any exception.
         return _unless_stopped(error)
 
 
 def _unless_stopped(error: BaseException) -> BaseException:
-    """Return an exception that a reward function raised, but re-raise it if it is the user's request to stop the run.
+    """Return an exception that a reward function raised, or re-raise the exception if the user wants to stop the run.
 
-    The user stops the run with Ctrl-C (KeyboardInterrupt) or quits the debugger (BdbQuit). A KeyboardInterrupt or a
-    BdbQuit counts as the user's request if it is raised in the main thread, and if SIGINT does not have its default
-    action, as in the driver.
+    The user can stop the run with Ctrl-C (KeyboardInterrupt) or by quitting the debugger (BdbQuit). A KeyboardInterrupt
+    or a BdbQuit counts as the user's request if it is raised in the main thread, and if SIGINT does not have its
+    default action, as in the driver.
     """
     here = threading.current_thread() is threading.main_thread()
     stops = isinstance(error, KeyboardInterrupt | bdb.BdbQuit)
@@ -288,7 +289,8 @@ def _said(error: BaseException) -> str:
     text = described(error)
     if isinstance(error, ScoreError | NoTerminal):
         return text.removeprefix(f"{type(error).__name__}: ")
-    # `walk_tb` is used because it reads no source files. A function's code may name a file that cannot be opened.
+    # The traceback is read with `walk_tb`, which opens no source files. The code of a reward function may name a source
+    # file that cannot be opened.
     frames = list(traceback.walk_tb(error.__traceback__))
     place = f" ({one_line(frames[-1][0].f_code.co_filename)}:{frames[-1][1]})" if frames else ""
     return f"raised {text}{place}"

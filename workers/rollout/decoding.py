@@ -1,4 +1,4 @@
-"""The running batch of the transformers engine: unfinished answers and their key-value cache."""
+"""The batch that the transformers engine decodes: unfinished answers and their key-value cache."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import StopStrings
 
 GROUPED = "rltrain_grouped"
-ROOM = 32  # spare columns (token positions) that a key-value cache gets when it grows
+ROOM = 32  # Number of spare columns (token positions) that a key-value cache gets when it grows.
 
 
 def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention like transformers' sdpa function, but do not copy keys and values if each row has one query.
+    """Compute attention as the function `sdpa` of transformers does, but without copying keys and values if Q = 1.
 
     With one query per row (Q = 1), the H / K query heads that share a key head are treated as H / K queries of that key
     head, and no causal mask is needed.
@@ -66,13 +66,13 @@ class RoomyLayer(DynamicLayer):
         return self._use(end)
 
     def batch_select_indices(self, indices: Tensor, first: int = 0) -> None:
-        """Keep only the rows at `indices`, in the order of `indices`, and drop the columns before `first`."""
+        """Keep only the rows at `indices`, in the order of `indices`. Drop the columns before `first`."""
         width = self.get_seq_length() - first
         self.stores = [store[:, :, first:][indices] for store in self.stores]
         self._use(width)
 
     def _columns(self) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of this layer."""
+        """Return the keys and values of this layer, without the spare columns."""
         assert self.keys is not None, "the cache must contain rows"
         assert self.values is not None, "the cache must contain rows"
         return self.keys, self.values
@@ -80,7 +80,7 @@ class RoomyLayer(DynamicLayer):
     def join(self, other: "RoomyLayer") -> None:
         """Append the rows of `other` along the batch dimension.
 
-        Shorter rows are padded on the left, so that all rows end in the same column.
+        The shorter of the two batches is padded on the left, so that all rows end in the same column.
         """
         width = max(self.get_seq_length(), other.get_seq_length())
         own, others = self._columns(), other._columns()
@@ -94,13 +94,13 @@ class RoomyLayer(DynamicLayer):
 
 @dataclass
 class Batch:
-    """A batch of B rows, one per answer, and W columns, one per token position.
+    """A batch of answers to decode, with one row per answer (B rows) and one column per token position (W columns).
 
     All rows end in the same column, so shorter rows are padded on the left. Until `take` drops a finished row from the
-    batch, the model still processes the row, but its outputs are ignored.
+    batch, the model still processes the row, but the row's outputs are ignored.
 
     Attributes:
-        requests: One request per row.
+        requests: Requests of the answers, one request per row.
         ids: (B, W) token ids of prompts and answers.
         log_probs: (B, W) float32 log-probabilities of sampled tokens, and 0 for all other tokens and padding.
         versions: For each column, the version of the weights that sampled the column's tokens. All tokens of a column
@@ -108,8 +108,8 @@ class Batch:
         rows: (B, 4) int64: first column of the prompt, first column of the answer, maximum tokens of the answer, seed.
         temperatures: (B,) float32 sampling temperatures.
         live: (B,) bool, False for finished answers.
-        cache: Keys and values of all columns, or of all but the last column.
-        padded: Whether any row is padded on the left.
+        cache: Keys and values of all columns, or of all columns except the last.
+        padded: Whether at least one row is padded on the left.
     """
 
     requests: list[Request]
@@ -128,7 +128,7 @@ class Batch:
         return len(self.versions)
 
     def mask(self, first: int) -> Tensor | None:
-        """Return the attention mask, which is true for tokens and false for padding, or None if no row is padded.
+        """Return the attention mask (True for tokens, False for padding), or None if no row is padded.
 
         The mask's shape is (B, 1, 1, W) if `first` is the last column, and (B, W) otherwise.
         """
@@ -157,8 +157,8 @@ class Batch:
     def finish(self, stops: Tensor, strings: StopStrings | None = None) -> list[Completion]:
         """Mark the answers that end in the last column as finished, and return them.
 
-        An answer ends in the last column if its token in that column is in `stops` (S,) or completes one of the stop
-        strings `strings`, or if its maximum length is reached.
+        An answer ends in the last column if one of three conditions holds: its token in the last column is in `stops`
+        (S,), that token completes a stop string of `strings`, or the answer has its maximum length.
         """
         last, limits = self.ids[:, -1], self.rows[:, 1] + self.rows[:, 2]
         stopped = torch.isin(last, stops)
@@ -251,7 +251,7 @@ def new_batch(requests: Sequence[Request], device: torch.device) -> Batch:
 
 
 def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
-    """Return a list with one request per distinct prompt, and each request's index into that list."""
+    """Return a list with one request per distinct prompt, and for each of `requests` its index in the returned list."""
     numbers: dict[tuple[int, ...], int] = {}
     which = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
     firsts = dict(zip(reversed(which), reversed(requests), strict=True))
@@ -259,10 +259,10 @@ def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[
 
 
 def _stacked(above: Tensor, below: Tensor, axis: int = 1, room: int = 0) -> Tensor:
-    """Concatenate two tensors along axis 0, right-aligned along `axis`.
+    """Concatenate two tensors along axis 0, after padding them to equal lengths along `axis`.
 
-    The tensor that is shorter along `axis` is padded with zeros on the left. Both tensors get `room` further columns of
-    zeros on the right.
+    The tensor that is shorter along `axis` is padded with zeros on the left. Both tensors are extended by `room`
+    columns of zeros on the right.
     """
     width = max(above.size(axis), below.size(axis))
     padding = [(0, 0)] * (above.ndim - 1 - axis)

@@ -1,9 +1,9 @@
 """Rollout engine that generates with the transformers library instead of vLLM.
 
 The engine is for machines without vLLM, for `placement=inprocess`, and for bitwise reproducible runs. The tokens of an
-answer depend only on the prompt, the request's seed and the weights. Other requests in the batch can change the tokens
-only through the rounding of batched matrix products. If `deterministic` is true, each batch is one prompt group, and
-answers are bitwise reproducible.
+answer depend only on the prompt, the request's seed and the weights. Other requests in the same batch can change the
+tokens of an answer only through rounding in batched matrix products. If `trainer.deterministic` is true, each batch is
+one prompt group, and the answers are bitwise reproducible.
 """
 
 from collections.abc import Iterable, Sequence
@@ -34,10 +34,10 @@ from workers.sync.buckets import Bucket, tensors_of, verify
 from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
-# Dropping or adding rows copies the batch's key-value cache, so rows are dropped or added only in larger numbers.
-# Rows that join a running batch also make the batch wider and padded.
-SLACK = 0.1  # share of finished rows in the batch above which the finished rows are dropped
-JOIN = 0.5  # share of the batch's places that must be free before requests are added, unless all waiting requests fit
+# Dropping or adding rows copies the batch's key-value cache, so several rows are dropped or added at a time. Rows that
+# join a running batch also make its matrices wider, with padding.
+SLACK = 0.1  # Share of finished rows in the batch above which the finished rows are dropped.
+JOIN = 0.5  # Share of the batch that must be free before requests join, unless all waiting requests fit.
 
 
 class HFEngine:
@@ -50,7 +50,7 @@ class HFEngine:
         path: Model directory.
         dtype: Data type of the weights, "float32" or "bfloat16".
         stop_ids: Ids of the model's end tokens.
-        deterministic: Whether each batch is one prompt group.
+        deterministic: Whether each batch consists of one prompt group, so that answers are bitwise reproducible.
 
     Raises:
         ConfigError: The attention implementation of the model cannot be replaced.
@@ -68,7 +68,7 @@ class HFEngine:
         self.strings, self.filters = stop_strings(config.stop, path), distribution_filters(config)
         self.waiting: list[Request] = []
         self.batch: Batch | None = None
-        self.stale = False  # whether the cache of the running batch was computed with earlier weights
+        self.stale = False  # Whether the batch's cache was computed with earlier weights.
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
@@ -76,14 +76,14 @@ class HFEngine:
 
     @property
     def busy(self) -> bool:
-        """Return whether any request is unfinished."""
+        """Return whether the engine has an unfinished request."""
         return bool(self.waiting or self.batch)
 
     @torch.inference_mode()
     def step(self) -> list[Completion]:
-        """Sample one token for every running answer. Return the answers that the step has finished.
+        """Sample one token for every running answer, and return the answers that are now finished.
 
-        Before the step samples tokens, waiting requests join the batch if the batch has room for them.
+        Before tokens are sampled, waiting requests join the batch if the batch has room for them.
         """
         tick()
         batch, logits = self.batch, []
@@ -114,7 +114,7 @@ class HFEngine:
 
         If there is room for all waiting requests, all of them start. If there is room for only some of the waiting
         requests, none starts until the share `JOIN` of all places in the batch is free. If `deterministic` is true, the
-        next prompt group starts once no answer is running.
+        next prompt group starts when no answer is unfinished.
         """
         if not self.waiting:
             return []
@@ -142,12 +142,12 @@ class HFEngine:
         return batch, logits[index]
 
     def _again(self, batch: Batch) -> Tensor:
-        """Recompute a batch's key-value cache from the tokens. Return the logits (B, V) of the next tokens."""
+        """Recompute a batch's key-value cache from its tokens, and return the logits (B, V) of the next tokens."""
         batch.cache = new_cache()
         return self._forward(batch, 0)
 
     def _forward(self, batch: Batch, first: int) -> Tensor:
-        """Run the model on the columns from `first` on, which are not in the key-value cache yet.
+        """Run the model on the columns from index `first` on, which are not in the key-value cache yet.
 
         Return the logits (B, V) of the tokens that follow the last column.
         """
@@ -167,12 +167,12 @@ class HFEngine:
         self.waiting, self.batch = [], None
 
     def start_load(self) -> None:
-        """Prepare to receive new weights."""
+        """Prepare the engine to receive new weights."""
         self.reader, self.probes, self.adapters = Reader(), dict[str, np.ndarray](), Adapters(self.path)
 
     @torch.no_grad()
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of a bucket of weights.
+        """Load the weights that a bucket contains.
 
         Raises SyncError if the received bytes differ from the bytes that the sender wrote.
         """
@@ -191,7 +191,10 @@ class HFEngine:
 
     @torch.no_grad()
     def finish_load(self, version: int) -> None:
-        """Check the new weights. Unfinished answers continue with the new weights, and the KV cache is recomputed."""
+        """Make the engine use the new weights, and check them.
+
+        Unfinished answers continue with a recomputed KV cache.
+        """
         self.reader.close()
         self._copy(self.adapters.merged())
         self.version, self.stale = version, True
@@ -210,7 +213,7 @@ class HFEngine:
 
 
 def distribution_filters(config: RolloutConfig) -> list[LogitsProcessor]:
-    """Return the logits processors that restrict sampling to the most likely tokens: top-k, then top-p, as in vLLM."""
+    """Return logits processors that restrict sampling to the most likely tokens, first by top-k and then by top-p."""
     top_k = [TopKLogitsWarper(config.top_k)] if config.top_k else []
     return top_k + ([TopPLogitsWarper(config.top_p)] if config.top_p < 1 else [])
 
@@ -222,12 +225,12 @@ def sample(
 
     Args:
         logits: (B, V) float32 logits of the next tokens.
-        temperatures: (B,) sampling temperatures. A temperature of 0 selects the most likely token, with its log-prob at
-            temperature 1.
-        uniforms: (B,) float64 uniform random numbers in [0, 1).
+        temperatures: (B,) sampling temperatures. If the temperature is 0, the most likely token is selected, and its
+            log-prob is computed at temperature 1.
+        uniforms: (B,) float64 random numbers, uniformly distributed in [0, 1).
         filters: Logits processors that set the logits of tokens which must not be sampled to minus infinity. The
             processors are applied to logits that are already divided by the temperature. Rows with temperature 0 are
-            not processed.
+            not filtered.
 
     Returns:
         The sampled tokens (B,) int64, and their log-probs (B,) float32 under the distribution that was sampled from.
@@ -236,11 +239,11 @@ def sample(
     scaled = logits / torch.where(greedy, 1.0, temperatures)[:, None]
     kept = scaled
     for keep in filters:
-        # The filters ignore their first argument, the token ids.
+        # The first argument of a logits processor is the token ids, which top-k and top-p ignore.
         kept = keep(cast(torch.LongTensor, None), cast(torch.FloatTensor, kept))
     probabilities = torch.where(greedy[:, None], scaled, kept).softmax(-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    # The random numbers are scaled by the computed total probability. Rounding may make the total smaller than 1, and
+    # The random numbers are scaled by the total probability. Because of rounding, the total may be smaller than 1, and
     # an unscaled random number could then give an index that is too large.
     drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.size(-1) - 1))
@@ -248,7 +251,7 @@ def sample(
 
 
 def layer_outputs(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Return W v in float32 for each matrix W of the model, where v is a fixed random vector, the probe vector of W.
+    """Return the product W v in float32 for each matrix W of the model, where v is the fixed random probe vector of W.
 
     One-dimensional parameters are returned unchanged, except for the conversion to float32.
     """
@@ -275,7 +278,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
         model.set_attn_implementation(GROUPED)
     except ConfigError:
         raise
-    except ValueError as error:  # transformers raises ValueError for an architecture with its own attention code
+    except ValueError as error:  # The architecture has its own attention code.
         raise ConfigError(
             f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
             "architecture"

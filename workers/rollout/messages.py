@@ -10,8 +10,9 @@ class Request:
     Attributes:
         key: (prompt group uid, number of the sample in its group).
         prompt_ids: Token ids of the prompt, which the engine uses unchanged.
-        temperature: Sampling temperature; 0 decodes greedily.
-        max_tokens: Maximum number of tokens of the answer. An answer cut at `max_tokens` has `finish_reason` "length".
+        temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
+        max_tokens: Maximum number of tokens of the answer. If an answer is cut off at `max_tokens`, its `finish_reason`
+            is "length".
         seed: Seed of the random numbers with which the answer is sampled.
     """
 
@@ -27,9 +28,9 @@ class Completion:
     """One sampled answer.
 
     Attributes:
-        key: Key of the answer's request.
-        token_ids: Token ids that the engine sampled, including the end token or the tokens of the stop string at the
-            end.
+        key: Key of the `Request` that this completion answers.
+        token_ids: Token ids that the engine sampled, including the final end token or the final tokens of a stop
+            string.
         log_probs: Log-probability of each token in nats, under the distribution that was sampled from.
         finish_reason: "stop", "length" or "abort", as reported by the engine.
         versions: For each token, the version of the weights that sampled it.

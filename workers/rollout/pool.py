@@ -1,8 +1,9 @@
-"""Pool of rollout replicas, which routes requests to the replicas and sends them the actor's weights.
+"""Pool of rollout replicas, which distributes requests over the replicas and sends the actor's weights to them.
 
-A replica is dead if its process is gone, is stopped or hangs. A dead replica is replaced while the other replicas
-continue to work. The process that replaces a dead replica first gets the current weights, and then requests. The
-prompt groups that a dead replica had not finished are lost, and the caller of the pool must submit them again.
+A replica counts as dead if its process has ended, is stopped (SIGSTOP) or hangs. A dead replica is replaced while the
+other replicas continue to work. A new process that replaces a dead replica gets requests only after it has received the
+current weights. The prompt groups that a dead replica had not finished are lost, and the caller of the pool must submit
+them again.
 """
 
 import asyncio
@@ -27,15 +28,16 @@ class RolloutPool:
     """Pool of the replicas of the rollout engine.
 
     Args:
-        replicas: The replicas, whose engines may still be under construction.
+        replicas: The replicas of the pool, whose engines may still be starting.
         tasks: The run's background tasks, to which the pool adds one task per replica.
         sleeps: Whether idle engines may release their device memory.
         replaces: Whether a dead replica is replaced. If `replaces` is False, the first death of a replica raises
             WorkerError.
 
     Attributes:
-        changes: Wakes the coroutines of the pool and of the replicas after each change that they may wait for.
-        started: Whether `start` has returned.
+        changes: Condition that wakes the waiting coroutines of the pool and its replicas after each change of their
+            state.
+        started: Whether the method `start` has returned.
         asleep: Whether the engines have released their device memory. `load` wakes the engines.
     """
 
@@ -46,16 +48,19 @@ class RolloutPool:
         self.changes, self.started, self.asleep = Changes(), False, False
         self._tasks = tasks
         self._lives = [tasks.start(one.live(self), f"rollout replica {one.number}") for one in self.replicas]
-        self._queue: list[Sequence[Request]] = []  # groups for which no replica was ready yet
+        self._queue: list[Sequence[Request]] = []  # Prompt groups that wait until a replica is ready.
         self._answers: list[Completion] = []
-        self._lost: set[int] = set()  # uids of groups that lost answers when a replica died
-        self._deaths = 0  # deaths of replicas since the last answer
+        self._lost: set[int] = set()  # Uids of the prompt groups that lost answers when a replica died.
+        self._deaths = 0  # Number of replicas that died since the last answer arrived.
         # Arguments of the last `load`, or None if the actor's weights may have changed since that `load`.
         self._source: tuple[Sequence[Role[Sends]], int, bool] | None = None
         self._syncing = asyncio.Lock()
 
     async def start(self) -> None:
-        """Wait until all engines are built and can receive weights. Raises WorkerError if an engine cannot be built."""
+        """Wait until the engines of all replicas are built and can receive weights.
+
+        Raises WorkerError if an engine cannot be built.
+        """
         await self._tasks.until(self._all_built())
         self.started = True
 
@@ -63,9 +68,9 @@ class RolloutPool:
         await self.changes.until(lambda: all(replica.ready for replica in self.replicas))
 
     def submit(self, groups: Sequence[Sequence[Request]]) -> None:
-        """Send groups of requests to the replicas, without waiting for the answers.
+        """Send the requests of prompt groups to the replicas, without waiting for the answers.
 
-        All requests of a group go to the same replica, the one with the fewest unfinished answers.
+        All requests of a prompt group go to one replica, which is the replica with the fewest unfinished answers.
         """
         assert not self.asleep, "sleeping engines have no weights to answer requests with: call `load` first"
         serving = [one for one in self.replicas if one.state is ReplicaState.SERVING and one.ready]
@@ -85,12 +90,12 @@ class RolloutPool:
 
     @property
     def pending(self) -> int:
-        """Return the number of answers that `poll` has not returned yet, plus the number of lost groups."""
+        """Return the number of answers that `poll` has not returned yet, plus the number of lost prompt groups."""
         running = sum(len(replica.running) for replica in self.replicas)
         return running + sum(map(len, self._queue)) + len(self._lost) + len(self._answers)
 
     async def poll(self) -> list[Completion]:
-        """Wait until answers have finished or groups were lost, and return the finished answers in order of arrival."""
+        """Wait until an answer is finished or a prompt group is lost, and return the answers in order of arrival."""
         await self.changes.until(lambda: self._answers or self._lost)
         found, self._answers = self._answers, []
         return found
@@ -104,19 +109,19 @@ class RolloutPool:
         return taken
 
     async def abort(self) -> None:
-        """Drop all unfinished requests, all answers that `poll` has not returned yet, and the record of lost groups.
+        """Drop all unfinished requests, all answers that `poll` has not returned, and the list of lost groups.
 
         No answer to a dropped request is ever returned, even if a request with the same key is submitted later.
         """
         self._queue, self._answers, self._lost = [], [], set()
         for replica in self.replicas:
-            # Every replica drops its requests before the first `await`, because replicas may answer or die while the
-            # pool waits.
+            # Every replica drops its requests before the pool awaits anything, because replicas may answer or die
+            # during an `await`.
             replica.drop()
         await asyncio.gather(*(replica.abort() for replica in self.replicas))
 
     async def sleep(self) -> None:
-        """Release the engines' device memory to the training ranks until the next `load`, if the engines can sleep.
+        """If the engines can sleep, release their device memory for the training ranks until the next `load`.
 
         This method first waits until all replacement engines are built, because an engine that is built while the
         training ranks compute might not find enough memory.
@@ -124,7 +129,8 @@ class RolloutPool:
         if not self.sleeps or self.asleep:
             return
         assert not self.pending, "engines with unfinished answers must not sleep"
-        async with self._syncing:  # until `load`, no replacement replica gets weights, which would wake its engine
+        # While `_source` is None, no replacement replica gets weights, which would wake its engine.
+        async with self._syncing:
             source, self._source = self._source, None
         while True:
             await self._tasks.until(self._all_built())
@@ -132,14 +138,14 @@ class RolloutPool:
             if not awake:
                 break
             slept = await asyncio.gather(*(replica.sleep() for replica in awake))
-            if False in slept:  # engines on a CPU cannot sleep, so the pool never tries again
+            if False in slept:  # Engines on a CPU can never sleep.
                 self.sleeps, self._source = False, source
                 self.changes.notify()
                 return
         self.asleep = True
 
     async def hold_weights(self) -> None:
-        """Declare that the actor's weights will change. Until the next `load`, no replacement replica gets weights.
+        """Forbid sending weights to replacement replicas until the next `load`, before the actor's weights change.
 
         If a replacement replica is receiving weights now, this method waits until the transfer ends.
         """
@@ -152,7 +158,7 @@ class RolloutPool:
         A replica that is not ready yet gets the weights as soon as it is ready.
 
         Raises:
-            SyncError: An engine does not compute with the weights that were sent.
+            SyncError: A rollout engine does not compute with the weights that were sent.
             WorkerLost: A rank of the actor is lost.
         """
         async with self._syncing:
@@ -167,8 +173,8 @@ class RolloutPool:
     async def give_weights(self, replica: Replica) -> None:
         """Send the weights of the last `load` to a replica that waits for weights.
 
-        If a new `load` sends weights to the replica first, this method sends nothing. After `hold_weights`, this method
-        waits for the next `load`.
+        If `load` sends weights to the replica in the meantime, this method sends nothing. After `hold_weights`, this
+        method waits for the next `load`.
         """
         while replica.state is ReplicaState.WAITING:
             due = self.changes.until(lambda: self._source or replica.state is not ReplicaState.WAITING)
@@ -183,13 +189,13 @@ class RolloutPool:
                 except WorkerLost:
                     if not any(rank.process.how_lost for rank in ranks):
                         raise
-                    self._source = None  # the next `load` sends the weights of the restarted actor
+                    self._source = None  # The next `load` sends the restarted actor's weights.
         self._resume()
 
     async def replacement_allowed(self, replica: Replica, how: str) -> None:
-        """Record the death of a replica, and wait until another process may take its place.
+        """Record the death of a replica, and wait until a new process may replace the dead process.
 
-        While the engines sleep, no process may start, because the training ranks may need all device memory.
+        While the engines sleep, no replica process may start, because the training ranks may need all device memory.
 
         Raises:
             WorkerError: The pool does not replace replicas, or too many replicas have died since the last answer.
@@ -228,8 +234,8 @@ class RolloutPool:
     ) -> bool:
         """Try once to send the actor's weights to replicas.
 
-        Return False if one of the replicas died during the transfer. If a replica died during the transfer, the other
-        replicas generate nothing until another transfer succeeds.
+        Return False if one of the replicas died during the transfer. The other replicas then generate no answers until
+        another transfer succeeds.
         """
         roles = {replica: replica.role for replica in replicas}
         for replica in replicas:
@@ -243,12 +249,12 @@ class RolloutPool:
                 raise
             return False
         for replica, role in roles.items():
-            if replica.role is role and replica.ready:  # the process was not replaced during the transfer
+            if replica.role is role and replica.ready:  # The replica still has the process that got the weights.
                 replica.state, replica.asleep = ReplicaState.SERVING, False
         return True
 
     def _resume(self) -> None:
-        """Wake the tasks of the replicas, and submit the queued groups, for which no replica was ready before."""
+        """Wake the tasks of the replicas, and submit the prompt groups that were queued until a replica was ready."""
         self.changes.notify()
         if self._queue:
             queued, self._queue = self._queue, []

@@ -1,7 +1,7 @@
-"""The life cycle of one rollout replica.
+"""The life cycle of one rollout replica, which may outlive its process.
 
-A replica builds its engine, receives weights and answers requests. When the replica's process dies, another process
-takes its place.
+A replica builds its engine, receives weights and answers requests. When the replica's process dies, the replica starts
+a new process.
 """
 
 import asyncio
@@ -18,13 +18,13 @@ from workers.cluster.processes import Pending, Role, progress_required, results,
 from workers.rollout.messages import Completion, Request
 from workers.rollout.worker import RolloutWorker
 
-# Seconds after which a call of `poll` returns even without finished answers. A replica in the driver's process uses the
-# shorter time, because `poll` then blocks the driver.
+# Seconds after which `poll` returns even without finished answers. A replica in the driver's process uses the shorter
+# time, because its `poll` blocks the driver.
 LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
 class ReplicaState(StrEnum):
-    """State of a replica."""
+    """State of a rollout replica."""
 
     DEAD = "dead"
     STARTING = "starting"
@@ -37,10 +37,10 @@ class Building:
     """A new process of a replica, in which the engine is being built.
 
     Attributes:
-        role: The engine's role in the process.
-        built: Pending calls after which the engine is ready.
-        fetched: Pending calls after which the model is on the process's machine. The calls in `fetched` have no time
-            limit while they make progress.
+        role: Handle of the rollout worker in the process.
+        built: Pending calls that must end before the engine is ready.
+        fetched: Pending calls that copy the model to the machine of the process. While the calls in `fetched` make
+            progress, they have no time limit.
     """
 
     role: Role[RolloutWorker]
@@ -49,7 +49,7 @@ class Building:
 
 
 class Owner(Protocol):
-    """Interface of the pool that a replica belongs to."""
+    """Interface of the pool to which a rollout replica belongs."""
 
     changes: Changes
     started: bool
@@ -58,10 +58,10 @@ class Owner(Protocol):
         """Receive finished answers from a replica."""
 
     async def replacement_allowed(self, replica: "Replica", how: str) -> None:
-        """Record the death of a replica, and wait until another process may take its place.
+        """Record the death of a replica, and wait until a new process may replace the dead process.
 
         Raises:
-            WorkerError: No other process may take the replica's place.
+            WorkerError: The replica's process must not be replaced.
         """
 
     async def give_weights(self, replica: "Replica") -> None:
@@ -72,9 +72,9 @@ class Replica:
     """One rollout replica. If its process dies, the replica continues in a new process.
 
     Args:
-        number: Number of the replica.
+        number: Index of the replica in the pool.
         start: Function that starts a process for the replica, and begins to build the engine in the process.
-        start_timeout_s: Seconds within which the engine must be ready.
+        start_timeout_s: Maximum seconds until the engine must be ready.
 
     Attributes:
         running: Keys of the requests that have no answer yet.
@@ -91,16 +91,16 @@ class Replica:
         building = self._start()
         self.role, self._building, self.began = building.role, building, time.monotonic()
         self.state, self.asleep = ReplicaState.STARTING, False
-        self._sent: list[Pending[None]] = []  # `submit` calls that the engine has not yet confirmed
-        self._open: list[Pending[list[Completion]]] = []  # the running `poll` call, if there is one
+        self._sent: list[Pending[None]] = []  # Calls of `submit` that have not yet returned.
+        self._open: list[Pending[list[Completion]]] = []  # The running call of `poll`, if any.
 
     @property
     def ready(self) -> bool:
-        """Return whether the engine is built and its process lives."""
+        """Return whether the replica's engine is built and the replica's process is alive."""
         return self.state in (ReplicaState.WAITING, ReplicaState.SERVING) and not self.role.process.how_lost
 
     async def live(self, pool: Owner) -> None:
-        """Answer requests until the task is cancelled. Replace each lost process if the pool permits."""
+        """Answer requests until the task is cancelled, and replace each lost process if the pool permits it."""
         while True:
             try:
                 await self._serve(pool)
@@ -116,7 +116,7 @@ class Replica:
         self._sent.append(self.role.start(RolloutWorker.submit, requests))
 
     def drop(self) -> None:
-        """Forget all unfinished requests, so that answers to them are never delivered to the pool."""
+        """Forget all unfinished requests, so that no answers to these requests are delivered to the pool."""
         self.running.clear()
         self._aborts += 1
 
@@ -127,13 +127,13 @@ class Replica:
         """
         if self.ready:
             try:
-                await results(self._sent)  # wait for `submit` calls, because no request may arrive after the abort
+                await results(self._sent)  # No `submit` may reach the engine after the abort.
                 await self.role.call(RolloutWorker.abort)
                 # The running `poll` must end first, so that it returns no answers to later requests.
                 await results(self._open)
             except WorkerLost:
-                return  # the task that runs `live` replaces the lost process
-            except SyncError:  # a weight sync has failed, and the error was already raised to the caller of the sync
+                return  # The task that runs `live` will replace the lost process.
+            except SyncError:  # A weight sync has failed, and its caller knows the error.
                 if self.state is ReplicaState.SERVING:
                     raise
 
@@ -147,7 +147,7 @@ class Replica:
             slept = await role.call(RolloutWorker.sleep)
         except WorkerLost:
             return None
-        if self.role is role:  # the process was not replaced during the call
+        if self.role is role:  # The replica still has the process that was called.
             self.asleep = slept
         return slept
 
@@ -198,7 +198,7 @@ class Replica:
                 except SyncError:
                     if self.state is ReplicaState.SERVING:
                         raise
-                    return  # a weight sync has failed, and the error was already raised to the caller of the sync
+                    return  # A weight sync has failed, and its caller knows the error.
                 finally:
                     self._open = []
                 self._sent = self._sent[len(sent) :]
@@ -206,4 +206,4 @@ class Replica:
                     wanted = [answer for answer in answers if answer.key in self.running]
                     self.running -= {answer.key for answer in wanted}
                     pool.deliver(wanted)
-                await asyncio.sleep(0)  # let other tasks run, because `poll` may have blocked them (in-process engine)
+                await asyncio.sleep(0)  # Let other asyncio tasks run, which `poll` of an in-process engine blocks.

@@ -1,18 +1,19 @@
 """Searches answers for stop strings, in the same way for all engines.
 
-vLLM's own option `stop` is not used. Because all engines use the same search, the end and the text of an answer depend
-only on the answer's tokens and not on the engine. vLLM also needs no tokenizer, which might decode tokens differently.
+The engines do not use vLLM's own option `stop`. Because all engines use the same search, the end and the text of an
+answer depend only on the answer's tokens and not on the engine. vLLM also needs no tokenizer, which might decode tokens
+differently.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
-MARGIN = 8  # extra tokens to decode before a possible stop string, because decoders may change a text's start
-INCOMPLETE = "\ufffd"  # the replacement character, which decoders write for an incomplete UTF-8 sequence
+MARGIN = 8  # Number of extra tokens to decode, because decoders may change the start of a text.
+INCOMPLETE = "\ufffd"  # Character that decoders write for an incomplete UTF-8 sequence.
 
 
 def text_before(text: str, stops: Sequence[str]) -> str:
-    """Return the part of the text before the first stop string, or the whole text if it contains no stop string."""
+    """Return the part of the text before the first stop string, or the whole text if no stop string occurs."""
     return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
 
 
@@ -20,8 +21,8 @@ class StopStrings:
     """Searches answers for the stop strings of a run, with the tokenizer of the model.
 
     An answer ends with the first token after which its text contains a stop string. The text of an answer is decoded
-    from its sampled tokens without special tokens. Each search receives all tokens of the answer. The search can
-    therefore find a stop string that was sampled partly before and partly after a weight sync.
+    from its sampled tokens without special tokens. Each search receives all tokens of the answer. A stop string is
+    therefore found even if its tokens were sampled partly before and partly after a weight sync.
 
     Args:
         stops: The stop strings, each of which must not be empty.
@@ -31,15 +32,16 @@ class StopStrings:
     def __init__(self, stops: Sequence[str], tokenizer: Any) -> None:
         self.stops, self.tokenizer = list(stops), tokenizer
         self.last_characters = {stop[-1] for stop in stops} | {INCOMPLETE}
-        # Each token that adds text adds at least one byte, so a stop string of n bytes has at most n such tokens.
+        # Each token that adds text adds at least one byte, so at most n tokens with text form a stop string of n bytes.
         self.window = max(len(stop.encode()) for stop in stops) + MARGIN
-        self.texts: dict[int, str] = {}  # text of each single token by token id
+        self.texts: dict[int, str] = {}  # Text of each token that was decoded alone, by token id.
 
     def end(self, ids: Sequence[int]) -> bool:
         """Return whether the last token of an answer completes a stop string.
 
         Args:
-            ids: Token ids of the answer so far. No earlier token has completed a stop string.
+            ids: Token ids of the answer so far. The caller ensures that no earlier token of the answer has completed a
+                stop string.
         """
         if not self.may_end(ids[-1]):
             return False
@@ -84,6 +86,6 @@ def stop_strings(stops: Sequence[str], path: str) -> StopStrings | None:
     """Return a `StopStrings` object with the tokenizer of the model directory `path`, or None if `stops` is empty."""
     if not stops:
         return None
-    from transformers import AutoTokenizer  # a slow import, needed only with stop strings
+    from transformers import AutoTokenizer  # Importing transformers is slow, and only needed with stop strings.
 
     return StopStrings(stops, AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))

@@ -19,7 +19,7 @@ from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket
 
 _COLUMNS = ["prompt_ids", "response_ids", "rollout_log_probs", "policy_version", "finish_reason"]
-_OPEN_TABLES = 4  # number of tables that are kept in memory; requests of neighbouring steps may be mixed
+_OPEN_TABLES = 4  # Number of tables that are kept in memory, because requests of several steps may be mixed.
 
 
 class StoredEngine:
@@ -31,7 +31,7 @@ class StoredEngine:
         folder: Output folder of the earlier run.
 
     Raises:
-        ConfigError: A table cannot be read.
+        ConfigError: A table of samples cannot be read.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -41,7 +41,7 @@ class StoredEngine:
 
     @property
     def busy(self) -> bool:
-        """Return whether any request is unfinished."""
+        """Return whether the engine has an unfinished request."""
         return bool(self.waiting)
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -63,20 +63,20 @@ class StoredEngine:
         group = self.groups.get(uid)
         if group is None or sample >= group.size:
             raise ConfigError(
-                f"{where}: it has stored no sample {sample} of prompt group {uid}; take fewer steps or samples, and no "
-                "evaluation"
+                f"{where}: the stored run has no sample {sample} of prompt group {uid}; use fewer training steps "
+                "or samples per prompt, and turn evaluations off"
             )
         table: pa.Table = self._table(group.path)
         (row,) = table.slice(group.first + sample, 1).to_pylist()
         if row["prompt_ids"] != request.prompt_ids:
             raise ConfigError(
-                f"{where}: prompt group {uid} has another prompt there; use the data settings, trainer.seed and "
-                "tokenizer of that run"
+                f"{where}: prompt group {uid} has another prompt in the stored run; use the data settings, "
+                "trainer.seed and tokenizer of the stored run"
             )
         if len(row["response_ids"]) > request.max_tokens:
             raise ConfigError(
                 f"{where}: a stored answer has {len(row['response_ids'])} tokens, but rollout.max_response_length is "
-                f"{request.max_tokens}; raise it to the value of that run"
+                f"{request.max_tokens}; raise the setting to its value in the stored run"
             )
         return Completion(
             request.key,
@@ -108,6 +108,9 @@ class StoredEngine:
 
 
 def make(config: Config, path: str, stop_ids: Sequence[int]) -> StoredEngine:
-    """Return the engine of stored answers for a config. It needs neither the model nor its end tokens."""
+    """Return the engine of stored answers for a config.
+
+    The engine of stored answers needs neither the model nor the model's end tokens.
+    """
     assert config.rollout.run is not None, "`rltrain.run.checks` refuses rollout=stored without rollout.run"
     return StoredEngine(Path(config.rollout.run))

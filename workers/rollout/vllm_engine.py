@@ -40,40 +40,41 @@ from workers.sync.buckets import Bucket
 from workers.sync.memory import as_file
 
 T = TypeVar("T")
-# Each request has its own sampling parameters, which are never modified, so vLLM does not need to copy them.
-# Only some versions of vLLM have the option `skip_clone`, which avoids the copy of the sampling parameters.
+# Each request has its own sampling parameters, which are never modified, so vLLM does not need to copy them. In
+# versions of vLLM that have the option `skip_clone`, the option avoids this copy.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
-CPU_PREFILL_TOKENS = 8192  # maximum tokens per engine step on a CPU, unless prompt plus answer can be longer
-WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the memory that a sleeping engine releases
-LOOK_S = 1.0  # while a call waits for the engine: seconds between two checks that the engine's processes are alive
-PROOF_S = 0.5  # after a vLLM call has failed: seconds to wait for evidence that a process died
-TO_HOST, DROPPED = 1, 2  # vLLM's sleep levels: the weights are moved to the host's memory, or dropped
-CPU_BLOCK = 32  # tokens per KV block on a CPU; with vLLM's default of 128, short prompts get no prefix-cache hits
+CPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a CPU, unless one sequence can be longer.
+WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the two kinds of memory that a sleeping engine releases.
+LOOK_S = 1.0  # Seconds between two checks that the engine's processes are alive, while a call waits.
+PROOF_S = 0.5  # Seconds to wait for evidence that a process died, after a vLLM call has failed.
+TO_HOST, DROPPED = 1, 2  # vLLM's sleep level 1 moves the weights to the host's memory, and level 2 drops them.
+CPU_BLOCK = 32  # Tokens per KV block on a CPU. vLLM's default of 128 gives short prompts no prefix-cache hits.
 
 
 def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bool = False) -> dict[str, Any]:
-    """Return the arguments for vLLM's engine that follow from the config.
+    """Return the arguments with which vLLM's engine is created for a config.
 
-    The model's own sampling defaults are ignored. vLLM returns log-probs of the distribution that it samples from.
+    The model's own sampling defaults are ignored. vLLM is set to return log-probs of the distribution from which it
+    samples.
 
     Args:
         config: Rollout settings.
         path: Model directory.
         dtype: Data type of the weights, "float32" or "bfloat16".
-        sleeps: Whether the engine can release its memory on a GPU.
+        sleeps: Whether the engine must be able to release its memory on a GPU.
     """
     assert config.vllm is not None, "a config with the vllm engine has settings for it"
     arguments: dict[str, Any] = {
         "model": path,
         "trust_remote_code": False,
         "dtype": dtype,
-        "load_format": "hf",  # load the files that transformers reads, not files in Mistral's format
-        "seed": 0,  # the engine's seed has no effect, because each request has its own seed
+        "load_format": "hf",  # Load the files that transformers reads, not files in Mistral's format.
+        "seed": 0,  # The engine's seed has no effect, because each request has its own seed.
         "max_model_len": config.max_prompt_length + config.max_response_length,
         "max_num_seqs": config.max_concurrent_sequences,
         "tensor_parallel_size": config.vllm.tensor_parallel_size,
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # ignore the model's own generation config
+        "generation_config": "vllm",  # Ignore the model's own generation config.
         "skip_tokenizer_init": True,
         "enable_prefix_caching": True,
         "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
@@ -86,7 +87,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
             "enable_sleep_mode": sleeps,
         }
     cache = config.vllm.kv_cache_mb << 20
-    # For a chunked prompt, vLLM rewinds the random stream of the request, which CPU generators cannot do.
+    # If a prompt is processed in chunks, vLLM rewinds the request's random generator, which is impossible on a CPU.
     arguments["enable_chunked_prefill"] = False
     arguments["max_num_batched_tokens"] = max(arguments["max_model_len"], CPU_PREFILL_TOKENS)
     return arguments | {"enforce_eager": True, "block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache}
@@ -97,7 +98,7 @@ def sampling_params(request: Request, stop_ids: Sequence[int], config: RolloutCo
 
     vLLM ignores top-p and top-k if the temperature is 0.
 
-    If the run has stop strings, vLLM returns each token as soon as the token is sampled, so that the text can be
+    If the run has stop strings, vLLM is set to return each token as soon as the token is sampled. The text can then be
     searched for stop strings.
     """
     return SamplingParams(
@@ -157,7 +158,7 @@ class Growing:
         self.versions: list[int] = []
 
     def add(self, answer: CompletionOutput, version: int) -> bool:
-        """Add new tokens, which were sampled by weight version `version`.
+        """Add the new tokens of vLLM's output `answer`, which were sampled with weights of the given version.
 
         Returns:
             Whether the new tokens complete a stop string.
@@ -180,7 +181,9 @@ class Growing:
 
 
 class InProcessVLLM:
-    """vLLM's engine in the current process, which on a CPU starts faster and communicates at lower cost than AsyncLLM.
+    """vLLM's engine in the current process.
+
+    On a CPU, this engine starts faster than AsyncLLM and communicates at lower cost.
 
     Args:
         config: Rollout settings.
@@ -204,7 +207,7 @@ class InProcessVLLM:
         self.config, self.stop_ids, self.version = config, list(stop_ids), 0
         self.strings = stop_strings(config.stop, path)
         self.keys: dict[str, tuple[int, int]] = {}
-        self.growing: dict[str, Growing] = {}  # unfinished answers by vLLM's request id; empty without stop strings
+        self.growing: dict[str, Growing] = {}  # Unfinished answers by vLLM's request id, if there are stop strings.
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
@@ -222,7 +225,7 @@ class InProcessVLLM:
         return bool(self.keys)
 
     def step(self) -> list[Completion]:
-        """Sample one token for every running request. Return the answers that the step has finished."""
+        """Sample one token for every running request, and return the answers that are now finished."""
         found = self.engine.step()
         outputs = [output for output in found if isinstance(output, RequestOutput)]
         assert len(outputs) == len(found), "all requests ask for generated text"
@@ -232,7 +235,7 @@ class InProcessVLLM:
         return [completion_of(output, self.keys.pop(output.request_id)) for output in outputs if output.finished]
 
     def _searched(self, outputs: Sequence[RequestOutput]) -> list[Completion]:
-        """Add new tokens to the unfinished answers, and return the answers that are now finished.
+        """Add the new tokens of vLLM's outputs to the unfinished answers, and return the answers that are now finished.
 
         Requests whose answers now contain a stop string are aborted in vLLM.
         """
@@ -267,7 +270,10 @@ class InProcessVLLM:
             self.asleep.remove(what)
 
     def start_load(self) -> None:
-        """Prepare to receive new weights. A sleeping engine wakes only its weights, not its KV cache."""
+        """Prepare the engine to receive new weights.
+
+        A sleeping engine gets back only the memory of its weights, not of its KV cache.
+        """
         self._wake(WEIGHTS)
         self.engine.collective_rpc("rltrain_reset")
         self.engine.collective_rpc("start_weight_update")
@@ -280,9 +286,9 @@ class InProcessVLLM:
         self.engine.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
 
     def finish_load(self, version: int) -> None:
-        """Check the new weights, and drop all cached keys and values of the old weights.
+        """Make the engine use the new weights, check them, and drop all keys and values that the old weights computed.
 
-        The cached keys and values of unfinished answers are also dropped, and recomputed when generation continues.
+        The keys and values of unfinished answers are also dropped. vLLM recomputes them when generation continues.
         """
         self.engine.collective_rpc("finish_weight_update")
         self.engine.reset_prefix_cache(reset_running_requests=True)
@@ -297,7 +303,7 @@ class InProcessVLLM:
 
 
 class Family:
-    """Monitor of the processes that an engine has started, which records the process that dies first.
+    """Monitors the processes that an engine has started, and records which process dies first.
 
     Attributes:
         lost: Description of the process that died first, or "" while all processes live.
@@ -307,12 +313,12 @@ class Family:
 
     def __init__(self) -> None:
         self.lost, self.dismissed = "", False
-        self.members: dict[int, str] = {}  # name of each process by pidfd, which becomes readable when the process ends
+        self.members: dict[int, str] = {}  # Maps a pidfd, which is readable once the process has ended, to its name.
         for process in psutil.Process().children(recursive=True):
-            # The process may have ended, or the system may lack pidfds.
+            # The process may have ended already, or the operating system may not support pidfds.
             with contextlib.suppress(psutil.Error, OSError, AttributeError):
                 name = " ".join(word for word in process.cmdline() if word)
-                if "resource_tracker" not in name:  # leave out the helper process of Python's multiprocessing
+                if "resource_tracker" not in name:  # The resource tracker belongs to Python's multiprocessing.
                     self.members[os.pidfd_open(process.pid)] = f"{one_line(name, 60)} (pid {process.pid})"
         if self.members:
             threading.Thread(target=self._watch, name="vllm-family", daemon=True).start()
@@ -332,10 +338,10 @@ class Family:
         return error
 
     def reason(self, raised: Exception) -> Exception:
-        """Return why a call to the engine failed: the death of a process if one has died, otherwise `raised`.
+        """Return the cause of a failed engine call: a WorkerLost error if a process has died, otherwise `raised`.
 
-        vLLM raises EngineDeadError only once it has noticed a process's death; until then, its calls fail with other
-        exceptions.
+        vLLM raises EngineDeadError only after it has noticed the death of a process. Before that, calls of vLLM fail
+        with other exceptions.
         """
         deadline = time.monotonic() + PROOF_S
         while not self.lost and time.monotonic() < deadline:
@@ -344,10 +350,10 @@ class Family:
 
 
 class AsyncVLLM:
-    """vLLM's AsyncLLM, for GPUs and large models. The engine core and the workers of AsyncLLM are separate processes.
+    """Rollout engine for GPUs and large models, which uses vLLM's AsyncLLM with several processes.
 
-    The arguments are those of `InProcessVLLM`. An event loop in another thread receives the answers, and `step` returns
-    the finished answers.
+    The arguments are those of `InProcessVLLM`. An event loop in another thread receives the answers from vLLM, and
+    `step` returns the finished answers.
     """
 
     def __init__(
@@ -355,10 +361,10 @@ class AsyncVLLM:
     ) -> None:
         self.config, self.stop_ids, self.strings = config, list(stop_ids), stop_strings(config.stop, path)
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
-        self.keys: dict[str, tuple[int, int]] = {}  # keys by vLLM's request id, which, unlike a key, is never reused
+        self.keys: dict[str, tuple[int, int]] = {}  # Maps vLLM's unique request ids to keys.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
-        self.pulse: ConcurrentFuture[Any] | None = None  # heartbeat: a call that the core answers between two steps
+        self.pulse: ConcurrentFuture[Any] | None = None  # Pending heartbeat call to the engine core.
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
         arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0)
@@ -366,8 +372,8 @@ class AsyncVLLM:
         self.engine: AsyncLLM = self._run(self._start(AsyncEngineArgs(**arguments)))
         self.family = Family()
         self._run(self.engine.init_weight_transfer_engine(WeightTransferInitRequest()))
-        # All processes have opened their shared files by now, so the names of the files can be removed.
-        # vLLM itself never removes some of its shared files, and removes none of them if its processes are killed.
+        # By now, all processes of vLLM have opened their shared files, so the names of the files can be removed. vLLM
+        # never removes some of its shared files, and removes none if its processes are killed.
         pids = [process.pid for process in psutil.Process().children(recursive=True)]
         leftovers.remove(leftovers.shared_files([os.getpid(), *pids]))
 
@@ -377,7 +383,7 @@ class AsyncVLLM:
             try:
                 return future.result(timeout=LOOK_S)
             except TimeoutError:
-                if future.done():  # the result has just arrived, or the coroutine itself raised TimeoutError
+                if future.done():  # The result has just arrived, or the coroutine itself raised TimeoutError.
                     return future.result()
                 if self.family and self.family.lost:
                     raise self.family.error() from None
@@ -408,7 +414,7 @@ class AsyncVLLM:
         try:
             async for output in self.engine.generate(prompt, params, name):
                 if growing is not None and growing.add(output.outputs[0], 0) and not output.finished:
-                    await self.engine.abort(name)  # vLLM then yields a last output with the weight versions
+                    await self.engine.abort(name)  # vLLM then yields a final output, which has the weight versions.
                 if output.finished:
                     self.answers.put((name, self._completion(output, request.key, growing)))
         except Exception as error:
@@ -427,7 +433,10 @@ class AsyncVLLM:
         return bool(self.keys)
 
     def step(self) -> list[Completion]:
-        """Return finished answers, after waiting up to 0.05 s for the first one. Raise the engine's own errors."""
+        """Return the finished answers, after waiting up to 0.05 s for the first answer.
+
+        If the engine has failed, raise the engine's error unchanged.
+        """
         found: list[Completion] = []
         if self.family and self.family.lost:
             raise self.family.error()
@@ -440,7 +449,7 @@ class AsyncVLLM:
             while True:
                 if isinstance(item, EngineDeadError):
                     raise self._reason(item)
-                if self.keys.pop(name, None):  # vLLM also answers aborted requests, which are not in `keys`
+                if self.keys.pop(name, None):  # vLLM also answers aborted requests, which are not in `keys`.
                     if isinstance(item, Exception):
                         raise self._reason(item)
                     found.append(item)
@@ -468,7 +477,7 @@ class AsyncVLLM:
             self.asleep.remove(what)
 
     def start_load(self) -> None:
-        """Pause generation and prepare to receive weights.
+        """Pause generation, and prepare the engine to receive new weights.
 
         A sleeping engine wakes only its weights, not its KV cache.
         """
@@ -480,20 +489,20 @@ class AsyncVLLM:
         Raises SyncError if the received bytes differ from the bytes that the sender wrote.
         """
         with as_file(bucket) as shared:
-            pickled = pickle.dumps(shared)  # the pickle does not contain the weights, which are in a shared file
+            pickled = pickle.dumps(shared)  # The weights are in a shared file and not in the pickle.
             self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"pickled": pickled})))
 
     def finish_load(self, version: int) -> None:
-        """Check the new weights, drop all cached keys and values of the old weights, and resume generation.
+        """Make the engine use the new weights, check them, drop the KV cache, and resume generation.
 
-        The cached keys and values of unfinished answers are also dropped.
+        The keys and values of unfinished answers are also dropped and computed again.
         """
         self._sync(self._finish_load(version))
 
     def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             self._run(coroutine)
-        except Exception as error:  # an error from another process has lost its type, so only its text identifies it
+        except Exception as error:  # Only the text of an error from another process shows its original type.
             raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
 
     async def _start_load(self) -> None:
@@ -510,7 +519,7 @@ class AsyncVLLM:
         await self.engine.resume_generation()
 
     def close(self) -> None:
-        """End the engine's processes and its event loop."""
+        """End the engine's processes and the event loop that receives answers."""
         if self.family:
             self.family.dismissed = True
         self.engine.shutdown()
@@ -520,9 +529,10 @@ class AsyncVLLM:
 def sleep_level(config: Config) -> int:
     """Return vLLM's sleep level, which says what the engine releases while the training ranks compute.
 
-    The sleep level is 0 (the engine never sleeps) if the training ranks have their own devices. Without adapters
-    (LoRA), the engine drops its weights, because the sync that wakes the engine sends every weight. With adapters, the
-    sync sends only the adapters, so the weights move to the host's memory.
+    The sleep level is 0 (the engine never sleeps) if the training ranks have their own devices. In a run without
+    low-rank adapters (LoRA), the engine drops its weights, because the weight sync that wakes the engine sends every
+    weight. In a run with low-rank adapters, the weights move to the host's memory, because the weight sync sends only
+    the adapters.
     """
     return 0 if not config.takes_turns else TO_HOST if config.model.lora else DROPPED
 
@@ -532,11 +542,11 @@ def _name(request: Request) -> str:
 
 
 def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | AsyncVLLM:
-    """Return the engine for a config: in this process on a CPU, or AsyncLLM for GPUs and tensor parallelism.
+    """Return the vLLM engine for a config: an engine in this process, or AsyncLLM for GPUs and tensor parallelism.
 
     Raises:
-        ConfigError: The weights are incomplete, or vLLM does not start with them. This function checks that the weights
-            are complete, because vLLM does not report a missing layer.
+        ConfigError: The model's weights are incomplete, or vLLM does not start with them. This function checks that the
+            weights are complete, because vLLM does not report a missing layer.
     """
     check_weights(path, f"model.path={path}")
     assert config.rollout.vllm is not None, "a config with the vllm engine has settings for it"
@@ -547,7 +557,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
         return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
-    except (KeyError, ValueError) as error:  # for example, vLLM does not know a tensor name that transformers knows
+    except (KeyError, ValueError) as error:  # For example, vLLM may not know the name of a tensor.
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"model.path={path}: vLLM does not start with this model ({reason}); save the model again with "

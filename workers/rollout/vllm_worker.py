@@ -38,17 +38,20 @@ from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
 BACKEND = "rltrain"
-EMBEDDING_ROWS = 2048  # number of embedding rows per lookup, when the embedding's weights are checked
+EMBEDDING_ROWS = 2048  # Number of rows per lookup when the weights of an embedding are checked.
 
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Setup message of the weight transfer, which is empty because every bucket describes its own contents."""
+    """Message that sets up vLLM's weight transfer.
+
+    The message is empty, because every bucket describes its own contents.
+    """
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Message with one bucket of weights.
+    """Message that contains one bucket of weights, or that says where the bucket is.
 
     Within one process, the message contains the bucket itself. Between processes, the message contains the pickled
     bucket, and the bytes of the weights are in a shared file.
@@ -62,7 +65,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
         if self.bucket is not None:
             return self.bucket
         assert self.pickled is not None, "a message has a bucket or the pickle of one"
-        bucket: Bucket = pickle.loads(self.pickled)  # the pickle is trusted, because the parent process has sent it
+        bucket: Bucket = pickle.loads(self.pickled)  # The pickle is trusted, because the parent process has sent it.
         return bucket
 
 
@@ -78,12 +81,12 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Create the reader of the buckets and the helper thread. No rendezvous with the sender is necessary."""
+        """Create the object that reads buckets, and the helper thread. No rendezvous with the sender is necessary."""
         self.reader = Reader()
         self.helper = ThreadPoolExecutor(1, thread_name_prefix="weight-checks")
 
     def start_weight_update(self) -> None:
-        """Start vLLM's layerwise reload of all layers. Discard what an interrupted update has left in the layers."""
+        """Start vLLM's layerwise reload of all layers, after discarding what an interrupted weight update has left."""
         self.probes: dict[str, np.ndarray] = {}
         self.lookups: Future[dict[str, Tensor]] | None = None
         self.adapters = Adapters(self.model_config.model)
@@ -106,7 +109,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._load(tensors_of(bucket, data))
                 keep_unfinished(self.model, data)
         finally:
-            verified.result()  # after this method returns, the sender may overwrite the bytes
+            verified.result()  # The sender may overwrite the bytes when this method has returned.
         probes = bucket.probes()
         names = checkpoint_names(self.model, probes)
         self.probes |= {names[name]: value for name, value in probes.items() if name in names}
@@ -118,12 +121,13 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def finish_weight_update(self) -> None:
         """Finish vLLM's layerwise reload, so that all layers, including the output heads, compute with the new weights.
 
-        On a CPU, an output head computes with a packed copy of its weights. If the head is tied to the embedding,
-        vLLM's reload does not renew the packed copy, so `repack_heads` renews the copy.
+        On a CPU, an output head computes with a packed copy of its weights. vLLM's reload does not renew the packed
+        copy of a head that is tied to the embedding, so `repack_heads` renews this copy.
         """
         self.reader.close()
         if self.adapters.parts:
-            # All weights are loaded, because an engine that has slept also lacks the weights without adapters.
+            # All weights are loaded from the model's files, because an engine that has slept may also lack the weights
+            # that have no adapter.
             self._load(self.adapters.merged(everything=True))
         finalize_layerwise_reload(self.model, self.model_config)
         if self.probes and self.device.type == "cpu" and get_tensor_model_parallel_world_size() == 1:
@@ -131,15 +135,15 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         repack_heads(self.model)
 
     def check_layers(self) -> None:
-        """Raise SyncError unless every layer computes with the weights of the last update.
+        """Raise SyncError unless every layer computes with the weights of the last weight update.
 
-        If the update contained no probes, this method checks nothing.
+        If the weight update contained no probes, this method checks nothing.
         """
         if self.probes:
             try:
                 outputs = layer_outputs(self.model, products=True)
                 outputs |= self.lookups.result() if self.lookups else layer_outputs(self.model, products=False)
-            except Exception as error:  # this model has a kind of layer that the check does not support
+            except Exception as error:  # The check does not support some layer of this model.
                 raise SyncError(
                     f"weight sync {self.version}: the weights cannot be checked, because a layer of this model cannot "
                     f"be run on its own ({described(error)}); rollout.verify_sync=false turns the check off"
@@ -147,7 +151,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             check_outputs(outputs, self.probes, version=self.version, dtype=self.dtype)
 
     def shutdown(self) -> None:
-        """Do nothing, because this method exists only to complete vLLM's interface."""
+        """Do nothing. vLLM's interface requires this method."""
 
 
 def repack_heads(model: nn.Module) -> None:
@@ -158,9 +162,9 @@ def repack_heads(model: nn.Module) -> None:
 
 
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
-    """Copy the tensors of a bucket that vLLM keeps until all parts of their fused layer have arrived.
+    """Copy those tensors of a bucket that vLLM keeps until all parts of their fused layer have arrived.
 
-    Without a copy, the tensors would stay in the bucket's memory, which later buckets overwrite.
+    If they were not copied, these tensors would stay in the bucket's memory, which later buckets overwrite.
     """
     low, high = data.ctypes.data, data.ctypes.data + data.nbytes
     for layer in model.modules():
@@ -171,7 +175,9 @@ def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
 
 
 def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return vLLM's name for each checkpoint tensor. The parts of fused layers keep separate names.
+    """Return the name that vLLM gives to each tensor of the checkpoint.
+
+    The parts of a layer that vLLM fuses keep separate names.
 
     Tensors that vLLM's name mapping drops are left out.
     """
@@ -188,7 +194,7 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class, which has the attributes declared here.
+    """Methods that vLLM adds to its worker class. The declared attributes are attributes of vLLM's worker class.
 
     vLLM finds this class because the engine argument `worker_extension_cls` names it.
     """
@@ -211,19 +217,18 @@ class WorkerExtension:
 
 @torch.inference_mode()
 def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
-    """Compute W v for each weight matrix W of the model, where v is a fixed random vector, the probe vector of W.
+    """Compute the product W v for each weight matrix W of the model, where v is the fixed random probe vector of W.
 
     Under tensor parallelism, all ranks must call this function, and each rank gets the outputs of the whole layers.
 
     Args:
         model: The model.
-        products: Which layers to run. If `products` is True, run the linear layers and the output heads. If `products`
-            is False, look up all rows of the embeddings, and also return the one-dimensional parameters of other
-            layers.
+        products: Whether to run the linear layers and the output heads. If `products` is False, look up all rows of the
+            embeddings instead, and also return the one-dimensional parameters of other layers.
 
     Returns:
-        W v in float32 by checkpoint name, with one entry for each part of a fused layer. Biases and norm weights are
-        returned unchanged, except for the conversion to float32.
+        The products W v in float32 by checkpoint name, with one entry for each part of a fused layer. Biases and norm
+        weights are returned unchanged, except for the conversion to float32.
     """
     fused = getattr(model, "packed_modules_mapping", {})
     outputs: dict[str, Tensor] = {}
@@ -242,7 +247,10 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
 
 def _embedding(module: VocabParallelEmbedding) -> Tensor:
-    """Return W v (V,) for the matrix W of an embedding, computed from the results of the embedding's lookup."""
+    """Return the product W v (V,) for the matrix W of an embedding.
+
+    The rows of W are read with the embedding's lookup.
+    """
     weight: Any = module.weight
     vector = probe_vector(module.embedding_dim, weight.dtype).to(weight.device)
     every = torch.arange(module.org_vocab_size, device=weight.device)
@@ -250,7 +258,7 @@ def _embedding(module: VocabParallelEmbedding) -> Tensor:
 
 
 def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Tensor]:
-    """Return W v and bias by checkpoint name, for each checkpoint layer that vLLM has fused into `module`."""
+    """Return the product W v and the bias of each checkpoint layer in the fused layer `module`, by checkpoint name."""
     parent, _, last = name.rpartition(".")
     names = [f"{parent}.{part}" for part in fused.get(last, [last])]
     wholes = {"weight": _linear(module, _apply(module))}
@@ -258,15 +266,18 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        parts = [torch.cat(parts)] if len(names) == 1 else parts  # the layer is a single tensor in the checkpoint
+        parts = [torch.cat(parts)] if len(names) == 1 else parts  # The layer is a single tensor in the checkpoint.
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs
 
 
 def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> list[Tensor]:
-    """Combine a layer's output (or bias) over all ranks. Return one whole output (or bias) per fused part."""
+    """Combine a layer's output (or bias) over all ranks.
+
+    Return one whole output (or bias) for each checkpoint layer that was fused.
+    """
     size = module.tp_size
-    if isinstance(module, RowParallelLinear):  # each rank has only a part of the layer's inputs, but has the whole bias
+    if isinstance(module, RowParallelLinear):  # Each rank has a part of the inputs, and the whole bias.
         return [output if is_bias or size == 1 else tensor_model_parallel_all_reduce(output)]
     if not isinstance(module, ColumnParallelLinear):
         return [output]
@@ -279,7 +290,7 @@ def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> lis
 
 
 def gather(parts: Sequence[Tensor], size: int) -> list[Tensor]:
-    """Concatenate each part over all tensor-parallel ranks."""
+    """Concatenate each fused part over all tensor-parallel ranks."""
     return list(parts) if size == 1 else [tensor_model_parallel_all_gather(part.contiguous(), dim=0) for part in parts]
 
 

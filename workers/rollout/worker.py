@@ -20,10 +20,10 @@ ENGINES = {
     "hf": "workers.rollout.hf_engine:make",
     "stored": "workers.rollout.stored_engine:make",
 }
-# After the first finished answer, `poll` waits for further answers of a busy engine.
-# The wait is LINGER_SHARE times the time since the last request, but at least LINGER_S and at most LONGEST_LINGER_S.
+# After the first finished answer, `poll` waits for further answers if the engine is busy. The maximum wait is
+# LINGER_SHARE times the time since the last `submit`, but at least LINGER_S and at most LONGEST_LINGER_S seconds.
 LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02
-ENGINE_TRACK = "engine"  # row of the timeline that shows the work of the engine's thread
+ENGINE_TRACK = "engine"  # Name of the timeline row that shows the work of the engine's thread.
 T = TypeVar("T")
 
 
@@ -39,7 +39,7 @@ class Engine(Loads, Protocol):
         """Queue requests."""
 
     def step(self) -> list[Completion]:
-        """Advance generation by one step. Return the answers that the step has finished."""
+        """Advance generation by one step, and return the answers that are now finished."""
 
     def abort(self) -> None:
         """Drop all unfinished requests."""
@@ -48,7 +48,7 @@ class Engine(Loads, Protocol):
         """Release the device memory of weights and caches until the next weight sync.
 
         Returns:
-            False if the engine keeps its memory, otherwise True.
+            Whether the engine has released its device memory.
         """
 
     def close(self) -> None:
@@ -56,10 +56,11 @@ class Engine(Loads, Protocol):
 
 
 class RolloutWorker:
-    """One rollout replica.
+    """Runs the engine of one rollout replica.
 
-    A threaded engine has its own thread, which steps the engine whenever there is work. All calls to a threaded engine
-    run in the engine's thread, between two steps. An engine without its own thread generates only during `poll`.
+    A threaded engine has its own thread, which runs generation steps whenever the engine has unfinished requests. All
+    calls to a threaded engine run in the engine's thread, between two steps. An engine without its own thread generates
+    answers only during `poll`.
 
     Args:
         config: The whole config.
@@ -68,8 +69,8 @@ class RolloutWorker:
         threaded: Whether the engine has its own thread.
 
     Attributes:
-        records_events: Whether this class itself records its calls as events of the timeline. The recorded events show
-            when the engine works, and do not include the time in which a call waits for the engine's thread.
+        records_events: True, because this class itself records its calls as events of the timeline. The recorded events
+            do not include the time in which a call waits for the engine's thread.
     """
 
     records_events = True
@@ -85,7 +86,7 @@ class RolloutWorker:
         self.commands: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self.error: BaseException | None = None
         self.closed, self.aborts, self.began = False, 0, 0.0
-        self.submitted: dict[tuple[int, int], int] = {}  # `time.time_ns()` at which each unfinished request arrived
+        self.submitted: dict[tuple[int, int], int] = {}  # Arrival time of each unfinished request.
         module, _, name = ENGINES[config.rollout.engine].partition(":")
 
         def build() -> None:
@@ -99,7 +100,7 @@ class RolloutWorker:
     def submit(self, requests: Sequence[Request]) -> None:
         """Add requests to the engine's queue, without waiting for the answers.
 
-        If the last weight sync failed, the engine generates nothing until another sync succeeds.
+        If the last weight sync failed, the engine generates no answers until another weight sync succeeds.
         """
         assert not self.receiver.asleep, "a sleeping engine must not get requests"
         self.began = time.monotonic()
@@ -111,12 +112,12 @@ class RolloutWorker:
         """Return the answers that finished since the previous call of `poll`.
 
         Wait up to `timeout_s` seconds for the first answer. If a threaded engine has more work after its first answer,
-        this method waits briefly for further answers and returns all of them together. Once the engine has no more
-        work, this method returns without delay.
+        this method waits briefly for further answers and returns all of them together. When the engine has no
+        unfinished requests left, this method returns without delay.
 
         Raises:
             SyncError: The last weight sync failed.
-            BaseException: The engine's own error, if the engine failed in a step.
+            BaseException: A generation step has failed, and the engine's error is raised.
         """
         if self.thread is None:
             deadline = time.monotonic() + timeout_s
@@ -127,7 +128,7 @@ class RolloutWorker:
             aborts = self.aborts
             patience = timeout_s if self.thread else 0
             self.news.wait_for(lambda: self.finished or self.error or self.aborts != aborts, patience)
-            if self.finished:  # wait for further answers, because each poll costs the driver a message
+            if self.finished:  # Waiting for further answers saves messages to the driver.
                 linger = min(self._linger_s(), patience)
                 self.news.wait_for(lambda: self.error or self.aborts != aborts or not self._has_work(), linger)
             if self.error:
@@ -144,14 +145,17 @@ class RolloutWorker:
         self.submitted.clear()
         with self.news:
             self.finished, self.aborts = [], self.aborts + 1
-            self.news.notify_all()  # wake a `poll` in another thread, because no answers will come
+            self.news.notify_all()  # A `poll` in another thread must stop waiting.
 
     def sleep(self) -> bool:
-        """Release the engine's device memory until the next sync. Return False if the engine keeps its memory."""
+        """Release the engine's device memory until the next weight sync.
+
+        Return False if the engine keeps its memory.
+        """
         return self._run("sleep", lambda: self.receiver.sleep(self.engine))
 
     def start_load(self, sync: str, version: int) -> str | None:
-        """Stop generation until `finish_load` ends the weight sync.
+        """Stop generating answers until `finish_load` ends the weight sync.
 
         Returns:
             `memory.whereabouts()` of this process, which shows whether actor and engine can map the same files.
@@ -169,11 +173,11 @@ class RolloutWorker:
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
 
     def finish_load(self, sync: str, before: None) -> None:
-        """Resume generation with the new weights. Raise SyncError unless the engine computes with the new weights."""
+        """Resume generation, or raise SyncError if the engine does not compute with the new weights."""
         self._run("finish loading weights", lambda: self.receiver.finish(self.engine, sync))
 
     def give_up_load(self, sync: str, reason: str) -> None:
-        """Abandon a weight sync. The engine generates nothing until another sync succeeds."""
+        """Mark a weight sync as failed. The engine generates no answers until another weight sync succeeds."""
         self._run("give up loading weights", lambda: self.receiver.give_up(sync, reason))
 
     def close(self) -> None:
@@ -184,7 +188,7 @@ class RolloutWorker:
     def _run(self, name: str, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, or in the calling thread if the engine has no thread.
 
-        The call of the function is recorded as a timeline event with the given name. Return the function's result.
+        The function's call is recorded as a timeline event with the given name. The function's result is returned.
         """
 
         def recorded() -> T:
@@ -199,7 +203,7 @@ class RolloutWorker:
             try:
                 return future.result(timeout=1)
             except TimeoutError:
-                if future.done():  # the result has just arrived, or the function itself raised TimeoutError
+                if future.done():  # The result has just arrived, or the function itself raised TimeoutError.
                     return future.result()
                 if not self.thread.is_alive():
                     raise self.error or RuntimeError("the engine's thread has ended") from None
@@ -207,7 +211,7 @@ class RolloutWorker:
     def _loop(self) -> None:
         while not self.closed:
             self._obey(wait=not self._has_work())
-            if self._has_work():  # check again, because `_obey` may have begun a weight sync
+            if self._has_work():  # `_obey` may have begun a weight sync.
                 try:
                     self._step()
                 except BaseException as error:
@@ -230,7 +234,7 @@ class RolloutWorker:
             future.set_exception(error)
 
     def _step(self) -> None:
-        """Advance generation by one step. Consecutive steps are recorded as a single timeline event."""
+        """Advance generation by one step. Consecutive generation steps are recorded as a single timeline event."""
         with trace.span("generate", ENGINE_TRACK, merged=True, steps=1):
             completions = self.engine.step()
         self._deliver(completions)

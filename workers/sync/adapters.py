@@ -1,8 +1,9 @@
-"""The engine's side of low-rank adapters: an engine merges the received adapters into its own copy of the base weights.
+"""Low-rank adapters in a rollout engine, which merges the received adapters into its own copy of the base weights.
 
-With low-rank adapters, a weight sync transfers only the matrices A and B of each adapted matrix. In every sync, an
-engine computes the merged weights anew from the model's files, so that each adapter is applied exactly once, regardless
-of the number of syncs. The model's files are memory-mapped and not kept in memory.
+If the actor trains low-rank adapters, a weight sync transfers only the matrices A and B of each adapted matrix. In
+every sync, the engine reads the base weights from the model's files and merges the adapters into them. Each adapter is
+therefore applied exactly once, regardless of the number of syncs. The model's files are memory-mapped and not kept in
+memory.
 """
 
 from collections.abc import Iterator
@@ -27,16 +28,16 @@ class Adapters:
         self.path, self.scale, self.parts = path, 1.0, dict[str, Tensor]()
 
     def take(self, bucket: Bucket, data: np.ndarray) -> None:
-        """Copy the adapters out of a bucket, because later buckets overwrite the bytes of the bucket."""
+        """Copy the adapters out of a bucket, because a later bucket will overwrite its bytes."""
         assert bucket.scale is not None, "a bucket of adapters has a scale"
         self.scale = bucket.scale
         self.parts |= {name: tensor.clone() for name, tensor in tensors_of(bucket, data)}
 
     def merged(self, *, everything: bool = False) -> Iterator[tuple[str, Tensor]]:
-        """Yield the merged matrices by name, in float32 and one at a time.
+        """Yield (name, merged matrix in float32) for each adapted matrix, one at a time.
 
         Args:
-            everything: whether to also yield the tensors that have no adapter, as stored in the model's files.
+            everything: whether to also yield the tensors that have no adapter, unchanged from the model's files.
 
         Raises:
             SyncError: the base matrix of an adapter is missing, or only one of an adapter's matrices A and B has
@@ -47,8 +48,8 @@ class Adapters:
         missing = [layer for layer, names in needed.items() if not names <= self.parts.keys() | base.files.keys()]
         if missing:
             raise SyncError(
-                f"the adapter of '{missing[0]}' arrived without A or B, or {self.path} has no such matrix; engine and "
-                "actor do not start from the same files"
+                f"matrix A or B of the adapter for '{missing[0]}' did not arrive, or {self.path} contains no weights "
+                "for this layer; start engine and actor from the same model files"
             )
         for name in base.files:
             layer, _, last = name.rpartition(".")

@@ -1,6 +1,6 @@
-"""Buckets: the units in which the weights of one version are transferred to the engines.
+"""Defines buckets: the units of data in which a weight sync transfers one version of the weights to the engines.
 
-All ranks compute the same layout, which assigns to each tensor a bucket and an offset in the bucket. Each rank copies
+All ranks compute the same layout, which assigns a bucket and an offset in the bucket to each tensor. Each rank copies
 its rows of the tensors to their offsets in a bucket; the copied rows are the rank's part of the bucket. An engine joins
 the parts of all ranks and reads whole tensors from the bucket.
 """
@@ -16,8 +16,8 @@ from torch import Tensor
 from rltrain.base.errors import SyncError
 from workers.sync.checks import checksum
 
-BUCKET_BYTES = 64 << 20  # maximum size of a bucket, unless the bucket has a single tensor that is larger
-ALIGNMENT = 64  # each tensor of a bucket starts at a multiple of this number of bytes
+BUCKET_BYTES = 64 << 20  # Maximum bytes of a bucket, except for a bucket with a single, larger tensor.
+ALIGNMENT = 64  # Alignment in bytes of the tensors in a bucket.
 
 
 @dataclass(frozen=True)
@@ -63,14 +63,14 @@ class Bucket:
         version: version of the weights.
         dtype: dtype of all tensors, "float32" or "bfloat16".
         places: locations of all tensors of the bucket.
-        aliases: additional names of tied tensors, each with the name under which the tensor is sent. The engine also
-            checks the tensors under their additional names.
-        pieces: the pieces (rows of tensors) that were written into the bucket, in order.
-        data: uint8 bytes, or None if the bytes are in a file. In one rank's part, `data` contains the pieces one after
-            another, each at a multiple of `ALIGNMENT`. In joined parts, and in a file, each tensor is at its offset in
-            `places`.
+        aliases: maps each additional name of a tied tensor to the name under which the tensor is sent. The engine also
+            checks the tied tensors under their additional names.
+        pieces: the pieces (rows of tensors) that were written into the bucket, in the order of their bytes.
+        data: the bucket's bytes as uint8, or None if the bytes are in a file. In one rank's part, `data` contains the
+            rank's pieces one after another, each at a multiple of `ALIGNMENT`. In joined parts, and in a file, each
+            tensor starts at its offset in `places`.
         path, offset: path of the file with the bytes, and the offset of the bucket in the file.
-        scale: factor of the product B A if the tensors are adapters, or None if the tensors are whole weights.
+        scale: factor by which the product B A of an adapter is multiplied, or None if the tensors are not adapters.
     """
 
     version: int
@@ -103,17 +103,17 @@ class Bucket:
 
 
 def aligned(size: int) -> int:
-    """Round a size up to a multiple of `ALIGNMENT`."""
+    """Round a size in bytes up to a multiple of `ALIGNMENT`."""
     return size + -size % ALIGNMENT
 
 
 def end(places: Sequence[Place]) -> int:
-    """Return the number of bytes that a bucket with the given places takes, from its start to the aligned end."""
+    """Return the bucket's size in bytes, from its start to the aligned end of its last tensor in `places`."""
     return places[-1].start + aligned(places[-1].size) if places else 0
 
 
 def layout(shapes: Iterable[tuple[str, Sequence[int]]], *, itemsize: int) -> list[list[Place]]:
-    """Divide tensors (name, shape), in order, into buckets of at most `BUCKET_BYTES`.
+    """Divide tensors (name, shape) into buckets of at most `BUCKET_BYTES`, without changing their order.
 
     A tensor that is larger than `BUCKET_BYTES` gets its own bucket.
     """
@@ -141,14 +141,14 @@ def join(parts: Sequence[Bucket]) -> Bucket:
     if missing:
         raise SyncError(
             f"weight sync {first.version}: the ranks together did not send '{missing[0]}' exactly once as a whole "
-            f"({covered.get(missing[0], 0)} bytes); their shards do not fit together; please report this"
+            f"({covered.get(missing[0], 0)} bytes); the ranks' shards do not fit together; please report this"
         )
     data = _together(first.size, parts) if first.path is None else None
     return replace(first, pieces=pieces, data=data)
 
 
 def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
-    """Return the bytes of a bucket, in which each piece of the ranks' parts has been copied to the offset of the piece.
+    """Copy each piece of the ranks' parts to the piece's offset in the bucket, and return the bucket's bytes.
 
     If there is only one part, the bytes of the part are returned without a copy.
     """
@@ -184,7 +184,7 @@ def verify(bucket: Bucket, data: np.ndarray) -> None:
 def tensors_of(bucket: Bucket, data: np.ndarray) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each tensor in a bucket, where the tensor is a view of the bucket's bytes."""
     with warnings.catch_warnings():
-        # The warning is harmless, because nothing writes to the tensors.
+        # PyTorch warns that the array is read-only, which is harmless because no code writes to the tensors.
         warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")
         whole = torch.from_numpy(data)
     for place in bucket.places:

@@ -1,9 +1,9 @@
-"""Verifies that an engine computes with the weights that were sent to it.
+"""Verifies that a rollout engine computes with the weights that the actor has sent.
 
 With each piece of a tensor, the sender sends a checksum of the bytes. With each matrix W, the sender also sends the
 product W v, where v is a fixed random vector (the probe vector). An engine verifies the received bytes with the
-checksums, and then runs its own linear layers on the probe vector. On a CPU, the engine repacks its weights, so that
-only running the layers shows which weights they use, while comparing bytes does not.
+checksums, and then runs its own linear layers on the probe vector. On a CPU, the engine converts its weights to another
+memory layout, so that their bytes cannot be compared. Only running the layers shows which weights the layers use.
 """
 
 import functools
@@ -15,15 +15,16 @@ from torch import Tensor
 
 from rltrain.base.errors import SyncError
 
-# Largest accepted difference between the engine's and the trainer's outputs, relative to the largest output.
+# Largest accepted difference between the engine's and the trainer's outputs of a layer, relative to the largest
+# absolute output of that layer.
 RELATIVE_ERROR = {"float32": 1e-5, "bfloat16": 2e-2}
 
 
 def checksum(data: np.ndarray) -> int:
     """Return the sum modulo 2**64 of the 64-bit words of `data` (n,) uint8 and of the bytes after the last whole word.
 
-    The checksum is computed in one pass over the data, at the speed of memory. If data are split into parts whose
-    lengths are multiples of 8, the sum of the parts' checksums modulo 2**64 is the checksum of all data.
+    The checksum takes one pass over the data and is as fast as reading the data from memory. If data are split into
+    parts whose lengths are multiples of 8, the sum of the parts' checksums modulo 2**64 is the checksum of all data.
     """
     whole = len(data) // 8 * 8
     words = int(data[:whole].view(np.uint64).sum(dtype=np.uint64))
@@ -40,10 +41,10 @@ def probe(tensor: Tensor) -> Tensor:
     return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
 
 
-@functools.lru_cache(maxsize=32)  # the cache is small, because models have few different matrix widths
+@functools.lru_cache(maxsize=32)  # A small cache is enough, because models have few different matrix widths.
 @torch.inference_mode(False)
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return a fixed random vector (size,) in float32 with values that `dtype` can represent exactly.
+    """Return the probe vector (size,) in float32: fixed random values that `dtype` can represent exactly.
 
     The returned vector is cached, so callers must not modify it.
     """
@@ -52,24 +53,26 @@ def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray], *, version: int, dtype: str) -> None:
-    """Compare the outputs of the engine's layers with the outputs that the trainer's weights produce.
+    """Compare the outputs of the engine's layers for the probe vector with the outputs of the trainer's weights.
 
     Args:
         outputs: probes by tensor name, computed by running the engine's own layers.
         probes: probes by tensor name, computed from the trainer's weights.
-        version: version of the weights, for the error message.
+        version: version of the weights, which the error message names.
         dtype: dtype of the engine's weights, which determines the tolerance (see `RELATIVE_ERROR`).
 
     Raises:
-        SyncError: an output differs, or engine and trainer do not hold the same tensors. The error message names the
-            tensor with the largest difference, or the tensors that only the engine or only the trainer holds.
+        SyncError: an output differs by more than the tolerance, or engine and trainer do not hold the same tensors. The
+            error message names the tensor with the largest difference, or the tensors that only the engine or only the
+            trainer holds.
     """
     unpaired = sorted(set(probes) ^ set(outputs))
     unpaired += [name for name in probes if name in outputs and outputs[name].numel() != probes[name].size]
     if unpaired:
         raise SyncError(
             f"weight sync {version}: {', '.join(unpaired[:3])}{' and more' if len(unpaired) > 3 else ''} could not be "
-            "checked: engine and actor do not hold the same tensors; rollout.verify_sync=false turns the check off"
+            "checked, because engine and actor do not hold the same tensors; set rollout.verify_sync=false to turn the "
+            "check off"
         )
     errors = {}
     for name, expected in probes.items():
@@ -81,5 +84,5 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
     if not errors[worst] <= RELATIVE_ERROR[dtype]:
         raise SyncError(
             f"weight sync {version}: the engine does not compute with the actor's '{worst}' (relative error "
-            f"{errors[worst]:.2g}, limit {RELATIVE_ERROR[dtype]:g}): this layer still uses other weights"
+            f"{errors[worst]:.2g}, limit {RELATIVE_ERROR[dtype]:g}): the engine still uses other weights"
         )

@@ -1,14 +1,15 @@
 """Files in shared memory, through which the processes of one host exchange weights during one sync.
 
-Only the user who runs the process can access a shared file. A shared file is removed as soon as all processes have
-opened it, or when the sync ends, even if the sync fails. If every process that knows a shared file is killed before the
-file is removed, a file of the size of two buckets remains. The guard process of a local run removes leftover shared
-files when the run ends. On a cluster, the next weight sync on the same host removes leftover shared files. A process
-holds a lock on each shared file that it has mapped, to show that the file is in use. The lock on a shared file ends
-when the process that holds the lock ends.
+Only the user who runs the process can access a shared file. A shared file's name is removed as soon as all processes
+have opened the file, and otherwise at the end of the sync, even if the sync fails. If all processes that use a shared
+file are killed before its name is removed, the file, with the size of two buckets, is left over. The guard process of a
+local run removes leftover shared files when the run ends. On a cluster, the next weight sync on the same host removes
+leftover shared files. A process holds a lock on each shared file that it has mapped, to show that the file is in use.
+The operating system releases a lock when the process that holds the lock ends.
 
-Python's `SharedMemory` is not used, because it does not preallocate memory: if the folder is full, writing would kill
-the process. The filelock library is not used, because it cannot take a shared lock on an open file.
+Python's `SharedMemory` is not used, because it does not preallocate memory. Writing to memory that is not preallocated
+kills the process if the shared-memory folder is full. The filelock library is not used, because it cannot take a shared
+lock on an open file.
 """
 
 import contextlib
@@ -37,9 +38,9 @@ def new_path() -> str:
 
 
 def whereabouts() -> str | None:
-    """Return a string that is the same in two processes if and only if they can map each other's files.
+    """Return a string that is equal in two processes if and only if the processes can map each other's shared files.
 
-    Returns None if the string cannot be determined.
+    If the identity of the host cannot be read, return None.
     """
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
@@ -56,7 +57,7 @@ class SharedFile:
         size: size in bytes of the file to create. If `size` is None, an existing file at `path` is opened.
 
     Raises:
-        OSError: there is no room for the file to create, or the file to open does not exist.
+        OSError: the file cannot be created because there is no room, or the file to open does not exist.
     """
 
     def __init__(self, path: str, size: int | None = None) -> None:
@@ -66,9 +67,9 @@ class SharedFile:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if size is not None:
-                # Without preallocation, a full folder would kill the writing process with SIGBUS.
+                # If the memory were not preallocated and the folder became full, SIGBUS would kill the writing process.
                 os.posix_fallocate(descriptor, 0, max(size, 1))
-            self.memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)  # the mapping keeps the file locked
+            self.memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)  # The mapping keeps the file locked.
         except BaseException:
             if size is not None:
                 self.unlink()
@@ -77,13 +78,13 @@ class SharedFile:
             os.close(descriptor)
 
     def unlink(self) -> None:
-        """Remove the file's name from the folder. Processes that have mapped the file can still use it."""
+        """Remove the file's name from the folder. Processes that have mapped the file can still use the file."""
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
 
 class Reader:
-    """Gives access to the bytes of a bucket, which are in the bucket object or in a shared file."""
+    """Gives access to the bytes of buckets, which are stored in the bucket object or in a shared file."""
 
     def __init__(self) -> None:
         self.file: SharedFile | None = None
@@ -114,7 +115,7 @@ class Reader:
 
 @contextlib.contextmanager
 def as_file(bucket: Bucket) -> Iterator[Bucket]:
-    """Put the bytes of a bucket into a file that all processes of an engine can read inside the `with` block.
+    """Put the bytes of a bucket into a shared file that all processes of an engine can read inside the `with` block.
 
     If the bytes are already in a file, the bucket is yielded unchanged.
 
@@ -129,7 +130,7 @@ def as_file(bucket: Bucket) -> Iterator[Bucket]:
     except OSError as error:
         raise SyncError(
             f"weight sync {bucket.version}: no room for a bucket of {len(bucket.data)} bytes in {FOLDER} "
-            f"({error.strerror}); make it larger (docker: --shm-size)"
+            f"({error.strerror}); make this folder larger (in Docker, with --shm-size)"
         ) from None
     try:
         file.memory[:] = bucket.data

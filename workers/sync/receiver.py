@@ -1,6 +1,6 @@
-"""The rollout worker's side of a weight sync, which tracks whether the engine's weights are complete.
+"""The part of a weight sync that runs in a rollout worker, and tracks whether the engine's weights are complete.
 
-An engine may generate only with complete weights.
+An engine may generate responses only while all of its weights have the same version.
 """
 
 from collections.abc import Callable
@@ -19,7 +19,10 @@ class Loads(Protocol):
         """Prepare to receive new weights, even if the previous load was not completed."""
 
     def load_bucket(self, bucket: Bucket) -> None:
-        """Load the tensors of a bucket. Raises SyncError if the bytes differ from those that the sender wrote."""
+        """Load the tensors of a bucket.
+
+        Raises SyncError if the bytes of the bucket differ from the bytes that the sender wrote.
+        """
 
     def finish_load(self, version: int) -> None:
         """Make the engine compute with the loaded weights.
@@ -32,10 +35,10 @@ class Sleeps(Protocol):
     """Interface of an engine that can release memory while it is idle."""
 
     def sleep(self) -> bool:
-        """Release the device memory of weights and caches until the next load of weights.
+        """Release the device memory of the engine's weights and caches until new weights are loaded.
 
         Returns:
-            Whether the engine has released its memory.
+            Whether the engine has released its device memory.
         """
 
 
@@ -47,7 +50,7 @@ class Receiver:
     Attributes:
         asleep: whether the engine has released its weights.
         sync: name of the current weight sync, or None if no sync is running.
-        broken: reason why the last weight sync failed, or None if the sync did not fail.
+        broken: reason why the last weight sync failed, or None if the last weight sync did not fail.
     """
 
     def __init__(self) -> None:
@@ -58,24 +61,30 @@ class Receiver:
 
     @property
     def whole(self) -> bool:
-        """Return whether the engine may generate."""
+        """Return whether the engine may generate responses now."""
         return self.sync is None and self.broken is None and not self.asleep
 
     def require(self) -> None:
-        """Raise SyncError if the last sync failed."""
+        """Raise SyncError if the last weight sync failed."""
         if self.broken is not None:
             raise SyncError(
                 f"weight sync {self.version} failed ({self.broken}): this engine has weights of two versions, and "
-                "generates no answers until a sync succeeds"
+                "generates no answers until another weight sync succeeds"
             )
 
     def sleep(self, engine: Sleeps) -> bool:
-        """Make the engine release its memory until the next sync. Return False if the engine keeps its memory."""
+        """Make the engine release its device memory until the next weight sync.
+
+        Return False if the engine keeps its memory.
+        """
         self.asleep = engine.sleep()
         return self.asleep
 
     def start(self, engine: Loads, sync: str, version: int) -> str | None:
-        """Start a sync and wake the engine. Return the result of `memory.whereabouts` in this process."""
+        """Start a weight sync, and wake the engine if it sleeps.
+
+        Return the result of `memory.whereabouts` in this process.
+        """
         self.sync, self.version, self.broken, self.asleep = sync, version, None, False
         self._guarded(engine.start_load)
         return whereabouts()
@@ -86,13 +95,13 @@ class Receiver:
         self._guarded(lambda: engine.load_bucket(join(parts)))
 
     def finish(self, engine: Loads, sync: str) -> None:
-        """Finish the sync after the last bucket, so that the engine may generate again."""
+        """Finish the weight sync after the last bucket, so that the engine may generate responses again."""
         self._expect(sync)
         self._guarded(lambda: engine.finish_load(self.version))
         self.sync = None
 
     def give_up(self, sync: str, reason: str) -> None:
-        """Mark the sync as failed because its remaining buckets will not arrive."""
+        """Mark the weight sync as failed, because its remaining buckets will not arrive."""
         if self.sync == sync:
             self.sync, self.broken = None, reason
 

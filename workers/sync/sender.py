@@ -1,8 +1,8 @@
-"""An actor rank's side of a weight sync: the rank copies the rows that it holds directly to their places in a bucket.
+"""The part of a weight sync that runs on an actor rank, which copies the rows that it holds directly into buckets.
 
 Tensors that are sharded by rows are sent without being gathered. Each rank converts the rows that it holds to the
 engine's dtype, copies them, and computes the rows' checksum and probe while the rows are in the CPU's cache. Tensors
-that are sharded in any other way are gathered, and the first rank writes them.
+that are sharded in any other way are gathered, and rank 0 writes them.
 """
 
 from collections.abc import Iterable, Iterator
@@ -23,8 +23,8 @@ from workers.sync.buckets import Bucket, Piece, Place, aligned, end, layout
 from workers.sync.checks import checksum, probe
 from workers.sync.memory import SharedFile, remove_stale, whereabouts
 
-SLOTS = 2  # number of buckets that fit into the shared file: engines read one bucket while ranks write the next
-CHUNK_BYTES = 1 << 20  # rows are copied, summed and multiplied in chunks that fit a core's cache
+SLOTS = 2  # Number of buckets in the shared file: engines read one bucket while ranks write the other.
+CHUNK_BYTES = 1 << 20  # Approximate bytes of a chunk of rows, which fits into a CPU core's cache.
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class Offer:
 
 
 class Sender:
-    """Sends one rank's part of the weights in one sync. All ranks must call the same methods in the same order.
+    """Sends one rank's part of the weights in one weight sync. All ranks must call the same methods in the same order.
 
     Args:
         model: the model whose parameters are sent, possibly sharded. Tied parameters are sent once.
         version: version of the weights.
         dtype: dtype of the weights in the engine, "float32" or "bfloat16".
-        check: whether to add checksums and probes.
+        check: whether to send checksums and probes, with which the engines verify the weights.
     """
 
     def __init__(self, model: nn.Module, *, version: int, dtype: str, check: bool) -> None:
@@ -69,8 +69,8 @@ class Sender:
     def offer(self, path: str | None) -> Offer:
         """Prepare the sync, and return this rank's `Offer` to the driver.
 
-        If `path` is given, the first rank creates the shared file at `path`. If there is no room for the shared file,
-        `Offer.where` is None in the first rank's offer.
+        If `path` is given, rank 0 creates the shared file at `path`. If there is no room for the shared file,
+        `Offer.where` is None in rank 0's offer.
         """
         where = whereabouts() if path else None
         if path and self.first:
@@ -102,7 +102,8 @@ class Sender:
             target = bucket.data[at : at + size] if bucket.data is not None else self._slot(bucket, start, size)
             bucket.pieces.append(self._write(place, own, start, target))
             at += aligned(size)
-        # Every process has already opened the shared file to access the first bucket.
+        # By now, every process has opened the shared file to access the first bucket, so the file's name can be
+        # removed.
         if number == SLOTS and self.file:
             self.file.unlink()
         return bucket
@@ -120,8 +121,8 @@ class Sender:
         rows = rows.reshape(1) if rows.ndim == 0 else rows
         row = len(target) // max(1, len(rows))
         tick()
-        # Each chunk has a multiple of 8 rows, so that its length in bytes is a multiple of 8, too.
-        # Chunk checksums sum to the checksum of the piece only if chunk lengths are multiples of 8 bytes.
+        # Each chunk has a multiple of 8 rows, so that its length in bytes is a multiple of 8. The checksums of the
+        # chunks add up to the checksum of the piece only if all chunk lengths are multiples of 8 bytes.
         step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)
         out = torch.from_numpy(target).view(self.torch_dtype).view(rows.shape)
         total, probes = 0, []
@@ -137,14 +138,16 @@ class Sender:
         return Piece(place.name, start, len(target), total % 2**64, products)
 
     def close(self) -> None:
-        """Remove the shared file, and release this process's mapping of the file."""
+        """Remove the shared file's name, and release this process's mapping of the file."""
         if self.file:
             self.file.unlink()
         self.file = None
 
 
 class AdapterSender(Sender):
-    """Sends the matrices A and B of a model's adapters, in float32, and if `check` is True, probes of the merged model.
+    """Sends the matrices A and B of a model's adapters in float32.
+
+    If `check` is True, probes of the merged model are sent, too.
 
     The arguments are the same as those of `Sender`. Each engine merges the adapters into its own copy of the base
     weights, as `workers.sync.adapters` describes.
@@ -174,9 +177,9 @@ class AdapterSender(Sender):
         return bucket
 
     def _proofs(self) -> Iterator[Piece]:
-        """Yield pieces that contain no rows, but only the probes of this rank's rows of the merged model.
+        """Yield pieces without rows, which contain only the probes of this rank's rows of the merged model.
 
-        All ranks must iterate over all pieces, because adapters are gathered.
+        All ranks must iterate over all pieces, because gathering the adapters is a collective operation.
 
         The merged weights are rounded to the engine's dtype before `checks.probe` computes their probes.
         """
@@ -197,7 +200,7 @@ class AdapterSender(Sender):
 
 
 def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
-    """Return the rows that this rank sends and the number of the first row, or None if this rank sends no rows.
+    """Return the rows that this rank sends and the index of the first row, or None if this rank sends no rows.
 
     Args:
         parameter: whole or sharded tensor. A sharded tensor is gathered unless it is sharded by rows over at most one
@@ -217,7 +220,7 @@ def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
     local, rows = parameter.to_local(), parameter.size(0) if parameter.ndim else 1
     if not cut:
         return local, 0
-    each = -(-rows // mesh.size(cut[0]))  # number of rows of a full shard, as in torch.chunk
+    each = -(-rows // mesh.size(cut[0]))  # Number of rows of a full shard, as in `torch.chunk`.
     start = min(rows, each * mesh.get_local_rank(cut[0]))
     assert len(local) == min(each, rows - start), f"rank {start // each} must not hold {len(local)} of {rows} rows"
     return (local, start) if len(local) else None

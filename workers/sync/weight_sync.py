@@ -1,13 +1,13 @@
-"""The driver's side of a weight sync, which transfers the actor's weights to the engines in buckets.
+"""The part of a weight sync that runs in the driver, which makes ranks and engines transfer the weights in buckets.
 
 For each bucket, all ranks write the rows that they hold, and then all engines load the bucket. Ranks write bucket n
 only after every engine has loaded bucket n - 2. Ranks can write one bucket while engines load the previous bucket, and
-at most two buckets exist at a time. The driver does not wait between the calls of ranks and engines: the result of one
-call is an argument of the next call, so that Ray orders the calls. If a call fails or a process dies, all later calls
-also fail, because each call needs the result of an earlier call.
+at most two buckets exist at a time. The driver starts all calls of ranks and engines without waiting for their results.
+The result of one call is an argument of the next call, so that Ray runs the calls in order. If a call fails or a
+process dies, all later calls also fail, because each call needs the result of an earlier call.
 
 If all ranks and engines are on one host, the bytes of the buckets are in a shared file in memory. If there are several
-hosts, each rank returns the bytes of its rows as the result of a call.
+hosts, each rank returns the bytes of its rows as the result of its call.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class Receives(Protocol):
     """Interface of an engine that receives weights. See `workers.rollout.worker.RolloutWorker`."""
 
     def start_load(self, sync: str, version: int) -> str | None:
-        """Stop generation until `finish_load` is called.
+        """Stop generating responses until `finish_load` is called.
 
         Return the result of `memory.whereabouts` in the engine's process.
         """
@@ -48,10 +48,10 @@ class Receives(Protocol):
         """Load a bucket from its parts. Ray runs this call after the call whose result is `before`."""
 
     def finish_load(self, sync: str, before: None) -> None:
-        """Resume generation with the new weights."""
+        """Resume generating responses, now with the new weights."""
 
     def give_up_load(self, sync: str, reason: str) -> None:
-        """Abandon the weight sync for the given reason."""
+        """Mark the weight sync as failed for the given reason."""
 
 
 async def sync(
@@ -69,12 +69,13 @@ async def sync(
         engines: the engines that receive the weights.
         version: version of the weights.
         check: whether to verify that the engines compute with the sent weights.
-        share: whether to use shared memory if all processes are on one host.
+        share: whether to transfer the weights through shared memory if all processes are on one host.
 
     Raises:
-        WorkerLost: a process died or hung. The surviving engines generate nothing until another sync succeeds.
+        WorkerLost: a process died or hung. The surviving engines generate no responses until another weight sync
+            succeeds.
         SyncError: the engines did not receive all weights, or do not compute with the sent weights. The engines
-            generate nothing until another sync succeeds.
+            generate no responses until another weight sync succeeds.
     """
     path = new_path()
     senders, receivers = _processes(ranks), _processes(engines)
@@ -91,10 +92,10 @@ async def sync(
             raise SyncError(f"weight sync {version} broke off: {error}") from error
         raise
     finally:
-        if not any(process.how_lost for process in senders):  # the surviving ranks may wait forever for a lost rank
+        if not any(process.how_lost for process in senders):  # Surviving ranks may wait forever for a lost rank.
             with contextlib.suppress(RLTrainError):
                 await results([rank.start(Sends.end_export) for rank in ranks], depends_on=receivers)
-        with contextlib.suppress(OSError):  # the shared file remains only if its creator died
+        with contextlib.suppress(OSError):  # The shared file still exists only if its creator died.
             os.unlink(path)
 
 
@@ -105,7 +106,7 @@ async def _stream(
     offers: Sequence[Offer],
     places: Sequence[str | None],
 ) -> None:
-    """Transfer all buckets, then make the engines finish loading and resume generation."""
+    """Transfer all buckets, and then make the engines finish loading and resume generating responses."""
     shared = path if len({*(offer.where for offer in offers), *places}) == 1 and offers[0].where else None
     loaded: list[list[Pending[None]]] = []
     for number in range(offers[0].buckets):

@@ -1,4 +1,4 @@
-"""The actor: a sharded causal language model, its log-probs and its policy update."""
+"""The actor: the sharded causal language model that is trained, with its log-probs and its policy update."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -34,8 +34,8 @@ from workers.sync.sender import AdapterSender, Offer, Sender
 from workers.training.dispatch import Minibatch, UpdateResult
 from workers.training.rank_state import RankState, Saved
 
-# Largest accepted mean, in nats, of |log-prob - old log-prob| over the tokens of the first mini-batch.
-# In the first mini-batch, the same weights compute log-probs and old log-probs, so that only rounding can differ.
+# Largest accepted mean of |log-prob - old log-prob|, in nats, over the tokens of the first mini-batch. In the first
+# mini-batch, log-probs and old log-probs are computed with the same weights, so that they can differ only by rounding.
 SAME_POLICY_NATS = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
@@ -73,7 +73,7 @@ class ActorWorker:
         if config.model.lora:
             model = adapt(model, config.model.lora, seed=config.trainer.seed)
         self.model = shard(model, config)
-        self.model.eval()  # no dropout, because training must use the policy that generated the samples
+        self.model.eval()  # With dropout, another policy than the policy that generated the samples would be trained.
         self.optimizer = Optimizer(
             [p for p in self.model.parameters() if p.requires_grad],
             config.actor,
@@ -83,7 +83,7 @@ class ActorWorker:
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute the old log-probs, and further columns if required, with the weights before the update.
+        """Compute the old log-probs, and further columns that the settings require, with the weights before the update.
 
         The returned rows are in the order of `microbatches`.
 
@@ -107,7 +107,7 @@ class ActorWorker:
         return row_pass(self.model, columns, batch, microbatches)
 
     def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
-        """Return the reference's hidden states (R, H) at the response tokens of `part`, and its output head (V, H)."""
+        """Return the reference model's hidden states (R, H) at the response tokens, and its output head (V, H)."""
         assert self.ref_head is not None, "the head is copied if the config asks for the exact KL"
         return part.values("ref_hidden").to(device()), self.ref_head
 
@@ -133,7 +133,7 @@ class ActorWorker:
                 step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
-            torch.cuda.empty_cache()  # free memory for the engine on the same GPU
+            torch.cuda.empty_cache()  # The engine on the same GPU needs the memory.
         return result
 
     def _backward(
@@ -149,9 +149,8 @@ class ActorWorker:
             reference=self._reference(part) if algorithm.kl_loss.full else None,
         )
         columns["log_probs"] = unpack(output.log_probs, mask)
-        columns.setdefault(
-            "old_log_probs", columns["log_probs"].detach()
-        )  # batches for a single optimizer step lack `old_log_probs`, which then equal the current log-probs
+        # A batch for a single optimizer step has no `old_log_probs`, which would equal the current log-probs.
+        columns.setdefault("old_log_probs", columns["log_probs"].detach())
         if output.entropies is not None:
             columns["entropy"] = unpack(output.entropies, mask)
         if output.full_kl is not None:
@@ -164,7 +163,8 @@ class ActorWorker:
             num_sequences=minibatch.num_sequences,
             max_response_length=self.config.rollout.max_response_length,
         )
-        # The loss is multiplied by the number of ranks, because FSDP averages gradients, which must be summed instead.
+        # FSDP averages the gradients over the ranks. Multiplying the loss by the number of ranks turns the average of
+        # the gradients into the required sum.
         (loss * torch.distributed.get_world_size()).backward()
         _add(result.losses, parts)
         _add(result.sums, sums)
@@ -176,8 +176,8 @@ class ActorWorker:
         gap, limit = result.first["same_policy"] / result.first_tokens, SAME_POLICY_NATS[self.config.model.dtype]
         if not gap <= limit:
             raise LogProbError(
-                f"before the first optimizer step the actor's log-probs moved by {gap:.2g} nats per token on average, "
-                f"above {limit:g}: the same weights must give the same log-probs, but two forward passes differ; "
+                f"before the first optimizer step, the actor's log-probs moved by {gap:.2g} nats per token on average; "
+                f"the limit is {limit:g}: with the same weights, two forward passes must give the same log-probs; "
                 "please report this"
             )
 
@@ -185,7 +185,7 @@ class ActorWorker:
         """Prepare to send the weights to the engines, and return a description of what this rank will send.
 
         Args:
-            path: path of the shared file for the weights, or None to send them without a file.
+            path: path of the shared file for the weights, or None to send the weights without a file.
             version: version of the weights.
             check: whether to add the checksums and probes of `workers.sync.checks`.
         """
@@ -203,12 +203,12 @@ class ActorWorker:
         return self.sender.write(number, path)
 
     def end_export(self) -> None:
-        """Release the sender after all weights were sent, or after the sync failed."""
+        """Free the memory of the sender, after all weights were sent or after the weight sync failed."""
         self.sender.close()
-        del self.sender  # the sender would keep the parameters in memory
+        del self.sender  # The sender would keep the parameters in memory.
 
     def save_state(self, url: str) -> None:
-        """Start writing this rank's part of a checkpoint, and the exported model, in the background.
+        """Start writing this rank's part of a checkpoint and of the exported model, in the background.
 
         All ranks must call this method.
         """
@@ -249,17 +249,17 @@ def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig)
 def actor_loss(
     columns: Mapping[str, Tensor], algorithm: AlgorithmConfig, *, entropy_coef: float, **counts: int
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Compute the loss of one micro-batch: policy loss, plus KL term, plus squared log-ratios, minus entropy term.
+    """Compute the loss of one micro-batch: policy loss + KL term + squared-log-ratio term - entropy bonus.
 
     Args:
         columns: padded columns (B, T) by name: `response_mask`, `log_probs`, `advantages` and the columns that the loss
             reads.
         algorithm: settings of the loss, the aggregation and the coefficients.
-        entropy_coef: coefficient of the entropy bonus in this step.
+        entropy_coef: coefficient of the entropy bonus in this training step.
         counts: `num_tokens`, `num_sequences` and `max_response_length` of the whole mini-batch.
 
     Returns:
-        The loss to differentiate, the detached parts of the loss by name, and detached sums over trained tokens by
+        The loss to differentiate, the detached terms of the loss by name, and detached sums over the trained tokens by
         metric.
     """
     mask = columns["response_mask"]
@@ -288,7 +288,7 @@ def actor_loss(
 
 
 def policy_term(columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the policy loss of each token (B, T), and sums over tokens for metrics.
+    """Return the policy loss of each token (B, T), and for each metric a sum over tokens.
 
     The setting `correction` multiplies token losses by weights and drops tokens, while the setting `rejection` only
     drops tokens. A dropped token has a policy loss of 0 but stays in `response_mask`, so it stays in every count and
@@ -312,7 +312,7 @@ def policy_term(columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> tu
 
 
 def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
-    """Return the KL to the reference at each token (B, T), either exact or estimated from the sampled tokens."""
+    """Return the KL divergence from the reference at each token (B, T), exact or estimated from the sampled token."""
     if config.full:
         return columns["full_kl"]
     old = columns["old_log_probs"] if config.ratio_weighted else None

@@ -18,7 +18,7 @@ from workers.training.rank_state import RankState, Saved
 
 
 class CriticWorker:
-    """One rank of the critic, which starts from the policy's weights with a value head of zeros.
+    """One rank of the critic, which starts with the policy's weights and a value head of zeros.
 
     Args:
         config: the whole config.
@@ -30,7 +30,7 @@ class CriticWorker:
         self._load_start()
 
     def _load_start(self) -> None:
-        """Set up the state in which training starts: weights from the directory, zero value head, new optimizer."""
+        """Set up the initial state: weights from the model directory, a value head of zeros, and a new optimizer."""
         config, path = self.config, self.path
         model = load_model(AutoModelForTokenClassification, path, new_head=True, num_labels=1)
         name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
@@ -39,7 +39,7 @@ class CriticWorker:
         nn.init.zeros_(value_head.weight)
         setattr(model, name, value_head)
         self.model = shard(model, config)
-        self.model.eval()  # turn off dropout, because values must not be random
+        self.model.eval()  # Dropout would make the values random.
         self.optimizer = Optimizer(
             list(self.model.parameters()),
             config.critic,
@@ -59,8 +59,8 @@ class CriticWorker:
     def update(self, batch: DataProto, minibatches: list[Minibatch]) -> UpdateResult:
         """Take one optimizer step for each mini-batch.
 
-        The column `returns` contains the targets of the regression. Predicted values are clipped around the old values
-        in the column `values`.
+        The column `returns` contains the values that the critic is trained to predict. Predicted values are clipped
+        around the old values in the column `values`.
         """
         result = UpdateResult(losses={"value_loss": 0.0})
         for minibatch in minibatches:
@@ -81,7 +81,8 @@ class CriticWorker:
             values, columns["values"], columns["returns"], mask, clip_range_value=self.config.critic.clip_range_value
         )
         loss = aggregate_loss(token_losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
-        # The loss is multiplied by the number of ranks, because FSDP averages gradients, which must be summed instead.
+        # FSDP averages the gradients over the ranks. Multiplying the loss by the number of ranks turns the average of
+        # the gradients into the required sum.
         (loss * torch.distributed.get_world_size()).backward()
         result.losses["value_loss"] += float(loss.detach())
         for name, value in sums.items():

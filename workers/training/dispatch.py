@@ -10,20 +10,18 @@ from rltrain.algorithms import effective_sample_size
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.row_assignment import Rows, assign_minibatch
 
-OVERHEAD_METRICS = (
-    "filler_fraction",
-    "idle_fraction",
-)  # keys of the result of `overhead_metrics`
+# Keys of the result of `overhead_metrics`.
+OVERHEAD_METRICS = ("filler_fraction", "idle_fraction")
 
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One rank's part of a mini-batch, and the counts of the whole mini-batch over all ranks.
+    """One rank's part of a mini-batch, with token and sequence counts of the whole mini-batch over all ranks.
 
     Attributes:
         rows: indices of all rows of the mini-batch, including the rows of other ranks.
-        microbatches: row indices for each forward and backward pass of this rank. If a micro-batch has no rows, the
-            rank still runs a pass, whose loss has weight zero.
+        microbatches: row indices for each forward and backward pass of this rank. For a micro-batch without rows, the
+            rank still runs forward and backward, with a loss of weight zero.
         num_tokens: number of trained tokens in the whole mini-batch.
         num_sequences: number of rows in the whole mini-batch with at least one trained token.
     """
@@ -39,14 +37,15 @@ class UpdateResult:
     """The result of one rank's update.
 
     Attributes:
-        sums: sums over this rank's trained tokens, by metric. The value of a metric is the total of its sums over all
+        sums: for each metric, a sum over this rank's trained tokens. A metric's value is the total of the sums of all
             ranks, divided by `tokens`.
-        losses: sum of each part of the loss over the mini-batches, by name. The loss of a mini-batch is normalized by
-            the counts of the whole mini-batch.
-        tokens: number of trained tokens of all ranks, over all mini-batches whose optimizer step was not skipped.
+        losses: for each named term of the loss, its sum over the mini-batches. The loss of a mini-batch is normalized
+            by the token or sequence count of the whole mini-batch.
+        tokens: number of trained tokens on all ranks, in all mini-batches whose optimizer step was not skipped.
         steps: metrics of each optimizer step, which are the same on all ranks. `skipped` is 1 if the step was skipped
             because of non-finite values.
-        first: sums over this rank's trained tokens in the first mini-batch, computed before the first optimizer step.
+        first: for each metric, a sum over this rank's trained tokens in the first mini-batch, computed before the first
+            optimizer step.
         first_tokens: number of this rank's trained tokens in the first mini-batch.
     """
 
@@ -59,7 +58,7 @@ class UpdateResult:
 
     @property
     def finite(self) -> bool:
-        """Return whether all parts of the loss are finite."""
+        """Return whether all terms of the loss are finite."""
         return all(map(math.isfinite, self.losses.values()))
 
     def add(self, part: "UpdateResult", tokens: int, step: dict[str, float]) -> None:
@@ -84,9 +83,9 @@ class UpdateResult:
 def split_rows(
     lengths: Sequence[int], ranks: int, max_tokens: int, *, work: Sequence[int] | None = None
 ) -> list[list[Rows]]:
-    """Return the micro-batches of each rank for a pass over all rows.
+    """Split all rows of a batch into micro-batches for each rank, and return the micro-batches.
 
-    `assign_minibatch` explains the argument `work`.
+    The docstring of `assign_minibatch` explains the argument `work`.
     """
     return assign_minibatch(lengths, list(range(len(lengths))), ranks, max_tokens, work=work)
 
@@ -100,10 +99,10 @@ def split_minibatches(
     *,
     work: Sequence[int] | None = None,
 ) -> list[list[Minibatch]]:
-    """Return each rank's parts of the mini-batches, where each part has the counts of its whole mini-batch.
+    """Return each rank's parts of the mini-batches, where each part also has the counts of its whole mini-batch.
 
     Rows without a trained token are in no micro-batch, because they would add exactly zero to the gradient.
-    `assign_minibatch` explains the argument `work`.
+    The docstring of `assign_minibatch` explains the argument `work`.
     """
     trained = torch.segment_reduce(batch.values("response_mask").float(), "sum", offsets=batch.offsets("response_mask"))
     by_rank: list[list[Minibatch]] = [[] for _ in range(ranks)]
@@ -119,12 +118,12 @@ def split_minibatches(
 def overhead_metrics(
     by_rank: Sequence[Sequence[Minibatch]], lengths: Sequence[int], work: Sequence[int]
 ) -> dict[str, float]:
-    """Return metrics for the overhead that splitting an update over ranks causes.
+    """Return metrics of the overhead that is caused by splitting an update over ranks.
 
     Returns:
-        `filler_fraction`, the fraction of processed tokens that belong to stand-in rows, which ranks without rows
-        process, and `idle_fraction`, the fraction of the ranks' time, by estimated work, in which a rank waits for the
-        slowest rank of a micro-batch.
+        `filler_fraction` and `idle_fraction`. `filler_fraction` is the fraction of processed tokens that belong to
+        filler rows, which a rank processes if it has no rows of its own in a micro-batch. `idle_fraction` is the
+        estimated fraction of the ranks' time in which a rank waits for the slowest rank of a micro-batch.
     """
     stand_in = min(range(len(lengths)), key=lambda row: lengths[row], default=None)
     needed = filler = busy = elapsed = 0
@@ -147,7 +146,7 @@ def collect_rows(parts: Sequence[DataProto], assigned: Sequence[Sequence[Rows]])
 
 
 def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Combine the results of all ranks into the metrics of one update, except timings.
+    """Combine the results of all ranks into the metrics of one update. Timings are not included.
 
     Token metrics are means over trained tokens. Losses, `grad_norm` and `lr` are means over optimizer steps, and
     `grad_norm_max` is the maximum over optimizer steps. `skipped_updates` is the number of skipped optimizer steps.
@@ -176,11 +175,11 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
 
 
 def divergence(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
-    """Return metrics of the divergence between the actor's and the engine's log-probs.
+    """Return metrics of the difference between the actor's and the engine's log-probs.
 
     Args:
-        sums: sums over tokens, as returned by `rollout_diagnostics`.
-        tokens: number of tokens in the sums.
+        sums: sums over tokens, which `rollout_diagnostics` returns.
+        tokens: number of tokens over which the sums were taken.
 
     Returns:
         `gap`, `kl` and `k3`, which are means in nats, and `effective_sample_size`.

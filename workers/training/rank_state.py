@@ -1,9 +1,9 @@
-"""One rank's part of a checkpoint: parameters, AdamW's moments and step counts, stored by parameter name.
+"""Saves and loads one rank's part of a checkpoint: parameters, AdamW's moments and step counts, by parameter name.
 
-A checkpoint contains only tensors, under names that do not depend on the number of ranks. Any number of ranks, with or
-without sharding, can load a checkpoint, regardless of the number of ranks that saved it. `RankState.save` copies the
-tensors and returns, while a thread writes the copies. The thread that writes a checkpoint has its own process group, so
-that its collectives never mix with the collectives of training.
+The tensors of a checkpoint have names that do not depend on the number of ranks. A checkpoint can be loaded by any
+number of ranks, sharded or not, regardless of the number of ranks that saved the checkpoint. `RankState.save` copies
+the tensors and returns, while a thread writes the copies. The thread that writes a checkpoint has its own process
+group, so that its collective operations never mix with the collective operations of training.
 
 PyTorch's distributed checkpoint writes and reads the tensors. PyTorch's `async_save` is not used, because the thread
 that writes a checkpoint also exports the model and reads all files back to compute checksums, which PyTorch does not
@@ -38,18 +38,18 @@ from workers.models.fsdp import Optimizer
 from workers.models.policy_export import export_model, small_files
 from workers.models.state_files import INDEX, StateFiles, StateReader
 
-STATE, MODEL = "state", "model"  # folder names in a checkpoint
-_SCHEDULE = "schedule"  # name of the tensor that holds the number of optimizer steps taken
+STATE, MODEL = "state", "model"  # Names of folders in a checkpoint.
+_SCHEDULE = "schedule"  # Name of the tensor that holds the number of optimizer steps taken.
 
 
 @dataclass(frozen=True)
 class Saved:
-    """Result of one rank's save.
+    """Result of saving one rank's part of a checkpoint.
 
     Attributes:
         files: size and CRC-32 of each written file, by the file's path in the checkpoint. Size and CRC-32 are
             computed by reading the file back.
-        error: reason why the save failed, or "" if it succeeded.
+        error: reason why saving failed, or "" if saving succeeded.
         seconds: time from the call of `save` until all files were written and read back.
     """
 
@@ -59,7 +59,7 @@ class Saved:
 
 
 class _Ticking(DefaultLoadPlanner):
-    """Load planner that reports progress, so that a rank does not count as hanging while it loads."""
+    """Load planner that reports progress, so that a rank does not count as hung while it loads a checkpoint."""
 
     def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
         """Report progress after a tensor, or a part of a tensor, has been read."""
@@ -67,13 +67,13 @@ class _Ticking(DefaultLoadPlanner):
 
 
 class RankState:
-    """Saves and loads this rank's part of the state of one role.
+    """Saves and loads this rank's part of the training state of one role.
 
     Args:
         role: name of the role, and of the role's folder in the checkpoint.
         model: the model, possibly sharded. Parameters that are not trained are not saved.
         optimizer: optimizer of the trained parameters.
-        base: directory from which the model was loaded, if the model is exported with each checkpoint; otherwise None.
+        base: directory from which the model was loaded, or None if checkpoints contain no exported model.
     """
 
     def __init__(self, role: str, model: nn.Module, optimizer: Optimizer, *, base: Path | None = None) -> None:
@@ -83,9 +83,9 @@ class RankState:
 
     @functools.cached_property
     def group(self) -> dist.ProcessGroup:
-        """Return the process group for checkpoint collectives.
+        """Return the process group for the collective operations of checkpoints.
 
-        All ranks must access this property together the first time.
+        All ranks must access `group` for the first time together, because the access creates a process group.
         """
         group: dist.ProcessGroup = dist.new_group(backend="gloo")
         return group
@@ -113,10 +113,11 @@ class RankState:
         has ended.
         """
         if self.thread is not None:
-            self.thread.join()  # wait for the end of the previous save
+            self.thread.join()  # Wait for the end of the previous save.
         began, folder = time.perf_counter(), Folder(url)
         writer = FsspecWriter(folder.at(f"{STATE}/{self.role}").url, sync_files=folder.local)
-        # The small files of the export are made in the calling thread, because transformers is not thread-safe.
+        # The exported model's small files are made in the calling thread, because the transformers library is not
+        # thread-safe.
         small = self.small if self.base is not None and dist.get_rank() == 0 else None
         write = functools.partial(save, writer.stage(self.tensors()), storage_writer=writer, process_group=self.group)
         self.result = None
@@ -146,11 +147,11 @@ class RankState:
                 names += [f"{MODEL}/{name}" for name in exported]
             files = {name: folder.checksum(name) for name in names}
             self.result = Saved(files, seconds=time.perf_counter() - began)
-        except BaseException as error:  # report every failure to the driver, so that the run continues
+        except BaseException as error:  # The driver gets every failure, and the run continues.
             self.result = Saved(files, reason(error), time.perf_counter() - began)
 
     def load(self, url: str) -> None:
-        """Load all tensors from a checkpoint's folder. All ranks must call this method.
+        """Load this rank's part of all tensors from a checkpoint's folder. All ranks must call this method.
 
         Raises:
             CheckpointError: the checkpoint belongs to another model, or cannot be read.
@@ -161,8 +162,8 @@ class RankState:
         for name, tensor in tensors.items():
             if name not in there.index.state_dict_metadata or there.size(name) != tensor.shape:
                 raise CheckpointError(
-                    f"{folder}: the checkpoint is from another model, where '{name}' is missing or does not have "
-                    f"the shape {tuple(tensor.shape)}"
+                    f"{folder}: the checkpoint is from another model, where '{name}' is missing or has another "
+                    f"shape than {tuple(tensor.shape)}"
                 )
         try:
             load(tensors, storage_reader=StateReader(folder), planner=_Ticking(), process_group=self.group)
@@ -172,13 +173,13 @@ class RankState:
 
 
 def reason(error: BaseException) -> str:
-    """Return the reason for an error in one line. If several ranks failed, return the reason of one failure."""
+    """Return the cause of an error in one line. If several ranks failed, return the cause of one rank's failure."""
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     below: BaseException | None = error
     while below is not None and not isinstance(below, OSError):
         below = below.__cause__ or below.__context__
-    error = below or error  # prefer an OSError: on a full disk, torch.save itself reports only a wrong file position
+    error = below or error  # On a full disk, only the OSError tells the cause.
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
     text = described(error)

@@ -25,8 +25,8 @@ class ReferenceWorker:
         """Compute the reference model's columns that the KL terms need, with rows in the order of `microbatches`.
 
         Returns:
-            A batch with the columns `ref_log_probs`, if the KL is estimated from samples, and `ref_hidden`, the last
-            hidden states, if the KL is exact.
+            A batch with the column `ref_log_probs` if the KL is estimated from samples, and with the column
+            `ref_hidden` (the last hidden states) if the KL is exact.
         """
         algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
 

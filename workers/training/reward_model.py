@@ -1,4 +1,4 @@
-"""A reward model: a frozen, sharded classifier with one output, which is the score of a row at the row's last token."""
+"""A reward model: a frozen, sharded model whose only output, at the last token of a row, is the row's score."""
 
 import functools
 from typing import Any
@@ -42,7 +42,8 @@ class RewardModelWorker:
         """
         scores = []
         with forward_only(self.model):
-            for rows in microbatches:  # if `rows` is empty, a stand-in row runs so that this rank joins all collectives
+            # If a micro-batch has no rows, a filler row runs, so that this rank joins all collectives.
+            for rows in microbatches:
                 tick()
                 packed = to_device(pack(batch[rows or stand_in(batch)]), device())
                 scores.append(row_scores(self.model, packed).cpu()[: len(rows)])
@@ -50,7 +51,7 @@ class RewardModelWorker:
 
 
 def score_head(model: PreTrainedModel) -> nn.Module:
-    """Return the model's last layer, a linear layer that computes the score."""
+    """Return the model's last layer, which is a linear layer that computes the score."""
     head: Any = model.score
     assert isinstance(head, nn.Module), "`_check` requires a linear layer `score`"
     return head
@@ -59,7 +60,7 @@ def score_head(model: PreTrainedModel) -> nn.Module:
 def row_scores(model: PreTrainedModel, packed: Pack) -> Tensor:
     """Return the model's output at the last token of each packed row, in float32."""
     outputs: list[Tensor] = []
-    # The model's own output is not used, because the model treats the pack as one row and returns a single score.
+    # A hook reads the scores of all tokens, because the model treats the pack as one row and returns a single score.
     hook = score_head(model).register_forward_hook(lambda _, __, out: outputs.append(out))
     model(
         input_ids=packed.input_ids,
@@ -80,6 +81,6 @@ def _check(model: PreTrainedModel, where: str) -> None:
     causal = all(getattr(module, "is_causal", True) for module in model.modules())
     if not good or not causal:
         raise ConfigError(
-            f"{where}: {type(model).__name__} is not a causal model with one linear output 'score'; choose a model "
-            "that is"
+            f"{where}: {type(model).__name__} is not a causal model with one linear output 'score'; choose a "
+            "causal reward model whose linear layer 'score' has one output"
         )

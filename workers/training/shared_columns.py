@@ -8,7 +8,7 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.settings.algorithm_config import AlgorithmConfig
 from workers.cluster.processes import Shared, WorkerProcess
 
-FORWARD = ("prompts", "responses")  # columns that a forward pass reads
+FORWARD = ("prompts", "responses")  # Names of the columns that a forward pass reads.
 CRITIC_UPDATE = (*FORWARD, "response_mask", "values", "returns")
 
 
@@ -20,7 +20,7 @@ def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     """Return the names of the columns that the actor's update reads. A batch may lack some of the returned columns.
 
-    The loss function and its token selector have one parameter for each column that they read, with the column's name.
+    The loss function and its token selector have a parameter for each column that they read, named as the column.
     """
     columns = [*FORWARD, "response_mask", "advantages", "old_log_probs", "rollout_log_probs"]
     for function in loss_functions(algorithm.loss_mode):
@@ -31,11 +31,11 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
 
 
 class SharedColumns:
-    """Keeps track of the columns of the current training step that are already in Ray's object store.
+    """Keeps track of which columns of the current training step are already in Ray's object store.
 
     The batches of one training step have most columns in common. A column is put into the store only if no earlier
-    batch of the same step contained it. When the first batch of a step is shared, the columns of the previous step are
-    forgotten.
+    batch of the same step contained it. When the first batch of a step is shared, the references to the previous step's
+    columns are deleted.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class SharedColumns:
             batch: the batch from which columns are taken.
             columns: names of the wanted columns, some of which the batch may lack.
             process: one of the processes that will read the columns. If `process` is the driver itself, the columns are
-                returned as they are.
+                returned without a copy in Ray's object store.
         """
         wanted = batch.select([name for name in columns if name in batch])
         if not process.concurrent:

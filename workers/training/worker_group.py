@@ -28,14 +28,14 @@ class WorkerGroup(Generic[W_co]):
     """One role, such as the actor, on all training ranks.
 
     Args:
-        ranks: handles of the role, one for the process of each rank.
+        ranks: handles of the role's workers, one for each rank.
         work: estimator of the amount of computation that the role's model needs for a row. If `work` is None, each rank
             gets about the same number of tokens.
         sequence_ranks: number of neighbouring ranks that split the tokens of each pack (sequence parallelism). The
             ranks that split a pack get the same rows and return the same results. A pack may hold up to
             `sequence_ranks` times as many tokens as one rank can process.
-        shared: columns in Ray's object store that this group shares with other groups. If `shared` is None, the group
-            shares no columns with other groups.
+        shared: registry of the columns in Ray's object store, which several groups may share. If `shared` is None, the
+            group has its own registry.
     """
 
     def __init__(
@@ -66,10 +66,10 @@ class WorkerGroup(Generic[W_co]):
         *,
         max_tokens: int,
     ) -> DataProto:
-        """Run a pass over all rows, split over the ranks, and return the new columns in the row order of the batch.
+        """Compute new columns for all rows of a batch, split over the ranks, and return them in the batch's row order.
 
         Args:
-            method: the role's method that runs the pass.
+            method: the role's method that computes the new columns on one rank.
             batch: the batch whose rows the ranks process.
             columns: names of the columns that the method reads.
             max_tokens: maximum number of tokens of a micro-batch on one rank.
@@ -91,10 +91,10 @@ class WorkerGroup(Generic[W_co]):
         *args: P.args,
         **kwargs: P.kwargs,
     ) -> dict[str, float]:
-        """Train on the mini-batches in order and return metrics over all ranks.
+        """Train on the mini-batches in the given order, and return metrics over all ranks.
 
         Args:
-            method: the role's method that trains.
+            method: the role's method that trains one rank on its part of the mini-batches.
             batch: the batch whose rows the ranks process.
             columns: names of the columns that the method reads. Columns that the batch lacks are left out.
             minibatches: row indices of each mini-batch.
@@ -117,7 +117,7 @@ class WorkerGroup(Generic[W_co]):
         return [(rank, parts[number // self.sequence_ranks]) for number, rank in enumerate(self.ranks)]
 
     async def _collect(self, pending: Sequence[Pending[R]]) -> list[R]:
-        """Wait for all results, and return one for each group of `sequence_ranks` ranks, whose results are equal."""
+        """Wait for all results, and return one result per group of `sequence_ranks` ranks with equal results."""
         return (await results(pending))[:: self.sequence_ranks]
 
     def costs(self, batch: DataProto) -> tuple[list[int], list[int]]:
@@ -129,6 +129,7 @@ class WorkerGroup(Generic[W_co]):
 def row_lengths(batch: DataProto) -> list[int]:
     """Return the number of tokens that each row contributes to a pack.
 
-    The last response token of a row is not in the pack, because the model predicts no token from it.
+    The last response token of a row is not in the pack, because the model predicts no token after the last response
+    token.
     """
     return (batch.lengths("prompts") + batch.lengths("responses").clamp(min=1) - 1).tolist()

@@ -57,13 +57,14 @@ def test_a_repeated_step_has_its_trained_samples_and_a_step_that_only_failed_has
 @pytest.mark.parametrize(
     ("bad", "said"),
     [
-        (request(4, 0), "it has stored no sample 0 of prompt group 4"),
-        (request(0, 2), "it has stored no sample 2 of prompt group 0"),
-        (request(-1, 0), "it has stored no sample 0 of prompt group -1"),
-        (request(1, 0, "0="), "prompt group 1 has another prompt there"),
+        (request(4, 0), "the stored run has no sample 0 of prompt group 4"),
+        (request(0, 2), "the stored run has no sample 2 of prompt group 0"),
+        (request(-1, 0), "the stored run has no sample 0 of prompt group -1"),
+        (request(1, 0, "0="), "prompt group 1 has another prompt in the stored run"),
         (
             request(1, 1, max_tokens=4),
-            "a stored answer has 5 tokens, but rollout.max_response_length is 4; raise it to the value of that run",
+            "a stored answer has 5 tokens, but rollout.max_response_length is 4; raise the setting to its value in the "
+            "stored run",
         ),
     ],
 )
