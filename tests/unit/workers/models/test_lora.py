@@ -269,7 +269,7 @@ def test_base_weights_are_read_from_the_files_that_transformers_reads(start, tmp
         assert base.files.keys() == expected.keys()
         assert all(torch.equal(base.tensor(name), tensor) for name, tensor in expected.items())
         base.require(list(expected))
-    with pytest.raises(ConfigError, match=r"hold no 'lm_head\.bias'.*model\.lora=null$"):
+    with pytest.raises(ConfigError, match=r"hold no tensor 'lm_head\.bias'.*model\.lora=null$"):
         base.require(["lm_head.bias"])
     (indexed / "model.safetensors.index.json").unlink()
     with pytest.raises(ConfigError, match=rf"^model.path={indexed}: holds no weights \(looked for model.safetensors, "):
