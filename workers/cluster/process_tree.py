@@ -2,7 +2,8 @@
 
 A reward process lists its descendants several times after each scoring call that leaves child processes running, so the
 search for descendants must be fast. With 480 processes on the machine, `descendants` takes 0.1 ms, while psutil's
-`Process.children(recursive=True)` takes 10 ms, because psutil reads the status of every process. psutil can neither call `prctl` nor report the shared memory of a process (`RssShmem`).
+`Process.children(recursive=True)` takes 10 ms, because psutil reads the status of every process. psutil can neither
+call `prctl` nor report the shared memory of a process (`RssShmem`).
 """
 
 import contextlib

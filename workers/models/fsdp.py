@@ -199,8 +199,9 @@ class Optimizer:
         if self.skipped > self.max_skipped:
             raise NumericsError(
                 f"{self.skipped} updates in a row, up to optimizer step {self.steps}, had a loss or gradient that is "
-                f"not finite (last gradient norm: {norm}), but the limit is trainer.max_skipped_updates={self.max_skipped}; "
-                "look at the rewards, advantages and log-probs of these samples, and lower the learning rate or the loss's clip ranges"
+                f"not finite (last gradient norm: {norm}), but the limit is "
+                f"trainer.max_skipped_updates={self.max_skipped}; look at the rewards, advantages and log-probs of "
+                "these samples, and lower the learning rate or the loss's clip ranges"
             )
         return {"grad_norm": norm, "lr": lr, "skipped": float(skip)}
 

@@ -70,7 +70,8 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
             return
     raise ConfigError(
         f"{where}: {type(model).__name__} lets rows that are packed together influence each other (the last hidden "
-        f"states of a row change by {apart:.2g} of their norm when another row changes); use a model of another architecture"
+        f"states of a row change by {apart:.2g} times their norm when another row changes); use a model of another "
+        "architecture"
     )
 
 

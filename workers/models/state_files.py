@@ -177,7 +177,7 @@ class StateFiles:
                 target = target.narrow(axis, offset, length)
             if not isinstance(part, Tensor) or part.shape != target.shape:
                 raise CheckpointError(
-                    f"{self.folder}/{place.relative_path}: holds no tensor of the shape that the index gives for '{name}'"
+                    f"{self.folder}/{place.relative_path}: holds no tensor of the shape that the index has for '{name}'"
                 )
             target.copy_(part)
         return whole

@@ -1,4 +1,4 @@
-"""Tests that a one-line error is raised if Ray does not start or is not at the given address."""
+"""Tests that a one-line error is raised if Ray does not start, or if no Ray cluster is at the given address."""
 
 import socket
 

@@ -1,4 +1,4 @@
-"""Tests of the check that a model keeps the rows of a pack apart (invariant B6)."""
+"""Tests of the check that a model computes each row of a pack independently of the other rows (invariant B6)."""
 
 import shutil
 
@@ -29,7 +29,7 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-# names of the model sizes in the configs of older models
+# names that configs of older models use for the sizes of a model
 OLDER = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
 DELTA = {

@@ -1,4 +1,4 @@
-"""Tests of a rank's state on disk: loading returns what was saved, and no code in a file of unknown origin runs."""
+"""Tests that a rank loads the state that the rank has saved, and that no code in a file of unknown origin runs."""
 
 import io
 import os
