@@ -49,7 +49,7 @@ def small_buckets(host):
 
 
 def shaken(host):
-    """Add noise to the adapters, which does not depend on how the adapters are sharded."""
+    """Add noise to the adapters. The noise does not depend on how the adapters are sharded."""
     import torch
 
     from workers.models.lora import adapter_tensors

@@ -1,4 +1,4 @@
-"""Tests of invariant G2: a call of a reward function that damages its process ends in time and leaves nothing behind."""
+"""Tests of invariant G2: even if a reward function damages its process, its call ends in time and leaves nothing."""
 
 import asyncio
 import importlib.util

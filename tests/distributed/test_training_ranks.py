@@ -53,7 +53,7 @@ async def test_A2_F2_any_number_of_ranks_and_any_budget_gives_the_same_metrics_a
 async def test_A3_ranks_that_share_out_the_tokens_of_a_pack_give_the_same(
     one_rank, start, ranks, sequence_ranks, budget
 ):
-    """The model has 4 query heads over 2 key-value heads, so 4 sequence-parallel ranks use copies of key-value heads."""
+    """The model has 4 query heads over 2 key-value heads, so 4 sequence-parallel ranks copy key-value heads."""
     config = config_of(
         f"placement.actor_ranks={ranks}", f"placement.sequence_ranks={sequence_ranks}",
         f"actor.max_tokens_per_microbatch={budget}",

@@ -1,4 +1,4 @@
-"""Tests that an error names a Ray daemon that has died, and that the run may save a checkpoint before if possible."""
+"""Tests that an error names a Ray daemon that has died, and that a run can first save a checkpoint if possible."""
 
 import contextlib
 import logging

@@ -35,7 +35,7 @@ class Engine:
 
 
 class Process:
-    """A fake process that runs each call immediately, as a call of the method of the same name of the fake."""
+    """A fake process that runs each call immediately, by calling its own method of the same name."""
 
     concurrent, how_lost = True, ""
 
