@@ -55,14 +55,14 @@ _TOKEN = "RAY_AUTH_TOKEN"
 _TMP, _LONGEST_TMPDIR = "/tmp", 30
 _ANSWER_S = 10.0  # timeout in seconds of the test connection to a cluster's port
 _LAST_PORT = 65_535
-COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collectives, so that a hang is detected before a collective times out
+COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collectives, which exceeds the time to detect a hang
 # Environment variables for a run on this machine alone, so that no other machine can connect to its workers' sockets.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
 @dataclass
 class _Connection:
-    """The current process's connection to Ray. A process has at most one connection to Ray.
+    """The current process's connection to Ray. A process has at most one connection to Ray at a time.
 
     Attributes:
         guard: Handle to the guard process, which kills Ray's processes if they are left over when this process ends.
@@ -133,7 +133,7 @@ class Training:
 
 @dataclass
 class Workers:
-    """The workers of a run, after their start.
+    """All started workers of a run.
 
     Attributes:
         rollout: Pool of the rollout replicas.
@@ -188,7 +188,7 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt | asyncio.CancelledError):
-            self.kill()  # the user has asked twice to stop, so stop at once
+            self.kill()  # the user has asked to stop for the second time, so no call is awaited
         else:
             await self.close()
 
@@ -230,14 +230,14 @@ def connect(config: Config) -> dict[str, float]:
             )
     if not local:
         _require_answer(address)
-    if "ray" not in sys.modules:  # Ray reads the variables below when it is imported
+    if "ray" not in sys.modules:  # Ray reads the environment variables below when `ray` is imported
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Ray's default value, which is set to avoid a warning
-            os.environ.setdefault("RAY_worker_niceness", "0")  # Ray would lower its workers' CPU priority
-            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # only a dashboard needs task events
-            # A glibc arena never returns its peak memory, and each of Ray's many threads would have its own arena.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Setting Ray's default value avoids a warning.
+            os.environ.setdefault("RAY_worker_niceness", "0")  # By default, Ray lowers its workers' CPU priority.
+            os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # Only Ray's dashboard needs task events.
+            # By default, glibc gives most of Ray's many threads an arena each, and no arena returns its peak memory.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     with _on_loopback() if local else contextlib.nullcontext():
         import ray
@@ -264,7 +264,7 @@ def connect(config: Config) -> dict[str, float]:
 
 
 def _no_ray(address: str, error: Exception) -> ConfigError | WorkerError:
-    """Return the error to raise when Ray could not be started or joined."""
+    """Return the error to raise when a Ray cluster could not be started or joined."""
     if isinstance(error, ConnectionError):
         return _no_cluster(address, error)
     # Ray has no exception type for a daemon that does not start in time.
@@ -293,7 +293,7 @@ def _require_answer(address: str) -> None:
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
         if int(port) > _LAST_PORT:  # the C library would silently use the port modulo 65,536
-            raise _no_cluster(address, OverflowError(f"the last port is {_LAST_PORT}"))
+            raise _no_cluster(address, OverflowError(f"the highest port number is {_LAST_PORT}"))
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
         except (OSError, UnicodeError) as error:
@@ -323,9 +323,10 @@ def _on_loopback() -> Iterator[None]:
 
     Ray must be imported for the first time inside the `with` block, because Ray reads RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER
     during the import. Despite its name, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER also has an effect on Linux.
-    `ray.init(_node_ip_address="127.0.0.1")` does not make Ray use the loopback address, because Ray treats 127.0.0.1 as
-    a mistake. At the end of the `with` block, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER gets back its earlier value, because
-    programs that this process starts later may need a Ray cluster with several machines.
+    `ray.init(_node_ip_address="127.0.0.1")` does not make Ray use the loopback address, because Ray replaces 127.0.0.1
+    by an address that other machines can reach. At the end of the `with` block, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER gets
+    back its earlier value, because programs that this process starts later may need a Ray cluster with several
+    machines.
     """
     name = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
     before = os.environ.get(name)
@@ -360,7 +361,7 @@ def _own_token() -> Iterator[None]:
 
 
 def disconnect() -> None:
-    """Disconnect from Ray, and end all processes of the Ray cluster if this process has started it."""
+    """Disconnect from Ray, and end all processes of the Ray cluster if this process has started the cluster."""
     import ray
 
     ray.shutdown()
@@ -378,7 +379,7 @@ async def start(
     Args:
         config: The whole config. Unless `placement.launcher` is `inprocess`, `connect` must have been called before.
         path: The model, as an absolute directory or as `name@revision` on the hub.
-        stop_ids: Ids of the model's end tokens.
+        stop_ids: Ids of the model's end-of-sequence tokens.
         tasks: The run's background tasks, to which the workers add tasks.
         needs_critic: Whether the advantage estimator needs the critic's values.
 
@@ -440,11 +441,11 @@ async def _start_on_ray(
 
     Args:
         config: The whole config.
-        engine: Model and end tokens of the rollout engines.
+        engine: Model and end-of-sequence tokens of the rollout engines.
         paths: Model of each role of the training ranks, as an absolute directory or as `name@revision` on the hub.
         tasks: The run's background tasks, to which the workers add tasks.
-        devices: GPUs that rollout replicas share with training ranks. If `devices` is None, Ray chooses a device for
-            each process.
+        devices: GPUs that rollout replicas share with training ranks. If `devices` is None, Ray chooses a GPU for each
+            process.
     """
     placement, liveness = config.placement, liveness_of(config, tasks)
     rewards = RewardPool.on_ray(
@@ -468,7 +469,7 @@ async def _start_on_ray(
         sleeps=config.takes_turns,
     )
     if devices and placement.share_ranks:
-        await pool.start()  # engines must measure their GPUs' free memory before training ranks use any
+        await pool.start()  # engines must measure free GPU memory before training ranks allocate GPU memory
     shared = "training rank" if placement.share_ranks else ""
     spawns = {
         name: spawner(config, name, placement.actor_ranks, liveness=liveness, devices=devices if shared else None)
@@ -479,13 +480,13 @@ async def _start_on_ray(
 
 @dataclass(frozen=True)
 class _Engine:
-    """The model that every rollout engine runs, and the ids of the model's end tokens."""
+    """The model that every rollout engine runs, and the ids of the model's end-of-sequence tokens."""
 
     path: str
     stop_ids: Sequence[int]
 
     def build(self, process: WorkerProcess, config: Config, *, threaded: bool) -> Building:
-        """Begin to build an engine in a process.
+        """Start to build an engine in a worker process.
 
         The engine is built as soon as the model is on the process's machine.
         """
@@ -558,20 +559,21 @@ def spawner(
         name: Name of the actors in messages, to which the number of each actor is appended.
         count: Number of actors that the returned function will start.
         liveness: Monitor that observes the actors' processes.
-        devices: GPUs of the actors, one per actor. If `devices` is None, Ray chooses among all devices with enough free
+        devices: GPUs of the actors, one per actor. If `devices` is None, Ray chooses among all GPUs with enough free
             capacity.
     """
     import ray
 
     engines = name.startswith("rollout")
-    # If max_staleness is 0, training ranks and engines take turns, so each kind may use all cores.
-    # If max_staleness is above 0, ranks and engines compute at the same time and share the cores.
+    # If max_staleness is 0, training ranks and engines compute in turn, so the active processes may use all CPU cores.
+    # If max_staleness is above 0, training ranks and engines compute at the same time and share the CPU cores.
     beside = (
         count if not config.trainer.max_staleness else config.placement.actor_ranks + config.placement.rollout_replicas
     )
     threads = config.placement.threads_per_worker or max(1, cpu_cores() // beside)
     has_gpus = _has_gpus()
-    share = 0.5 if config.placement.share_ranks else 1.0  # an engine and a rank that share a GPU get one half each
+    # If an engine and a training rank share a GPU, each of the two requests half of the GPU.
+    share = 0.5 if config.placement.share_ranks else 1.0
     resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
     if has_gpus:
         resources["num_gpus"] = share * (config.rollout.devices if engines else 1)
@@ -585,7 +587,8 @@ def spawner(
     } | ({} if has_gpus else {"TORCHDYNAMO_DISABLE": "1"})
     if config.placement.address == "local":
         environment |= LOOPBACK
-    # A training rank runs one call at a time, in order. An engine must accept calls while it generates.
+    # A training rank runs one call at a time, in the order of the calls. An engine must accept further calls while the
+    # engine generates.
     make: Any = ray.remote  # typed as `Any`, because Ray's annotations lack the options below
     remote = make(max_concurrency=8 if engines else 1, **resources)(Host)
 
@@ -600,7 +603,7 @@ def spawner(
 async def meet(processes: Sequence[WorkerProcess], config: Config) -> None:
     """Make the processes join one torch.distributed process group, in which each process is a rank.
 
-    The driver's own process is skipped, because it has already joined a group of one rank.
+    The driver's own process is skipped, because the driver's process has already joined a group of one rank.
     """
     ranks = [process for process in processes if isinstance(process, RayProcess)]
     if ranks:

@@ -1,4 +1,4 @@
-"""Let tests import the shared helpers in the folder tests/distributed by name."""
+"""Configuration of pytest that lets tests import the helper modules in the folder tests/distributed by name."""
 
 import sys
 from pathlib import Path
@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parent))
 def functions_cross_as_they_are(request):
     """Pickle functions of a test file by value.
 
-    If pickled by reference, a function would make the worker import the test file and pytest.
+    A function that is pickled by reference would make the worker import the test file and pytest.
     """
     from ray import cloudpickle
 

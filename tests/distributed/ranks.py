@@ -29,7 +29,7 @@ MADE: dict[int, list[WorkerProcess]] = {}
 async def processes_of(ranks: int) -> list[WorkerProcess]:
     """Return `ranks` connected worker processes, or the test process if `ranks` is 0.
 
-    Roles of different configs share the processes.
+    Tests with different configs share these processes.
     """
     if ranks not in MADE:
         if ranks:
@@ -45,13 +45,13 @@ async def processes_of(ranks: int) -> list[WorkerProcess]:
 
 
 async def built(processes: Sequence[WorkerProcess], role: str, path: str, *args: Any, **kwargs: Any) -> list[Role[Any]]:
-    """Build a new role in each of `processes`."""
+    """Build a new role in each of the given processes."""
     await results([process.build(role, path, *args, **kwargs) for process in processes])
     return [Role(process, role) for process in processes]
 
 
 async def on(processes: Sequence[RayProcess], function: Callable[[Host], Any]) -> list[Any]:
-    """Call `function` in each of `processes`, with the process's `Host` as the first argument."""
+    """Call `function` in each of the given processes, with the process's `Host` as the argument."""
     return await results([Pending(process, process.actor.__ray_call__.remote(function)) for process in processes])
 
 
@@ -64,7 +64,7 @@ def config_of(*overrides: str) -> Config:
 def replayed(step: int) -> DataProto:
     """Make a step's batch of 24 rows of random tokens: 6 prompts with 4 samples each.
 
-    The last answer is empty, and the first row is not trained on.
+    The last row has an empty response, and the first row has no trained token.
     """
     generator = torch.Generator().manual_seed(step)
 
@@ -91,9 +91,9 @@ def replayed(step: int) -> DataProto:
 
 
 async def group(config: Config, start: str, ranks: int, roles=("actor", "reference")) -> dict[str, WorkerGroup]:
-    """Build new workers for `roles` in the shared ranks.
+    """Build new workers for `roles` in the rank processes that tests share.
 
-    The ranks may already hold workers of other tests.
+    The rank processes may already contain workers of other tests.
     """
     processes, made = await processes_of(ranks), {}
     for role in roles:

@@ -1,4 +1,4 @@
-"""Token selectors and the exact KL: training gives the same result for any number of ranks and any token budget."""
+"""Tests that training with token selectors or the exact KL does not depend on the number of ranks or token budget."""
 
 import pytest
 import torch
@@ -19,8 +19,8 @@ from workers.training.shared_columns import FORWARD, log_probs_columns, update_c
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
-SPLITS = [(1, 8192), (1, 40), (2, 8192), (2, 40)]  # (ranks, token budget)
-# Settings with which a selector chooses many but not all tokens. Selectors without an entry use their defaults.
+SPLITS = [(1, 8192), (1, 40), (2, 8192), (2, 40)]  # pairs of (number of ranks, token budget)
+# Settings with which a token selector chooses many but not all tokens. Other token selectors use their defaults.
 KNOBS = {
     "clip_cov": ["clip_cov_ratio=0.2", "clip_cov_lb=0.0", "clip_cov_ub=99.0"],
     "kl_cov": ["kl_cov_ratio=0.2"],
@@ -35,20 +35,21 @@ def config_of(*overrides: str) -> Config:
 async def workers_of(ranks: int, config: Config, path: str, roles=("actor",)) -> dict[str, WorkerGroup]:
     """Build workers in the test process for 1 rank, or in two rank processes for 2 ranks.
 
-    Actors of other configs may share the rank processes.
+    Tests with other configs may share the rank processes.
     """
     processes = await processes_of({1: 0, 2: 2}[ranks])
     return {role: WorkerGroup(await built(processes, role, ROLES[role], config, path)) for role in roles}
 
 
-# Selectors
+# Tests of token selectors
 
 
 @pytest.mark.parametrize("name", TOKEN_SELECTORS.names())
 async def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks_and_budget(start, name):
     """The old policy differs slightly from the current policy.
 
-    The penalty |log r| of kl_cov has a kink at 0, so with equal policies its gradient would depend on rounding.
+    The penalty |log r| of kl_cov has a kink at 0, so the gradient of the penalty would depend on rounding if the
+    policies were equal.
     """
     knobs = [f"algorithm.loss.{text}" for text in KNOBS.get(name, [])]
     config = config_of(f"algorithm.loss_mode={name}", "algorithm.old_log_probs=rollout", *knobs)
@@ -77,7 +78,7 @@ async def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks
             assert (others[key] - tensor).abs().max() < 1e-4, key
 
 
-# The exact KL
+# Tests of the exact KL
 
 
 def logits_of(model, batch: DataProto, row: int) -> torch.Tensor:
@@ -88,7 +89,7 @@ def logits_of(model, batch: DataProto, row: int) -> torch.Tensor:
 
 
 def plain_kl(model, reference, batch: DataProto, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each response token's log-prob, and the exact KL: the sum over the vocabulary of p (log p - log q)."""
+    """Return each response token's log-prob, and the exact KL: the sum over the vocabulary of `p * (log p - log q)`."""
     log_p = logits_of(model, batch, row).log_softmax(-1)
     log_q = logits_of(reference, batch, row).log_softmax(-1).detach()
     kl = (log_p.exp() * (log_p - log_q)).sum(-1)
@@ -144,7 +145,7 @@ async def test_A2_the_exact_kl_in_the_loss_is_that_of_all_logits_in_one_process(
     assert kls[1] > 1e-5
     for update, kl, norm in zip(updates, kls, norms, strict=True):
         assert update["ref_kl"] == pytest.approx(kl, rel=1e-3, abs=1e-8)
-        assert update["kl_loss"] == pytest.approx(update["ref_kl"], rel=1e-6, abs=1e-12)  # token-mean
+        assert update["kl_loss"] == pytest.approx(update["ref_kl"], rel=1e-6, abs=1e-12)  # both are means over tokens
         assert update["grad_norm"] == pytest.approx(norm, rel=1e-4)
     weights, plain = await weights_of(workers["actor"]), dict(model.named_parameters())
     for key, tensor in weights.items():

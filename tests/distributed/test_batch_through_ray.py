@@ -1,4 +1,4 @@
-"""Batches in Ray's object store, read and written by several processes."""
+"""Tests of batches in Ray's object store that several processes read and try to overwrite."""
 
 import pytest
 import ray
@@ -21,7 +21,7 @@ class Reader:
     def take(self, batch: DataProto, rows: list[int]) -> DataProto:
         """Return the given rows with doubled values.
 
-        Checks that the batch reads Ray's shared memory, which is not writable.
+        The function also checks that the batch's arrays lie in Ray's shared memory, which is not writable.
         """
         column = batch._columns["values"].values
         assert isinstance(column, Stored)
@@ -32,7 +32,7 @@ class Reader:
         return part.with_values("values", doubled=2 * part.values("values")).select(["doubled"])
 
     def overwrite(self, batch: DataProto) -> None:
-        """Overwrite every array that the batch returns."""
+        """Overwrite every array that the methods of the batch return."""
         batch.values("values").fill_(-1)
         batch.offsets("values").fill_(0)
         batch.batch["uid"].fill_(-1)

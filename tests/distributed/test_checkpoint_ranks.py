@@ -1,4 +1,4 @@
-"""Invariant F4 across ranks: training can resume from a checkpoint on a different number of ranks."""
+"""Tests of invariant F4 over ranks: training can resume from a checkpoint on a different number of ranks."""
 
 import asyncio
 
@@ -76,7 +76,7 @@ async def test_a_save_goes_on_while_the_ranks_train(start, tmp_path):
     actor = (await group(config, start, 2, roles=("actor",)))["actor"]
     before = await learn(actor, range(1), config)
     await actor.call(ActorWorker.save_state, str(tmp_path))
-    await learn(actor, range(1, 3), config)  # trains while the ranks still run the collectives of the save
+    await learn(actor, range(1, 3), config)  # the ranks train while the save still runs collectives
     assert [one.error for one in await saved(actor)] == ["", ""]
     exported = load_file(tmp_path / "model/model.safetensors")
     assert all(torch.equal(exported[name], tensor) for name, tensor in before.items())

@@ -31,9 +31,9 @@ def free_port() -> int:
 
 @pytest.fixture(scope="module")
 def endpoint(tmp_path_factory):
-    """Serve the tiny model as a judge.
+    """Start vLLM's server with the tiny model as a judge, and yield the server's URL.
 
-    The model knows only its own task, in which a question is a text such as 2299907=.
+    The tiny model knows only the task `median`, in which a question is a text such as 2299907=.
     """
     from rltrain.tasks import TASKS
     from rltrain.tasks.tiny_model import cached_start
@@ -60,7 +60,7 @@ def endpoint(tmp_path_factory):
         try:
             server.wait(30)
         except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)  # kills the process group of the server and its engine
+            os.killpg(server.pid, signal.SIGKILL)  # kill the server and its engine, which are one process group
             server.wait()
 
 
@@ -84,7 +84,7 @@ def test_vllms_server_judges_and_its_number_is_the_reward(endpoint):
     ]
     assert not any(result.failed for result in results), results
     assert all(result.score in range(10) for result in results)
-    assert results[0] == results[1]  # equal requests get equal answers at temperature 0
+    assert results[0] == results[1]  # at temperature 0, equal requests get equal answers
 
 
 def test_a_model_that_the_server_does_not_have_is_failed_with_its_words(endpoint):

@@ -1,4 +1,4 @@
-"""LoRA adapters of two sharded ranks reach the engine, which merges them into its own copy of the base weights."""
+"""Tests that an engine gets the LoRA adapters of two sharded ranks and merges the adapters into the base weights."""
 
 import pytest
 import pytest_asyncio
@@ -49,7 +49,7 @@ def small_buckets(host):
 
 
 def shaken(host):
-    """Add noise to the adapters; the noise does not depend on the sharding."""
+    """Add noise to the adapters. The noise does not depend on how the adapters are sharded."""
     import torch
 
     from workers.models.lora import adapter_tensors
@@ -62,7 +62,7 @@ def shaken(host):
 
 
 def onto_merged_weights(host):
-    """Make the engine faulty: it takes the merged weights of one sync as the base weights of the next sync."""
+    """Make the engine faulty, so that each sync uses the merged weights of the previous sync as the base weights."""
     from workers.models.adapter_weights import BaseWeights
     from workers.sync.adapters import Adapters
 
@@ -87,7 +87,7 @@ async def answer(workers):
 
 
 async def merged_log_probs(workers, folder, tokens) -> list[float]:
-    """Save the model merged from all ranks, and return the log-probs that the model gives to `tokens`."""
+    """Save the model with all ranks' adapters merged, and return the log-probs that it gives to `tokens`."""
     await save(workers.actor, folder)
     model = AutoModelForCausalLM.from_pretrained(folder / "model")
     with torch.no_grad():
@@ -99,7 +99,7 @@ async def merged_log_probs(workers, folder, tokens) -> list[float]:
 @pytest.mark.parametrize("workers", ["inprocess", "async"], indirect=True)
 async def test_E5_E6_adapters_of_all_ranks_are_applied_once_however_many_syncs_there_are(workers, tmp_path):
     said = []
-    for version, share in enumerate([True, True, False, True]):  # B = 0 in sync 0; syncs 2 and 3 have equal adapters
+    for version, share in enumerate([True, True, False, True]):  # sync 0 has B = 0; syncs 2 and 3 have equal adapters
         if version in (1, 2):
             await on(processes(workers.actor.ranks), shaken)
         await sync(workers.actor.ranks, engines(workers), version, check=True, share=share)

@@ -1,7 +1,7 @@
-"""Policy losses, KL, entropy and value terms over gloo ranks: any split of the rows gives the whole batch's gradient.
+"""Tests that every loss term has the gradient of the whole batch, however the rows are split over gloo ranks.
 
-Each rank runs the test file as a program. All cases run in one process group, and failures are reported by the name of
-the case.
+Each rank runs the test file as a program. All cases run in one torch.distributed process group, and each failure is
+reported with the name of its case.
 """
 
 import importlib.util
@@ -32,13 +32,13 @@ from rltrain.algorithms.aggregation import LOSS_AGG_MODES
 ROOT = Path(__file__).parents[2]
 TERMS = (
     *(f"policy:{name}" for name in POLICY_LOSSES.names()),
-    *(f"dropped:{name}" for name in POLICY_LOSSES.names()),  # losses with correction and rejection of off-policy tokens
+    *(f"dropped:{name}" for name in POLICY_LOSSES.names()),  # policy losses that drop off-policy tokens
     *(f"kl:{name}" for name in KL_ESTIMATORS.names()),
     *(f"weighted_kl:{name}" for name in KL_ESTIMATORS.names()),
     "entropy",
     "value",
 )
-SPLITS = {  # rows of each rank; row 3 has no trained token
+SPLITS = {  # for 1, 2 and 3 ranks, several lists with the rows of each rank; row 3 has no trained token
     1: [[[0, 1, 2, 3, 4, 5, 6, 7]]],
     2: [[[0, 1, 2, 3, 4], [5, 6, 7]], [[7, 2, 0, 6, 4, 1, 3, 5], []], [[3], [0, 1, 2, 4, 5, 6, 7]]],
     3: [[[0, 1, 2, 3], [4, 5, 6], [7]], [[6, 1], [], [0, 7, 2, 3, 5, 4]], [[0, 1, 2, 4], [3], [5, 6, 7]]],
@@ -48,7 +48,7 @@ CASES = [f"{term} {mode}" for term in TERMS for mode in LOSS_AGG_MODES]
 
 
 def batch_builder():
-    """Return `build_batch` of tests/unit/algorithms/conftest.py, both under pytest and in the process of a rank."""
+    """Load tests/unit/algorithms/conftest.py by path, and return its function `build_batch`."""
     path = ROOT / "tests" / "unit" / "algorithms" / "conftest.py"
     spec = importlib.util.spec_from_file_location("algorithms_conftest", path)
     module = importlib.util.module_from_spec(spec)
@@ -112,7 +112,7 @@ def without_dropped(losses, metrics, batch):
 
 
 def with_selected(term, batch):
-    """Add the column of the loss's token selector, if it has one, computed once for the whole mini-batch."""
+    """If the loss has a token selector, add the selector's column, which is computed once for the whole mini-batch."""
     name = term.partition(":")[2]
     if name not in TOKEN_SELECTORS.names():
         return batch
@@ -141,9 +141,9 @@ def far_apart(actual, expected):
 
 
 def failures_of(term, mode, batch, weight, rows, wanted):
-    """Compare sums over ranks with `wanted`, the result of one process with all rows.
+    """Compare the sums over all ranks with `wanted`, the result of one process that has all rows.
 
-    Each rank computes the gradient and metrics of its own `rows`.
+    Each rank computes the gradient and the metrics of the rank's own `rows`.
     """
     whole, expected = wanted
     part = {name: column[rows] for name, column in batch.items()}

@@ -18,10 +18,10 @@ SAMPLES = [(f"{n * 37}=", "x" * (n % 5) + str(n)) for n in range(13)]
 
 @pytest.mark.parametrize(("ranks", "sequence_ranks"), [(0, 1), (2, 1), (2, 2)])
 async def test_scores_over_ranks_are_those_of_transformers_one_at_a_time(reward_model, ranks, sequence_ranks):
-    """Score thirteen rows, and then a single row, for which the second rank has nothing to compute.
+    """Score thirteen rows, and then a single row, which leaves the second rank without any row.
 
-    Sequence parallelism splits only the policy's packs of rows. With a reward model, each rank has a token budget of
-    its own.
+    Sequence parallelism splits only the policy's packs of rows. Each rank of a reward model has a token budget of its
+    own, even with sequence parallelism.
     """
     placement = [f"placement.actor_ranks={max(1, ranks)}", f"placement.sequence_ranks={sequence_ranks}"]
     config, _ = compose([f"reward.models=[{reward_model}]", *placement])

@@ -1,4 +1,4 @@
-"""The reward pool on Ray: golden scores, misbehaving functions, and the overhead of the pool."""
+"""Tests of the reward pool on Ray: known scores, reward functions that misbehave, and the overhead of the pool."""
 
 import asyncio
 import os
@@ -54,9 +54,9 @@ def misbehave(response, log):
 
 @pytest.fixture
 def functions(tmp_path, monkeypatch):
-    """Return a function that makes configs of reward functions.
+    """Return a function that makes the configs of reward functions, given the names of these functions.
 
-    The path of the functions' file is relative to the driver's working directory.
+    The path of the file that contains the reward functions is relative to the driver's working directory.
     """
     (tmp_path / "rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
@@ -83,7 +83,7 @@ async def finish(pool: RewardPool) -> list[SampleScores]:
     return sorted(results, key=lambda result: result.key)
 
 
-# G1
+# Tests of invariant G1
 
 
 GOLDEN = [
@@ -128,13 +128,13 @@ async def test_reward_processes_never_import_torch(functions, monkeypatch, runti
     assert pid != os.getpid()
 
 
-# G2
+# Tests of invariant G2
 
 
 def survivors(log: Path) -> list[int]:
     """Return the pids of processes that ran a misbehaving call and are still alive after 5 s.
 
-    The newest process is not returned.
+    The process that ran the last such call is not returned.
     """
     pids = list(dict.fromkeys(int(line) for line in log.read_text().split()))
     for _ in range(100):
@@ -181,7 +181,7 @@ async def test_G2_a_reward_that_misbehaves_is_failed_in_time_and_the_pool_is_who
     assert bad.error.startswith(f"reward function 'misbehave' {said}")
     assert results == [SampleScores((0, n), (float(n),)) for n in (0, 1, 3, 4, 5)]
     assert after == [SampleScores((n // 8, n % 8), (float(n),)) for n in range(20, 28)]
-    assert seconds < 20  # allows for two time limits and two process starts on a busy machine
+    assert seconds < 20  # time for two calls that time out and two process starts on a busy machine
     assert survivors(log) == []
 
 
@@ -194,7 +194,7 @@ async def test_G2_a_slow_start_does_not_count_as_a_call_that_takes_too_long(func
         assert await finish(pool) == [SampleScores((0, 1), (4.0,))]
 
 
-# G3
+# Tests of invariant G3
 
 
 async def test_G3_scores_belong_to_their_responses_while_workers_are_killed(functions):
@@ -210,7 +210,7 @@ async def test_G3_scores_belong_to_their_responses_while_workers_are_killed(func
     assert sorted(results, key=lambda r: r.key) == [SampleScores((n // 8, n % 8), (float(n),)) for n in range(150)]
 
 
-# Start-up and overhead
+# Tests of the start and the overhead of the pool
 
 
 async def test_a_worker_that_cannot_start_stops_the_run_with_its_reason(tmp_path):
@@ -240,13 +240,13 @@ async def test_512_cheap_samples_cost_less_than_64_that_are_scored_one_by_one(fu
         return time.monotonic() - start
 
     with on_ray(functions("number")) as pool:
-        await seconds_of(pool, 512)  # waits until the process has started
+        await seconds_of(pool, 512)  # the first call waits until the process has started
         rounds = [(await seconds_of(pool, 512), [await seconds_of(pool, 1) for _ in range(16)]) for _ in range(4)]
     together, alone = min(seconds for seconds, _ in rounds), min(statistics.median(single) for _, single in rounds)
     assert together < 64 * alone
 
 
-# Slow calls
+# Tests of slow calls
 
 SLOW = """
 import os, time

@@ -1,4 +1,4 @@
-"""Invariant G2: a reward call ends in time and leaves nothing behind, whatever the function does to its process."""
+"""Tests of invariant G2: even if a reward function damages its process, its call ends in time and leaves nothing."""
 
 import asyncio
 import importlib.util
@@ -23,7 +23,7 @@ SPEC = importlib.util.spec_from_file_location("torture_rewards", FILE)
 TORTURE = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(TORTURE)
 LIMIT_S = 1.0
-GRACE_S = 20.0  # time to kill and start a process twice on a busy machine
+GRACE_S = 20.0  # seconds in which a busy machine can kill and start a process twice
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ async def finish(pool: RewardPool) -> list[SampleScores]:
 
 
 def left_behind() -> list[str]:
-    """Return child processes of the test that belong neither to Ray nor to the pool."""
+    """Return the test's descendant processes that belong neither to Ray nor to the reward pool."""
     known = ("ray", "gcs_server", "workers.reward.child", "raylet", "multiprocessing")
     found = []
     for process in psutil.Process().children(recursive=True):
@@ -95,9 +95,9 @@ async def test_G2_it_is_answered_in_time_the_pool_is_whole_and_nothing_stays(poo
         assert bad.error.startswith(f"reward function 'torture' {said}")
     else:
         assert bad == SampleScores((0, 2), (2.0,))
-    assert seconds < 2 * LIMIT_S + GRACE_S  # a call may run twice: in its chunk, then alone
+    assert seconds < 2 * LIMIT_S + GRACE_S  # a sample may be scored twice: with others, then alone
     until = time.monotonic() + 5.0
-    started = sum(slot.attempts > 0 for slot in pool._transport._slots)  # processes in use, including spare ones
+    started = sum(slot.attempts > 0 for slot in pool._transport._slots)  # started processes, including spare processes
     while (left := (left_behind(), len(children_of_the_pool()))) != ([], started) and time.monotonic() < until:
         await asyncio.sleep(0.05)
     assert left == ([], started)
@@ -109,7 +109,8 @@ async def test_what_a_file_starts_when_it_is_imported_stays(session, tmp_path):
     path = tmp_path / "helper.py"
     path.write_text(
         "import subprocess, sys\n"
-        "if 'ray' not in sys.modules:\n    HELPER = subprocess.Popen(['sleep', '3600'])\n"  # only in a reward process
+        # The condition of the next line is true only in a reward process.
+        "if 'ray' not in sys.modules:\n    HELPER = subprocess.Popen(['sleep', '3600'])\n"
         "def score():\n    subprocess.Popen(['sleep', '3600'])\n    return float(HELPER.poll() is None)\n"
     )
     function = reward_function("helped", f"{path}:score")

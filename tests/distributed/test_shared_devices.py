@@ -1,4 +1,4 @@
-"""Tests of the GPU that each rank and engine gets.
+"""Tests of which GPU each training rank and each engine gets.
 
 The Ray cluster reports GPUs that the test machine does not have.
 """
@@ -90,7 +90,7 @@ asyncio.run(run())
 
 
 def told(code: str, *arguments: str) -> dict:
-    """Run `code` in a new process, and return the value that the code gives to the variable `said`."""
+    """Run `code` in a new process, and return the value that `code` assigns to the variable `said`."""
     command = [sys.executable, "-c", f"{BEGIN}{code}\nray.shutdown()\nprint(json.dumps(said))", *arguments]
     done = subprocess.run(
         command, capture_output=True, text=True, cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=280

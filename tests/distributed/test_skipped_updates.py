@@ -1,4 +1,4 @@
-"""An update whose loss or gradient is not finite is skipped on all ranks."""
+"""Tests that all ranks skip an update if its loss or gradient is not finite."""
 
 import math
 
@@ -16,7 +16,7 @@ HALVES = [list(range(12)), list(range(12, 24))]
 
 
 def poisoned(batch: DataProto, row: int, value: float = math.inf) -> DataProto:
-    """Set the advantage of the first token of `row`, which only one rank sees, to `value`."""
+    """Set the advantage of the first token of row `row`, which only one rank processes, to `value`."""
     advantages = batch.values("advantages").clone()
     advantages[int(batch.offsets("advantages")[row])] = value
     return batch.with_values("responses", advantages=advantages)
@@ -60,7 +60,8 @@ async def test_the_other_mini_batch_of_a_step_is_trained_on_as_if_the_skipped_on
     alone = await updated(others["actor"], await prepared(others), HALVES[1:])
     assert same(await weights_of(workers["actor"]), await weights_of(others["actor"]))
     assert metrics["skipped_updates"] == 1
-    # Metrics that compare with the old policy come from the first mini-batch, so they are missing if it was skipped.
+    # Metrics that compare with the old policy come from the first mini-batch, and are missing if the first mini-batch
+    # was skipped.
     for name in ("policy_loss", "grad_norm", "grad_norm_max", "entropy", "ref_kl"):
         assert metrics[name] == alone[name], name
 

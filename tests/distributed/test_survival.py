@@ -1,4 +1,4 @@
-"""Tests that dead, stopped or hung processes of a worker group are detected, named, and replaced in place."""
+"""Tests that dead, stopped or hung processes of a worker group are detected, named in errors, and replaced."""
 
 import asyncio
 import json
@@ -30,7 +30,7 @@ async def liveness(tmp_path, tasks):
 
 @pytest.fixture
 async def group(liveness):
-    """Start two ranks; the role of each rank is a `threading.Event` that is never set."""
+    """Start two rank processes, where the role of each rank is a `threading.Event` that is never set."""
     made = WorkerGroup([Role(spawn(liveness, f"rank {number}"), "event") for number in range(2)])
     await build(made)
     yield made
@@ -96,7 +96,7 @@ async def test_a_hang_is_named_with_where_it_hangs_and_the_stacks_are_kept(group
 
 
 async def test_a_call_that_takes_long_is_no_hang_while_it_gets_on(group):
-    """The call reports progress six times in 6 s, so each report comes well before the limit of 4 s."""
+    """The call reports progress every second for 6 s, so the limit of 4 s without progress is never reached."""
 
     def ticking(host):  # a nested function is pickled by value; otherwise a worker would import the test file
         from time import sleep
@@ -112,7 +112,7 @@ async def test_a_call_that_takes_long_is_no_hang_while_it_gets_on(group):
 
 
 async def test_every_process_is_named_as_soon_as_it_has_introduced_itself(group, liveness, tmp_path):
-    """The table must have a process even before its first call, because tools that watch a run may target it."""
+    """The table must contain a process even before its first call, because tools may look up its pid at any time."""
     await pid_of(group, 0), await pid_of(group, 1)
     assert list(table(tmp_path)) == ["rank 0", "rank 1"]
     other = spawn(liveness, "reference rank 0")
@@ -122,7 +122,7 @@ async def test_every_process_is_named_as_soon_as_it_has_introduced_itself(group,
 
 
 async def test_a_process_that_says_that_it_is_of_no_more_use_is_ended_and_named_with_its_reason(group):
-    def give_up(host):  # nested functions are pickled by value
+    def give_up(host):  # a nested function is pickled by value
         from rltrain.base.errors import WorkerLost
         from workers.cluster.progress import announced
 

@@ -1,4 +1,4 @@
-"""Weights of two sharded ranks reach engines in other processes, through shared memory or through Ray calls."""
+"""Tests that weights of two sharded ranks reach engines in other processes, by shared memory or by Ray calls."""
 
 import fcntl
 import os
@@ -19,7 +19,7 @@ from workers.sync.weight_sync import sync
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here"), pytest.mark.asyncio(loop_scope="module")]
 REQUEST = Request((0, 0), char_tokenizer()("2299907=")["input_ids"], 0.0, 8, 0)
-BUCKET_BYTES = 40_000  # the model has about 1 MB, so fused layers span two buckets and buffers are reused many times
+BUCKET_BYTES = 40_000  # so small that the model (1 MB) needs many buckets, and some layers span two buckets
 
 
 def small_buckets(host):
@@ -94,7 +94,7 @@ async def answers(workers) -> list[tuple[list[int], list[float]]]:
 
 @pytest.fixture
 def nothing_left():
-    """Check that the test leaves no file in shared memory, not counting files that another run has locked."""
+    """Check that the test leaves no weight file in shared memory, except for files that another run has locked."""
     before = set(FOLDER.glob(f"{PREFIX}*"))
     yield
     assert [path for path in set(FOLDER.glob(f"{PREFIX}*")) - before if is_abandoned(path)] == []
@@ -105,7 +105,7 @@ def is_abandoned(path) -> bool:
         with path.open("r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return os.fstat(file.fileno()).st_size > 0
-    except OSError:  # another process has locked the file, or the file was deleted
+    except OSError:  # another process has locked or deleted the file
         return False
 
 

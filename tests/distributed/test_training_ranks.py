@@ -1,4 +1,4 @@
-"""Sharded training over gloo ranks gives the same result for any number of ranks and any token budget."""
+"""Tests that sharded training over gloo ranks gives the same result for any number of ranks and any token budget."""
 
 import asyncio
 import dataclasses
@@ -42,7 +42,7 @@ async def one_rank(ray_here, start):
 async def test_A2_F2_any_number_of_ranks_and_any_budget_gives_the_same_metrics_and_weights(
     one_rank, start, ranks, budget
 ):
-    """Ten training steps on replayed rollouts give the same metrics and weights as on one rank.
+    """Ten training steps on given rollouts have the same metrics and weights as the same steps on one rank.
 
     The metrics include losses, KL, entropy, clip fractions and the norm of the full gradient.
     """
@@ -53,7 +53,7 @@ async def test_A2_F2_any_number_of_ranks_and_any_budget_gives_the_same_metrics_a
 async def test_A3_ranks_that_share_out_the_tokens_of_a_pack_give_the_same(
     one_rank, start, ranks, sequence_ranks, budget
 ):
-    """The model has 4 query heads over 2 key-value heads, so each of 4 ranks gets a copy of a key-value head."""
+    """The model has 4 query heads over 2 key-value heads, so 4 sequence-parallel ranks copy key-value heads."""
     config = config_of(
         f"placement.actor_ranks={ranks}", f"placement.sequence_ranks={sequence_ranks}",
         f"actor.max_tokens_per_microbatch={budget}",
@@ -107,14 +107,15 @@ def test_F3_the_schedule_ends_at_exactly_the_last_optimizer_step(one_rank):
     rates = [step["lr"] for step in one_rank[0]]
     total = config.optimizer_steps
     assert total == STEPS * 2
-    # Linear decay to 0: optimizer step n has rate lr * (1 - n / total). A training step reports the mean of two rates.
+    # Linear decay to 0: optimizer step n has rate lr * (1 - n / total). A training step of two optimizer steps reports
+    # the mean of their rates.
     expected = [config.actor.lr * (1 - (2 * step + 0.5) / total) for step in range(STEPS)]
     assert rates == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_F1_small_steps_accumulate_in_float32_as_a_float64_reference_says(start, process_group, sharded):
-    """A hundred AdamW steps at learning rate 1e-6 change the weights as much as in float64 arithmetic."""
+    """A hundred AdamW steps at learning rate 1e-6 in float32 change the weights as much as steps in float64 do."""
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoModelForCausalLM
 
@@ -146,7 +147,8 @@ def test_F1_small_steps_accumulate_in_float32_as_a_float64_reference_says(start,
         optimizer.step()
     for parameter, expected, before in zip(parameters, weights, origin, strict=True):
         moved = full(parameter.detach()).double() - before
-        # Float32 weights near 1 round by up to 6e-8 a step; in bfloat16 no step of 1e-6 would change them at all.
+        # A float32 weight near 1 is rounded by up to 6e-8 in each step; steps of 1e-6 would not change a bfloat16
+        # weight at all.
         assert (moved - (expected - before)).abs().max() < 0.02 * (expected - before).abs().max()
 
 

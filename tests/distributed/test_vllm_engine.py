@@ -1,4 +1,4 @@
-"""vLLM behind the engine interface, in a process of its own as in a run: sections E and B of the invariants."""
+"""Tests of the vLLM engine in a worker process: invariants of the sections E and B."""
 
 import asyncio
 import itertools
@@ -45,7 +45,7 @@ async def new_engine(path: str, *overrides: str) -> Role[RolloutWorker]:
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine(ray_here, start, tmp_path_factory):
-    """Start an engine whose model directory has default sampling parameters, which the engine must ignore (E2)."""
+    """Start an engine whose model directory sets default sampling parameters, which it must ignore (invariant E2)."""
     path = tmp_path_factory.mktemp("opinionated") / "model"
     shutil.copytree(start, path)
     opinion = {"temperature": 0.1, "top_p": 0.5, "top_k": 3, "repetition_penalty": 1.7, "eos_token_id": EOS_ID}
@@ -140,7 +140,7 @@ async def test_E2_the_engine_resolved_the_configured_sampling_and_nothing_of_the
 
 
 async def test_E3_B4_ids_go_in_and_out_as_ids_and_only_a_generated_end_token_ends_an_answer(engine):
-    odd = [0, EOS_ID, 7, 127, 50]  # a sequence of token ids that no text is encoded as
+    odd = [0, EOS_ID, 7, 127, 50]  # token ids that the tokenizer gives to no text
     got = await answers(engine, requests(64, prompt=odd))
     assert all(len(a.token_ids) == len(a.log_probs) == len(a.versions) for a in got.values())
     for answer in got.values():
@@ -160,9 +160,9 @@ async def test_E5_a_bucket_with_one_corrupted_byte_is_refused(engine, start):
 
 
 async def test_E5_a_head_that_keeps_its_old_weights_is_caught(ray_here, start):
-    """On CPU, vLLM's own reload leaves a tied head with old weights.
+    """On a CPU, vLLM's own reload of weights leaves old weights in an output head that is tied to the embedding.
 
-    Without rltrain's step that repacks heads, the check must fail.
+    If rltrain does not repack the head after a reload, the check of the weights must fail.
     """
     victim = await new_engine(start)
 
@@ -198,7 +198,7 @@ async def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_
         if not (tmp_path / file.name).exists():
             shutil.copy(file, tmp_path)
     asked = [*requests(8, seed=3), Request((1, 0), PROMPT, 0.0, 16, 0)]
-    before = await answers(engine, asked)  # fills the prefix cache with keys and values of the old weights
+    before = await answers(engine, asked)  # the prefix cache now contains keys and values of the old weights
     await load(engine, buckets(new, version=6))
     synced, fresh = await answers(engine, asked), await answers(await new_engine(str(tmp_path)), asked)
     assert {k: a.token_ids for k, a in synced.items()} == {k: a.token_ids for k, a in fresh.items()}
@@ -209,7 +209,7 @@ async def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_
 
 
 async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_further_tokens(engine, start):
-    """New weights arrive between two known decoding steps.
+    """In this test, new weights arrive between two known decoding steps.
 
     The test checks versions, log-probs, random streams and the prefix cache.
     """
@@ -249,7 +249,7 @@ async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_i
         assert answer.versions == [20] * before + [21] * (len(answer.versions) - before)
         check_each_token(models, request, answer)
     assert any(0 < answer.versions.count(20) < len(answer.versions) for answer in found.values())
-    again = await answers(engine, asked)  # the cached keys and values of the old weights must not be used
+    again = await answers(engine, asked)  # cached keys and values of the old weights must not be used
     for request in asked:
         assert set(again[request.key].versions) == {21}
         check_each_token(models, request, again[request.key])
@@ -278,9 +278,9 @@ async def test_more_prompt_tokens_than_fit_one_engine_step_are_answered(engine):
 
 
 async def weights_in_the_middle(engine: Role[RolloutWorker], models: dict[int, torch.nn.Module]) -> None:
-    """Check E6 and E7 with weights that arrive at an unknown token of an answer.
+    """Check invariants E6 and E7 with weights that arrive while the engine generates an unknown token of an answer.
 
-    The check is repeated until weights arrive while answers are being generated.
+    The check is repeated until an answer has tokens of two versions of the weights.
     """
     first, second = (buckets(model, version=version) for version, model in models.items())
     for attempt in range(20):
@@ -302,7 +302,7 @@ async def weights_in_the_middle(engine: Role[RolloutWorker], models: dict[int, t
 async def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_the_one_in_process(
     engine, ray_here, start
 ):
-    """Test AsyncLLM with two tensor-parallel shards, the code path for GPUs, on the CPU."""
+    """Test AsyncLLM with two tensor-parallel shards on the CPU, because runs on GPUs use AsyncLLM."""
     apart = await new_engine(start, "rollout.vllm.process=async", "rollout.vllm.tensor_parallel_size=2")
     new = shaken(start, 0.05, seed=9)
     asked = requests(8, seed=2)
@@ -327,7 +327,7 @@ async def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_
 
 
 def test_a_call_that_fails_because_a_process_of_the_engine_died_says_so(monkeypatch):
-    """Until vLLM notices that a process died, its own error message says only that a call of pause_scheduler failed."""
+    """Until vLLM notices that a process died, vLLM's error message says only that a call of pause_scheduler failed."""
     from vllm.v1.engine.exceptions import EngineDeadError
 
     from workers.rollout.vllm_engine import Family
@@ -349,7 +349,7 @@ def shared_by(processes: list[psutil.Process], prefix: str, suffix: str) -> list
     return [line for line in maps if f"/dev/shm/{prefix}" in line and line.endswith(suffix)]
 
 
-# Models that the engine refuses
+# Tests of models that the engine refuses
 
 
 async def test_weights_that_lack_a_tensor_or_have_names_that_vllm_does_not_know_are_refused_in_one_line(

@@ -1,4 +1,4 @@
-"""Tests of top-p, top-k and stop strings in vLLM, compared with the rules that the transformers engine follows."""
+"""Tests of top-p, top-k and stop strings in vLLM, which must follow the same rules as in the transformers engine."""
 
 import contextlib
 import dataclasses
@@ -44,7 +44,7 @@ async def engine_of(path: str, *overrides: str, stop: list[str] | None = None) -
 async def answers(
     engine: Role[RolloutWorker], asked: list[Request], *, count: int = 0
 ) -> dict[tuple[int, int], Completion]:
-    """Submit `asked`, and return all answers, including those to `count` requests that were submitted earlier."""
+    """Submit the requests `asked`, and return all answers, also the answers to `count` requests submitted earlier."""
     await engine.call(RolloutWorker.submit, asked)
     found: dict[tuple[int, int], Completion] = {}
     while len(found) < len(asked) + count:
@@ -82,7 +82,7 @@ def common_pair(found: dict[tuple[int, int], Completion]) -> str:
 async def test_vllm_samples_and_weighs_what_the_transformers_engine_keeps(start, top_p, top_k):
     """Each sampled token passes the filters top-p and top-k, and its log-prob is renormalised over the kept tokens.
 
-    Greedy answers are not filtered.
+    The filters do not apply to greedy sampling.
     """
     settings, model = [f"rollout.top_p={top_p}", f"rollout.top_k={top_k}"], AutoModelForCausalLM.from_pretrained(start)
     sampled, greedy = requests(16, temperature=1.2), requests(1, temperature=0.0, uid=1)
@@ -121,7 +121,7 @@ async def test_an_answer_is_exactly_the_tokens_up_to_the_one_that_completes_a_st
             assert stopped[key].finish_reason == ("stop" if length is not None else full.finish_reason)
             assert stopped[key].text == text_before(full.text, [stop])
             assert set(stopped[key].versions) == {0}
-        for version in range(1, 9):  # loads the same weights again, so the tokens do not change
+        for version in range(1, 9):  # the sync loads the same weights again, so the tokens do not change
             await engine.call(RolloutWorker.submit, requests(48))
             await load(engine, model, version)
             again = await answers(engine, [], count=48)

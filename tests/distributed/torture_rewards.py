@@ -16,7 +16,7 @@ def sleep_for_ever():
 
 
 def loop_inside_c():
-    return sum(range(10**13))  # blocks all other threads of the process
+    return sum(range(10**13))  # this sum blocks all other threads of the process
 
 
 def big_power():
@@ -64,7 +64,7 @@ def fork_and_hang():
 def fork_sleepers(count=200):
     for number in range(count):
         if os.fork() == 0:
-            if number % 2:  # every second child leaves its process group and is orphaned
+            if number % 2:  # every second child starts a new session and is orphaned
                 os.setsid()
                 if os.fork():
                     os._exit(0)
@@ -107,7 +107,7 @@ def nan():
     return math.nan
 
 
-# from a deed's name to (function, whether the sample fails, text of the error)
+# Maps the name of a misbehaviour to (function, whether the sample must fail, text of the error).
 DEEDS = {
     "sleep": (sleep_for_ever, True, "did not return within"),
     "sum": (loop_inside_c, True, "did not return within"),
@@ -134,7 +134,7 @@ DEEDS = {
 def score(response, deed=None):
     """Return the response's length, after carrying out the misbehaviour `deed` if there is one.
 
-    If the deed has to make the sample fail, the deed's result is returned instead.
+    If the misbehaviour must make the sample fail, return the misbehaving function's result instead.
     """
     if deed:
         result = DEEDS[deed][0]()
@@ -146,7 +146,7 @@ def score(response, deed=None):
 def one_in_twenty(prompt, response):
     """Return 1 if the response contains a 7, else 0.
 
-    One in twenty pairs of prompt and response always misbehaves instead.
+    For one in twenty pairs of prompt and response, the function misbehaves instead.
     """
     value = hash_of(prompt, response)
     if value % 20:
@@ -155,7 +155,7 @@ def one_in_twenty(prompt, response):
 
 
 def hash_of(*texts):
-    """Hash texts to a number that is equal in all processes."""
+    """Return a hash of texts that is equal in all processes, unlike Python's `hash`."""
     value = 0
     for character in "\0".join(texts):
         value = (value * 1000003 + ord(character)) % 2147483647
@@ -165,6 +165,6 @@ def hash_of(*texts):
 async def tail(responses, prompts):
     """Score each response of a batch with 1 if its last character is a digit, else with 0.
 
-    Responses of odd length get no score.
+    Responses of odd length get the score None.
     """
     return [float(r[-1:].isdigit()) if len(r) % 2 == 0 else None for r in responses]

@@ -17,9 +17,9 @@ class Exits:
         self._pidfds: set[int] = set()
 
     def add(self, pid: int) -> None:
-        """Make `wait` return when the process `pid` ends.
+        """Make `wait` return when the process with the id `pid` ends.
 
-        If the process has already ended when it is added, the next `wait` returns at once.
+        If the process has ended before the call of `add`, the next `wait` returns at once.
         """
         try:
             pidfd = os.pidfd_open(pid)
@@ -30,7 +30,7 @@ class Exits:
         asyncio.get_running_loop().add_reader(pidfd, self._ended, pidfd)
 
     def notify(self) -> None:
-        """Make the current or next `wait` return at once, as if a process had ended."""
+        """Make the current or next call of `wait` return at once, as if a process had ended."""
         self._event.set()
 
     async def wait(self, timeout_s: float) -> None:
@@ -41,7 +41,7 @@ class Exits:
         self._event.clear()
 
     def close(self) -> None:
-        """Stop waiting for all added processes, and close their pidfds."""
+        """Stop observing the processes that were passed to `add`, and close their pidfds."""
         for pidfd in list(self._pidfds):
             self._forget(pidfd)
 

@@ -1,4 +1,4 @@
-"""Starts worker processes that ignore SIGHUP, so that only the driver decides how to react to a lost terminal."""
+"""Starts worker processes that ignore SIGHUP, so that only the driver reacts when the terminal closes."""
 
 import contextlib
 import signal
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 def hangups_ignored() -> Iterator[None]:
     """Make the processes that are started inside the `with` block ignore SIGHUP.
 
-    When a terminal is lost, all processes of a program get SIGHUP. The worker processes must ignore SIGHUP, because the
-    driver still needs them to save a checkpoint.
+    When a terminal closes, the processes that were started from the terminal get SIGHUP. The worker processes must
+    ignore SIGHUP, because the driver still needs the worker processes to save a checkpoint.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -13,17 +13,20 @@ from pathlib import Path
 
 import psutil
 
-MARK = "RLTRAIN_RUN_MARK"  # environment variable that all processes of a local Ray cluster inherit
+MARK = "RLTRAIN_RUN_MARK"  # name of an environment variable that all processes of a local Ray cluster inherit
 SHARED = Path("/dev/shm")
-# File name prefixes of Python's SharedMemory (vLLM's message queues) and of the buffers of vLLM's CPU workers.
+# vLLM's shared-memory files have these name prefixes: the message queues, which are objects of Python's class
+# SharedMemory, and the buffers of vLLM's CPU workers.
 PREFIXES = ("psm_", "vllm_dist_")
-WEIGHTS_PREFIX = "rltrain-weights-"  # file name prefix of the files through which processes exchange weights
-_ROUND_S = 0.3  # seconds between two searches; another search finds processes that started during the previous search
+WEIGHTS_PREFIX = "rltrain-weights-"  # Prefix of the names of files through which processes exchange weights.
+_ROUND_S = 0.3  # Seconds between two searches: each search finds processes that started during the previous search.
 _LIMIT_S = 10.0
 
 
 def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
-    """Return the live processes that have `MARK=mark` in their environment or write to a file in the folder `logs`.
+    """Return the live processes that have the mark `mark`, or that write to a file in the folder `logs`.
+
+    A process has a mark if the environment variable that `MARK` names is set to the mark.
 
     A process that changes its title, as Ray's processes do, overwrites part of its environment, possibly including the
     environment variable `MARK`. A Ray process that has overwritten `MARK` can still be found through the file in the
@@ -55,7 +58,7 @@ def group_of(leader: int) -> list[int]:
 
 
 def shared_files(pids: Collection[int]) -> set[Path]:
-    """Return the shared-memory files of engines that are mapped by the given processes and by no other processes."""
+    """Return the engines' shared-memory files that the given processes have mapped and no other process has mapped."""
     found = _mapped(pids)
     return found - _mapped(set(psutil.pids()) - set(pids)) if found else found
 
@@ -83,7 +86,7 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def remove_unlocked(files: Iterable[Path]) -> None:
-    """Remove all non-empty files of this user on which no process holds a lock.
+    """Remove each of the given files that belongs to this user, is not empty, and is not locked by any process.
 
     Empty files are kept, because a new file is empty until the process that created the file has locked it.
     """
@@ -101,8 +104,8 @@ def remove_unlocked(files: Iterable[Path]) -> None:
 def end_marked(mark: str, logs: Path | None = None, *, spare: int = 0) -> None:
     """Kill the processes that `marked` finds, and remove their shared-memory files.
 
-    Neither this process nor the process with the pid `spare` is killed. Weight files of any run are also removed if no
-    process uses them any more.
+    Neither this process nor the process with the pid `spare` is killed. Files in shared memory that contain weights,
+    even weights of other runs, are also removed if no process has locked the files.
     """
     deadline, files, quiet = time.monotonic() + _LIMIT_S, set[Path](), 0
     while quiet < 2 and time.monotonic() < deadline:

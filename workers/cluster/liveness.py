@@ -1,8 +1,8 @@
-"""Detects that processes of a run have ended, are stopped or hang, and cancels the waits that depend on such processes.
+"""Detects that a run's process has ended, is stopped or hangs, and makes the coroutines that wait for the process fail.
 
 One task in the driver observes the processes of the driver's machine once a second, and immediately when one of these
-processes ends. An observation reads `/proc` and the progress counter of each process. On every machine other than the
-driver's, a small Ray actor observes the processes of the run.
+processes ends. Each observation reads the state of every process from `/proc`, and every process's progress counter. On
+every machine other than the driver's, a small Ray actor observes the processes of the run.
 """
 
 import asyncio
@@ -21,27 +21,27 @@ from workers.cluster.observer import Observer, Sight, innermost
 from workers.cluster.progress import Process
 from workers.cluster.ray_daemons import Daemons
 
-PROCESSES, STACKS = "processes.json", "stacks"  # names of a file and a folder in a run's output folder
+PROCESSES, STACKS = "processes.json", "stacks"  # names of the process table and of the stack trace folder
 LOOK_EVERY_S = 1.0
-STOPPED_S = 3.0  # seconds after which a stopped process (SIGSTOP) counts as dead
-_PROOF_S = 2.0  # seconds to wait for the evidence that a process died, after a call has failed
-_REMOTE_S = 10.0  # timeout in seconds of a request to the observer actor of a remote machine
+STOPPED_S = 3.0  # Seconds after which a stopped process (SIGSTOP) counts as dead.
+_PROOF_S = 2.0  # After a failed call, seconds to wait for evidence that a process has died.
+_REMOTE_S = 10.0  # Timeout in seconds of a request to the observer actor of a remote machine.
 T = TypeVar("T")
 
 
 class WatchedProcess:
-    """State of one process of a run: what was last observed of the process, and how the process was lost.
+    """State of one process of a run, as last observed, and how the process was lost if it died, was stopped or hung.
 
     Args:
         name: Name of the process in messages and in `processes.json`, such as "training rank 0".
-        liveness: The object that observes the process. If `liveness` is None, only Ray reports the process's death, and
-            hangs are not detected.
+        liveness: The `Liveness` object that observes the process. If `liveness` is None, only Ray reports the process's
+            death, and hangs are not detected.
         changes: Object that wakes waiting coroutines when the process is lost (dies, is stopped or hangs).
 
     Attributes:
-        identity: Identity that the process has reported, or None before the report.
+        identity: Identity (pid, start time and machine) that the process has reported, or None before the report.
         phase: Name of the last call that was started on the process, used in error messages.
-        how_lost: How the process died, was stopped or hung, or "" while the process lives.
+        how_lost: How the process was lost (died, was stopped or hung), or "" if the process has not been lost.
     """
 
     def __init__(self, name: str, liveness: "Liveness | None", changes: Changes | None = None) -> None:
@@ -55,11 +55,11 @@ class WatchedProcess:
 
     @property
     def busy(self) -> bool:
-        """Return whether the process was inside a call when it was last observed."""
+        """Return whether the process was running a call when the process was last observed."""
         return self.sight is not None and self.sight.calls > 0
 
     def lose(self, how: str) -> None:
-        """Mark the process as lost for the reason `how`, and kill it.
+        """Mark the process as lost for the reason `how`, and kill the process.
 
         Do nothing if the process is already marked as lost.
         """
@@ -70,7 +70,10 @@ class WatchedProcess:
                 self.liveness.lost(self)
 
     def take(self, sight: Sight, now: float) -> None:
-        """Record an observation of the process. If the process is gone or was stopped for too long, mark it as lost."""
+        """Record an observation of the process.
+
+        If the process has ended, or has been stopped (SIGSTOP) for `STOPPED_S` seconds, mark the process as lost.
+        """
         before, self.sight = self.sight, sight
         if before is None or before.ticks != sight.ticks:
             self.moved = now
@@ -84,7 +87,10 @@ class WatchedProcess:
             self.lose(f"has been stopped (SIGSTOP) for {STOPPED_S:g} s")
 
     async def unless_lost(self, awaitable: Awaitable[T]) -> T:
-        """Wait for a result, even if the process makes no progress. Raises WorkerLost if the process dies."""
+        """Wait for a result, even if the process makes no progress.
+
+        Raises WorkerLost if the process is marked as lost.
+        """
         result = asyncio.ensure_future(awaitable)
         lost = asyncio.ensure_future(self._changes.until(lambda: self.how_lost))
         try:
@@ -104,10 +110,10 @@ class Liveness:
     """Observes the processes of a run, and the Ray daemons that all of the processes need.
 
     Args:
-        hang_timeout_s: Seconds without progress after which a busy process counts as dead.
+        hang_timeout_s: Seconds without progress after which a busy process counts as hanging.
         start_timeout_s: Seconds within which a process must start.
         tasks: The run's background tasks, which are interrupted when a Ray daemon dies.
-        here: Ray's id of the driver's machine.
+        here: Ray's node id of the driver's machine.
         folder: Output folder of the run, into which the table of processes and the stack traces of hanging processes
             are written.
         daemons: The Ray daemons whose death ends the run.
@@ -128,7 +134,7 @@ class Liveness:
         self.processes: list[WatchedProcess] = []
         self.named: dict[str, Process] = {}
         self.scopes: set[ProgressScope] = set()
-        self._others: dict[str, Any] = {}  # observer actor of each other machine, by node id
+        self._others: dict[str, Any] = {}  # observer actor of each remote machine, by Ray's node id
         self._exits = Exits()
         self._interrupted = False
         tasks.start(self._observe_all(), "liveness")
@@ -144,18 +150,18 @@ class Liveness:
         self.tasks.start(self._introduce(process, introduction), f"introduction of {process.name}")
 
     def dismiss(self, process: WatchedProcess) -> None:
-        """Kill a process, whatever its state, and stop observing it."""
+        """Kill a process, even if the process is stopped or hangs, and stop observing the process."""
         process.lose("is being replaced")
         self.processes.remove(process)
 
     def lost(self, process: WatchedProcess) -> None:
-        """Kill a process that was marked as lost, and make the observing task end the waits that depend on it."""
+        """Kill a process that was marked as lost, and wake the observing task, which ends waits for the process."""
         if process.identity is not None:
             self.kill([process.identity])
         self._exits.notify()
 
     def look(self) -> None:
-        """Observe the processes of this machine immediately."""
+        """Observe the run's processes on this machine immediately."""
         now = time.monotonic()
         here = [(p, p.identity) for p in self.processes if p.identity and p.identity.node == self.here]
         alive = [(process, identity) for process, identity in here if not process.how_lost]
@@ -164,7 +170,7 @@ class Liveness:
             process.take(sight, now)
 
     def kill_stopped(self) -> None:
-        """Kill the processes of this machine that are stopped (SIGSTOP), because they would outlive Ray."""
+        """Kill the run's processes on this machine that are stopped (SIGSTOP), because such processes outlive Ray."""
         self.look()
         for process in list(self.processes):
             if process.sight is not None and process.sight.state == "T":
@@ -209,7 +215,7 @@ class Liveness:
             return [""] * len(processes)
 
     async def _observe_all(self) -> None:
-        """Observe this machine's processes and Ray's daemons until the task is cancelled."""
+        """Observe the run's processes on this machine and the Ray daemons, until the observing task is cancelled."""
         with contextlib.closing(self._exits):
             for pid in self.daemons.local_pids():
                 self._exits.add(pid)
@@ -236,7 +242,7 @@ class Liveness:
     async def _introduce(self, process: WatchedProcess, introduction: Any) -> None:
         """Wait until a new process reports its identity.
 
-        Mark the process as lost if it does not report its identity in time.
+        Mark the process as lost if the process does not report its identity within `start_timeout_s` seconds.
         """
         import ray
 
@@ -255,7 +261,7 @@ class Liveness:
                 await self._observe_new(process, identity)
 
     async def _observe_new(self, process: WatchedProcess, identity: Process) -> None:
-        if process.how_lost:  # `dismiss` was called before the identity of the process was known
+        if process.how_lost:  # the process was lost or dismissed before its identity was known
             self.kill([identity])
         elif identity.node == self.here:
             self._exits.add(identity.pid)
@@ -296,7 +302,7 @@ class Liveness:
         return self._others[node]
 
     def _name(self, name: str, process: Process) -> None:
-        """Add a process to the table of processes in the output folder, for people who inspect a run."""
+        """Add a process to the table `processes.json` in the output folder, which helps users to inspect a run."""
         self.named[name] = process
         table = {one: {"pid": process.pid, "node": process.node} for one, process in sorted(self.named.items())}
         if self.folder is not None and self.folder.is_dir():
@@ -307,12 +313,12 @@ class Liveness:
 
 
 class ProgressScope:
-    """Context manager whose waits fail if one of the given processes is lost or if no process makes progress.
+    """Context manager in which waits fail if one of the given processes is lost or if none of them makes progress.
 
     Args:
         processes: The processes on which the awaited results depend.
         limit_s: Seconds after which the processes count as hanging if none of them makes progress. If `limit_s` is
-            None, the run's hang timeout applies.
+            None, the setting `trainer.hang_timeout_s` applies.
     """
 
     def __init__(self, processes: Collection[WatchedProcess], limit_s: float | None = None) -> None:
@@ -335,7 +341,12 @@ class ProgressScope:
             self.liveness.scopes.discard(self)
 
     async def until(self, awaitable: Awaitable[T]) -> T:
-        """Wait for a result. Raises WorkerLost if a process of the scope is lost, or if no process makes progress."""
+        """Wait for a result.
+
+        Raises:
+            WorkerLost: One of the scope's processes is lost, or none of the scope's processes makes progress.
+            ClusterLost: A Ray daemon that the run needs has died.
+        """
         assert self.failure is not None, "a scope must be used inside its `with` block"
         result = asyncio.ensure_future(awaitable)
         try:
@@ -348,10 +359,10 @@ class ProgressScope:
             await cancelled(result)
 
     async def proof(self) -> None:
-        """Raise WorkerLost if a process of the scope is found dead within `_PROOF_S` seconds.
+        """Raise WorkerLost if one of the scope's processes is found to be lost within `_PROOF_S` seconds.
 
         This method is called after an error that the death of a process may have caused. When a process dies, another
-        process often notices the death first, for example through a broken connection.
+        process often fails before the driver notices the death, for example because a connection breaks.
         """
         assert self.failure is not None, "a scope must be used inside its `with` block"
         if self.liveness is not None:
@@ -362,15 +373,15 @@ class ProgressScope:
             raise self.failure.result()
 
     def check(self) -> None:
-        """Make all waits in this scope raise an error if a process of the scope is lost."""
+        """Make all waits in this `ProgressScope` fail if one of the scope's processes is lost."""
         if lost := [f"{one.phase}: {one} {one.how_lost}" for one in self.processes if one.how_lost]:
             self.fail(WorkerLost("; ".join(lost)))
 
     async def check_progress(self) -> None:
-        """Make all waits in this scope raise an error if one process of the scope is lost or all of its processes hang.
+        """Make all waits in this `ProgressScope` fail if one of the scope's processes is lost or if all of them hang.
 
-        An error about hanging processes names the processes and their stack frames. The error names an idle process
-        only if all processes of the scope are idle.
+        An error about hanging processes names the processes and their stack frames. The error names only the busy
+        processes of the scope, or all of the scope's processes if none is busy.
         """
         self.check()
         if self.liveness is None or (self.failure is not None and self.failure.done()) or not self.processes:
@@ -388,7 +399,7 @@ class ProgressScope:
         self.fail(WorkerLost(f"no progress for {limit:g} s: {'; '.join(said)}"))
 
     def fail(self, error: WorkerLost | ClusterLost) -> None:
-        """Make all waits in this scope raise `error`, unless another error has already ended the waits."""
+        """Make all waits in this `ProgressScope` raise `error`, unless another error has already ended the waits."""
         if self.failure is not None and not self.failure.done():
             self.failure.set_result(error)
 

@@ -12,8 +12,8 @@ from workers.cluster import leftovers
 from workers.cluster.process_tree import descendants
 from workers.cluster.progress import STACKS_SIGNAL, Process, began_of, counts_of, stacks_of, state_of
 
-_STACKS_S = 0.3  # seconds that a process gets to write its stack traces
-_FRAMES = 3  # maximum number of stack frames that a message shows for each process
+_STACKS_S = 0.3  # Seconds that a process gets to write its stack traces.
+_FRAMES = 3  # Maximum number of stack frames that a message shows for each process.
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Sight:
     """Observed status of a process.
 
     Attributes:
-        state: State of the process, as `progress.state_of` returns it.
+        state: State of the process, as returned by `progress.state_of`.
         ticks: Number of `progress.tick` calls in the process so far.
         calls: Number of calls that are running in the process.
     """
@@ -32,7 +32,7 @@ class Sight:
 
 
 class Observer:
-    """Observes and kills processes of the machine on which it runs."""
+    """Observes and kills processes of the machine on which the observer runs."""
 
     def look(self, processes: Sequence[Process]) -> list[Sight]:
         """Return the observed status of each process."""
@@ -52,9 +52,9 @@ class Observer:
         return found
 
     def kill(self, processes: Sequence[Process]) -> None:
-        """Kill processes and their descendants at once, even stopped processes (SIGSTOP).
+        """Kill processes and their descendants at once, even processes that are stopped by SIGSTOP.
 
-        The descendants of a process are killed even if the process itself is already gone.
+        The descendants of a process are killed even if the process itself has already ended.
         """
         for process in processes:
             below = descendants(process.pid) if state_of(process.pid, process.began) else []
@@ -80,7 +80,7 @@ def _sight(process: Process) -> Sight:
 
 def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if state_of(process.pid, process.began):  # a process that is gone gets no signal, because its pid may be reused
+        if state_of(process.pid, process.began):  # an ended process gets no signal, because its pid may be reused
             os.kill(process.pid, number)
 
 

@@ -1,9 +1,9 @@
 """Functions that find and end the descendants of a process, such as processes that reward functions start (Linux only).
 
 A reward process lists its descendants several times after each scoring call that leaves child processes running, so the
-search for descendants must be fast. psutil's `Process.children(recursive=True)` takes 10 ms with 480 processes on the
-machine, because it reads the status of every process, while `descendants` takes 0.1 ms. psutil also cannot call
-`prctl`, and it does not report RssShmem.
+search for descendants must be fast. With 480 processes on the machine, `descendants` takes 0.1 ms, while psutil's
+`Process.children(recursive=True)` takes 10 ms, because psutil reads the status of every process. psutil can neither
+call `prctl` nor report the shared memory of a process (`RssShmem`).
 """
 
 import contextlib
@@ -19,17 +19,17 @@ _ROUNDS = 20
 
 
 def adopt_orphans(adopt: bool = True) -> None:
-    """Make this process the new parent of each descendant whose own parent ends, so that no descendant escapes.
+    """Make this process the new parent of each descendant whose own parent ends, so that all descendants can be found.
 
     Args:
-        adopt: If True, orphaned descendants become children of this process. If `adopt` is False, orphaned descendants
-            become children of the system's default parent again.
+        adopt: If `adopt` is True, orphaned descendants become children of this process. If `adopt` is False, orphaned
+            descendants become children of the system's default parent again.
     """
     _prctl(_PR_SET_CHILD_SUBREAPER, int(adopt))
 
 
 def end_with_parent(parent: int) -> None:
-    """Let the kernel kill this process when its parent process `parent` ends."""
+    """Make the kernel kill this process when its parent process, which has the pid `parent`, ends."""
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent ended before the call of `_prctl`
         os._exit(1)
@@ -56,7 +56,7 @@ def has_children() -> bool:
 
 
 def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
-    """Return the descendants of `pid`, parents first, without the processes in `spare` and their descendants."""
+    """Return the pids of all descendants of `pid`, parents first, except the pids in `spare` and their descendants."""
     found = [pid]
     for parent in found:  # the loop also visits the pids that its body appends to `found`
         for children in Path(f"/proc/{parent}/task").glob("*/children"):
@@ -68,8 +68,9 @@ def descendants(pid: int, *, spare: Collection[int] = ()) -> list[int]:
 def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
     """Kill the descendants of `pid`, except the processes in `spare` and their descendants.
 
-    All descendants are stopped (SIGSTOP) before the first one is killed, so that no descendant can fork in between. To
-    leave no zombie, this process waits for the killed processes that are its children or that it has adopted.
+    All descendants are stopped (SIGSTOP) before any descendant is killed, so that no descendant can start further
+    processes. To leave no zombie, this process waits for the killed processes that are its children or that it has
+    adopted.
     """
     stopped: set[int] = set()
     for _ in range(_ROUNDS):
@@ -81,14 +82,14 @@ def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
         stopped.update(new)
     for found in stopped:
         _signal(found, signal.SIGKILL)
-    # If a killed process is not a child of this process, its own parent waits for it, or this process adopts it.
+    # A killed process that is not a child of this process is reaped by its own parent, or is adopted by this process.
     for found in stopped:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(found, 0)
 
 
 def reap(spare: Collection[int]) -> None:
-    """Wait for descendants that have ended, except the processes in `spare`, so that no zombies remain."""
+    """Reap the children that have ended, except the processes in `spare`, so that no zombies remain."""
     for child in descendants(os.getpid()):
         if child not in spare:
             with contextlib.suppress(ChildProcessError):

@@ -28,7 +28,7 @@ class WorkerProcess(Protocol):
 
     Attributes:
         concurrent: Whether the process computes while the driver does other work.
-        how_lost: How the process died, was stopped or hung, or "" while it lives.
+        how_lost: How the process was lost (died, was stopped or hung), or "" if the process has not been lost.
     """
 
     concurrent: bool
@@ -38,10 +38,10 @@ class WorkerProcess(Protocol):
         """Start creating an object of the class `path` ("module:Class") in the process, under the role name `role`."""
 
     def model_directory(self, path: str) -> "Pending[str]":
-        """Start looking for a model's directory on the machine of the process, or downloading the model there."""
+        """Start to find a model's directory on the machine of the process, or to download the model to that machine."""
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> "Pending[Any]":
-        """Start a method of a role, without waiting for the result.
+        """Start a call of a role's method, and return without waiting for the result.
 
         `Role.start` is the statically typed variant of this method.
         """
@@ -50,15 +50,18 @@ class WorkerProcess(Protocol):
         """Store a large value, and return a reference that can be passed to several processes instead of the value."""
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for a result, even if the process makes no progress. Raises WorkerLost if the process dies."""
+        """Wait for a result, even if the process makes no progress.
+
+        Raises WorkerLost if the process is marked as lost.
+        """
 
     def kill(self) -> None:
-        """Kill the process, whatever its state."""
+        """Kill the process, even if the process is stopped or hangs."""
 
 
 @dataclass(frozen=True)
 class Pending(Generic[R]):
-    """A call that was started on a process.
+    """A call that was started on a worker process, and may still be running.
 
     Attributes:
         process: The process that runs the call.
@@ -79,7 +82,7 @@ class Pending(Generic[R]):
 
 @dataclass(frozen=True)
 class Shared:
-    """A batch that is passed to a call as several stored objects, which the called process joins into one batch.
+    """A batch that is passed to a call as several stored batches, which the called process joins into one batch.
 
     Attributes:
         references: Ray references to batches with the same rows and different columns.
@@ -91,7 +94,7 @@ class Shared:
 
     @classmethod
     def of(cls, references: Sequence[Any], columns: Sequence[str]) -> DataProto:
-        """Return a `Shared` argument, whose static type is the batch that the called process receives."""
+        """Return a `Shared` object with the static type `DataProto`, which the called process receives."""
         return cast(DataProto, cls(references, columns))
 
 
@@ -108,18 +111,18 @@ class Role(Generic[W_co]):
     name: str
 
     def start(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
-        """Start a method of the role's class, and return without waiting for its result."""
+        """Start a call of a method of the role's class, and return without waiting for the result."""
         return self.process.start(self.name, method.__name__, *args, **kwargs)
 
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Start a method of the role's class, and wait for the result as the function `results` does."""
+        """Call a method of the role's class in the worker process, and wait for the result with `results`."""
         return (await results([self.start(method, *args, **kwargs)]))[0]
 
 
 class LocalProcess:
     """Lets the driver's own process be used like a separate worker process.
 
-    The method `start` runs the whole call before it returns.
+    The method `LocalProcess.start` returns only after the called method has ended.
     """
 
     concurrent = False
@@ -129,17 +132,17 @@ class LocalProcess:
         self.host = host
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
-        """Create the object in the driver's process before returning. See `WorkerProcess.build`."""
+        """Create the role's object in the driver's process before this method returns. See `WorkerProcess.build`."""
         with outside_event_loop():
             self.host.build(role, path, *args, **kwargs)
         return Pending(self, None)
 
     def model_directory(self, path: str) -> Pending[str]:
-        """Find the model's directory, or download the model, before returning. See `WorkerProcess.model_directory`."""
+        """Find or download the model before this method returns. See `WorkerProcess.model_directory`."""
         return Pending(self, self.host.model_directory(path))
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
-        """Run a method of a role.
+        """Run a method of a role in the driver's process, and return only after the method has ended.
 
         Raises:
             RLTrainError: The method failed with an RLTrainError, which is raised unchanged.
@@ -158,7 +161,7 @@ class LocalProcess:
         return value
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for the result, without any check, because the driver's own process cannot be lost."""
+        """Wait for the result without checking any process, because the driver's own process cannot be lost."""
         return await awaitable
 
     def kill(self) -> None:
@@ -172,7 +175,7 @@ class RayProcess(WatchedProcess):
     Args:
         actor: Ray's handle of the actor.
         name: Name of the process in messages.
-        liveness: Object that observes the process, or None.
+        liveness: The `Liveness` object that observes the process, or None if no object does.
     """
 
     concurrent = True
@@ -184,7 +187,7 @@ class RayProcess(WatchedProcess):
             liveness.admit(self, actor.introduce.remote())
 
     def begin(self, method: Callable[Concatenate[Host, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
-        """Start a method of the process's `Host`, and return without waiting for its result."""
+        """Start a call of a method of the process's `Host`, and return without waiting for the result."""
         return Pending(self, getattr(self.actor, method.__name__).remote(*args, **kwargs))
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
@@ -193,30 +196,31 @@ class RayProcess(WatchedProcess):
         return Pending(self, self.actor.build.remote(role, path, *args, **kwargs))
 
     def model_directory(self, path: str) -> Pending[str]:
-        """Start looking for a model's directory, or downloading the model. See `WorkerProcess.model_directory`."""
+        """Start to find or download a model. See `WorkerProcess.model_directory`."""
         self.phase = "model download"
         return self.begin(Host.model_directory, path)
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
-        """Start a method of a role, and return without waiting for its result."""
+        """Start a call of a role's method, and return without waiting for the result."""
         self._require_daemons()
         self.phase = f"{role}.{method}"
         joins = [Join(len(arg.references), arg.columns) if isinstance(arg, Shared) else None for arg in args]
         if not any(joins):
             return Pending(self, self.actor.call.remote(role, method, *args, **kwargs))
-        # Ray resolves only references that are direct arguments, so the references of a batch are passed one by one.
+        # Ray resolves only references that are direct arguments, so each reference of a batch is passed as a separate
+        # argument.
         flat = [one for arg in args for one in (arg.references if isinstance(arg, Shared) else [arg])]
         return Pending(self, self.actor.call_joined.remote(role, method, joins, *flat, **kwargs))
 
     def share(self, value: W) -> W:
-        """Put a value into Ray's object store once, and return a reference to the value for all processes."""
+        """Put a value into Ray's object store, and return a reference that can be passed to any number of processes."""
         import ray
 
         self._require_daemons()
         return cast(W, ray.put(value))
 
     def kill(self) -> None:
-        """Kill the process, whatever its state."""
+        """Kill the process, even if the process is stopped or hangs."""
         import ray
 
         if self.liveness is not None:
@@ -224,7 +228,7 @@ class RayProcess(WatchedProcess):
         ray.kill(self.actor)
 
     def _require_daemons(self) -> None:
-        """Raise ClusterLost if a Ray daemon has died, because a Ray call could then silently end the driver."""
+        """Raise ClusterLost if a Ray daemon has died, because a call of Ray could then silently end the driver."""
         if self.liveness is not None:
             self.liveness.daemons.check()
 
@@ -238,9 +242,9 @@ async def results(
 
     Args:
         pending: The started calls whose results are awaited.
-        depends_on: Further processes that run calls on which the results depend.
+        depends_on: Other processes with running calls on which the results depend.
         limit_s: Seconds after which the processes count as hanging if none of them makes progress. If `limit_s` is
-            None, the run's hang timeout applies.
+            None, the setting `trainer.hang_timeout_s` applies.
 
     Raises:
         WorkerLost: A process died, was stopped or hung.
@@ -255,9 +259,9 @@ async def results(
 
 
 async def recorded_by(processes: Sequence[WorkerProcess]) -> list[trace.Recorded]:
-    """Return and delete the timeline events that separate processes have recorded since the last call.
+    """Return and delete the recorded timeline events of all given processes other than the driver's own process.
 
-    A lost process contributes no events.
+    A process that was lost (died, was stopped or hung) contributes no events.
     """
     found = await asyncio.gather(*(_recorded_by(one) for one in processes if isinstance(one, RayProcess)))
     return [one for one in found if one is not None]
@@ -270,13 +274,13 @@ async def _recorded_by(process: RayProcess) -> trace.Recorded | None:
 
 
 def progress_required(processes: Sequence[WorkerProcess], limit_s: float | None = None) -> ProgressScope:
-    """Return a `ProgressScope` whose waits fail if one of the processes is lost or if no process makes progress."""
+    """Return a `ProgressScope`, in which waits fail if a process is lost or if no process makes progress."""
     separate = [process for process in dict.fromkeys(processes) if isinstance(process, RayProcess)]
     return ProgressScope(separate, limit_s)
 
 
 async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> list[R]:
-    """Wait for the results of calls in an already open `ProgressScope`, otherwise like the function `results`."""
+    """Wait for the results of calls like the function `results`, but inside a `ProgressScope` that is already open."""
     import ray
 
     if not any(isinstance(one.process, RayProcess) for one in pending):
@@ -294,10 +298,10 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
         await scope.proof()
         name = next((one.process.name for one in pending if isinstance(one.process, RayProcess)), "worker")
         raise WorkerLost(
-            f"a worker process died, a {name}: it was killed, crashed, or ran out of memory (verbose=true shows Ray's "
-            "report)"
+            f"a worker process died during a call of {name}: the process was killed, crashed, or ran out of memory "
+            "(verbose=true shows Ray's report)"
         ) from error
-    except ray.exceptions.RayError as error:  # Ray lost an object or a node, for example, or memory ran out
+    except ray.exceptions.RayError as error:  # for example, Ray lost an object or a machine, or memory ran out
         first = (redacted(str(error)).strip().splitlines() or [""])[0]
         await scope.proof()
         raise WorkerError(f"{type(error).__name__}: {first} (verbose=true shows Ray's report)") from error
@@ -312,7 +316,7 @@ def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
 
 
 def _lose_dead(scope: ProgressScope, actor_id: str | None) -> None:
-    """Mark the process of an actor as lost because Ray reports its death.
+    """Mark an actor's process as lost because Ray reports the actor's death.
 
     If the actor's machine is lost, Ray's report may be the first sign that the process has died.
     """
@@ -322,7 +326,7 @@ def _lose_dead(scope: ProgressScope, actor_id: str | None) -> None:
 
 
 def _lost(scope: ProgressScope) -> WorkerLost | None:
-    """Return an error that names the lost processes of the scope, or None if no process is lost."""
+    """Return an error that names the lost processes of a `ProgressScope`, or None if no process is lost."""
     scope.check()
     failure = scope.failure.result() if scope.failure is not None and scope.failure.done() else None
     return failure if isinstance(failure, WorkerLost) else None

@@ -1,12 +1,12 @@
-"""Progress counter and stack traces of this process, which other processes on its machine can read at any time.
+"""Progress counter and stack traces of this process, which other processes on the same machine can read at any time.
 
 The counter and the stack traces are unnamed files in memory. The unnamed files of a process vanish when the process
-ends, and other processes open the files through `/proc`. Long-running work calls `tick` repeatedly to show that it
-makes progress. `tick` does nothing until `announce` has been called.
+ends, and other processes open the files through `/proc`. Long-running code calls `tick` repeatedly to show that this
+process makes progress. `tick` does nothing until `announce` has been called.
 
-Start times are read from `/proc` and not with psutil, because the start time that a process reports about itself must
-equal the start time that any other process reads. psutil's public `create_time()` is a time of day, which changes when
-the machine's clock is set, and psutil's `Process` cannot be pickled.
+The start time of a process is read from `/proc`, where every process reads the same number at any time. psutil's
+`create_time()` is not suitable, because psutil returns a time of day, which changes when the machine's clock is set.
+psutil's `Process` cannot identify a process either, because it cannot be pickled.
 """
 
 import contextlib
@@ -19,8 +19,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-STACKS_SIGNAL = signal.SIGUSR2  # signal that makes a process write its stack traces
-_WORD = 8  # size in bytes of each of the two numbers in the file: ticks and running calls
+STACKS_SIGNAL = signal.SIGUSR2  # Signal that makes a process write its stack traces.
+_WORD = 8  # Size in bytes of each of the two numbers in the progress file: ticks and running calls.
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,12 @@ class Process:
     """Identity of a process of a run, as reported by the process itself.
 
     Attributes:
-        pid: Process id on its machine.
+        pid: Process id on the machine on which the process runs.
         began: Start time in clock ticks since the machine's boot. The start time distinguishes the process from a later
             process with the same pid.
-        node: Ray's id of the machine.
-        progress, stacks: File descriptors of the unnamed files with the progress counter and with the stack traces.
+        node: Ray's node id of the machine on which the process runs.
+        progress, stacks: File descriptors of two unnamed files: one with the progress counter, one with the stack
+            traces.
     """
 
     pid: int
@@ -43,7 +44,7 @@ class Process:
 
 
 class _Counter:
-    """Number of ticks and of running calls, in memory that other processes can read."""
+    """Counts this process's calls of `tick` and running calls, in memory that other processes can read."""
 
     def __init__(self) -> None:
         self.file = os.memfd_create("rltrain-progress")
@@ -63,8 +64,8 @@ _announced: Process | None = None
 def announce(node: str) -> Process | None:
     """Make this worker process observable, and return its identity, or None on a system without `/proc`.
 
-    This process becomes the leader of a process group, through which its child processes can be found even after this
-    process has died.
+    This process becomes the leader of a process group, so that its child processes can be found even after this process
+    has died.
     """
     global _counter, _announced
     began = began_of(os.getpid())
@@ -114,7 +115,7 @@ def began_of(pid: int) -> int | None:
 
 
 def state_of(pid: int, began: int) -> str:
-    """Return the state of a process from `/proc`, such as S or T, or "" if the process is gone or is a zombie."""
+    """Return the kernel's letter for a process's state, such as "T", or "" if the process has ended or is a zombie."""
     fields = _stat(pid)
     return "" if not fields or int(fields[19]) != began or fields[0] in "ZX" else fields[0]
 
@@ -135,7 +136,7 @@ def stacks_of(process: Process) -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of `/proc/PID/stat` after the process name, where the name may contain any characters."""
+    """Return the fields of `/proc/PID/stat` after the process name, which may itself contain spaces and parentheses."""
     try:
         return Path(f"/proc/{pid}/stat").read_text("utf-8", "replace").rpartition(")")[2].split()
     except OSError:

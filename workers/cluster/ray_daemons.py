@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 
 GCS, RAYLET = "gcs_server", "raylet"
 GRACE_S = 40.0  # seconds to finish the running step after gcs_server has died; Ray ends the driver after 60 s
-# Checks of a remote gcs_server, in seconds: the time between two connections, the timeout of a connection, and the time
-# without any answer after which gcs_server counts as dead.
+# Times in seconds for checks of a remote gcs_server: the interval between connection attempts, the timeout of an
+# attempt, and the time without a successful attempt after which gcs_server counts as dead.
 _ASK_EVERY_S, _ANSWER_S, _SILENT_S = 5.0, 1.0, 10.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of the peer of a Unix socket
 
@@ -78,11 +78,11 @@ class RemoteDaemon:
     def __init__(self, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port
         self.asked = time.monotonic()
-        self.connection: socket.socket | None = None  # the connection that is being opened, if any
+        self.connection: socket.socket | None = None  # the connection that is being opened, or None
         self.silent_since: float | None = None
 
     def ended(self) -> bool:
-        """Return whether connections to the daemon have failed for too long. See `Daemon.ended`.
+        """Return whether connections to the daemon have failed for `_SILENT_S` seconds. See `Daemon.ended`.
 
         Connections are opened without blocking, because this method runs in the driver's event loop.
         """
@@ -95,7 +95,7 @@ class RemoteDaemon:
         return self.silent_since is not None and now >= self.silent_since + _SILENT_S
 
     def _look_at(self, connection: socket.socket, now: float) -> None:
-        """Note whether a connection that is being opened has succeeded, has failed or has timed out."""
+        """Record whether a connection attempt has succeeded, has failed or has timed out."""
         settled = bool(select.select([], [connection], [], 0)[1])
         if not settled and now < self.asked + _ANSWER_S:
             return
@@ -108,10 +108,10 @@ class RemoteDaemon:
 
 
 def _connecting(host: str, port: int) -> socket.socket:
-    """Start to open a TCP connection, without waiting until it is open."""
+    """Start to open a TCP connection, and return before the connection is open."""
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     connection.setblocking(False)
-    with contextlib.suppress(OSError):  # a connection that fails at once counts as failed when it is looked at
+    with contextlib.suppress(OSError):  # if the attempt fails at once, `_look_at` finds the failure later
         connection.connect((host, port))
     return connection
 
@@ -167,7 +167,11 @@ class Daemons:
         if self.lost_at is None:
             self.lost_at = now
             if saves and not at_rest:
-                logger.warning("%s: if this step does not end within %g s, the run ends without it", lost, GRACE_S)
+                logger.warning(
+                    "%s: if this step does not end within %g s, the run ends before this step is complete",
+                    lost,
+                    GRACE_S,
+                )
         if saves and not at_rest and now < self.lost_at + GRACE_S:
             return
         error = ClusterLost(f"{lost}: start the run again with trainer.resume=auto")
@@ -213,7 +217,7 @@ def _listener(path: str) -> int:
 
 
 def _is_gcs_of(session: str, pid: int) -> bool:
-    """Return whether a process is the gcs_server of the connected Ray cluster.
+    """Return whether the process `pid` is the gcs_server of the Ray cluster with the session name `session`.
 
     Checking only the program's name would not be enough, because this process may also have started a second Ray
     cluster.

@@ -1,9 +1,10 @@
-"""Guard process that outlives the driver of a run.
+"""Guard process, which outlives the driver of a run in order to report dead Ray daemons and to end leftover processes.
 
 When one of Ray's daemons dies, Ray's C++ code may end the driver with `_Exit`, without an error message. When the
-driver is killed, Ray's helper processes may remain. The guard waits until the driver ends, for whatever reason. If the
-death of a daemon ended the driver, the guard prints an error message that names the daemon. If the driver had started
-the Ray cluster itself, the guard kills all processes of the cluster that remain after the driver's end.
+driver is killed, Ray's helper processes may continue to run. The guard waits until the driver ends, for whatever
+reason. If the death of a daemon ended the driver, the guard prints an error message that names the daemon. If the
+driver had started the Ray cluster itself, the guard kills all processes of the cluster that remain after the driver's
+end.
 """
 
 import contextlib
@@ -24,10 +25,10 @@ from workers.cluster.progress import state_of
 from workers.cluster.ray_daemons import Daemon, LocalDaemon
 
 _CODE = "import sys; sys.path[:] = {path!r}; from workers.cluster.ray_guard import serve; serve({driver}, {mark!r})"
-_CLOSE_S = 15.0  # seconds that the guard gets to kill all remaining processes
-_SHOWN_S = 1.0  # seconds to wait for the evidence that a daemon died, after Ray has ended the driver
-_LAST_WORDS = 4096  # bytes to read from the end of the driver's Ray log
-# Phrases that Ray's C++ code logs before it ends its own process.
+_CLOSE_S = 15.0  # Seconds that the guard gets to kill all remaining processes.
+_SHOWN_S = 1.0  # After Ray has ended the driver, seconds to wait for evidence that a Ray daemon has died.
+_LAST_WORDS = 4096  # Number of bytes to read from the end of the driver's Ray log.
+# Phrases that Ray's C++ code logs before it ends the process in which it runs.
 _ENDED_BY_RAY = ("Terminate the process", "The program will terminate")
 
 
@@ -93,7 +94,7 @@ def serve(driver: int, mark: str) -> None:
 
     Args:
         driver: Pid of the process that started the guard.
-        mark: The argument `mark` of `Guard`.
+        mark: Mark of the processes to kill, as passed to `Guard`.
     """
     # The guard ignores the signals with which a service manager stops all processes of a service.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
@@ -122,7 +123,7 @@ def _wait(driver: int) -> dict[str, Any]:
         poll.register(os.pidfd_open(driver), select.POLLIN)
     content = b""
     while not heard["goodbye"]:
-        ready = poll.poll(None if os.getppid() == driver else 0)  # read what the driver has sent, even after its death
+        ready = poll.poll(None if os.getppid() == driver else 0)  # after the driver's death, read what it had sent
         if not any(descriptor == 0 for descriptor, _ in ready):
             break
         if not (piece := os.read(0, 1 << 16)):
@@ -139,7 +140,7 @@ def _last_words(session: Path, driver: int, daemons: Sequence[tuple[int, int, st
     Args:
         session: Directory where Ray keeps the logs of the Ray cluster.
         driver: Pid of the driver.
-        daemons: Pid, start time and death message of each daemon.
+        daemons: Pid and start time of each Ray daemon, and the message to return if the daemon has died.
     """
     words = [
         line

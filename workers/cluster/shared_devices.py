@@ -42,7 +42,7 @@ class SharedDevices:
         self.bundles = sorted(nodes, key=lambda bundle: (-held[nodes[bundle]], nodes[bundle], bundle))
 
     def options(self, number: int) -> dict[str, Any]:
-        """Return the Ray options that place an actor on GPU `number` of the run.
+        """Return the Ray options that place an actor on the reserved GPU with the number `number`.
 
         If the machine with the GPU is lost, Ray reserves a free GPU on another machine instead.
         """
@@ -54,5 +54,5 @@ class SharedDevices:
         """Release the GPUs, so that Ray ends the actors that use the GPUs."""
         import ray
 
-        with contextlib.suppress(ray.exceptions.RayError):  # the Ray cluster may be gone already
+        with contextlib.suppress(ray.exceptions.RayError):  # the Ray cluster may already have ended
             ray.util.remove_placement_group(self.group)

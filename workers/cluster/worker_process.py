@@ -1,7 +1,8 @@
 """Code that runs in a worker process, such as a training rank or a rollout replica, and builds and calls its roles.
 
-This module imports no heavy packages. The class of a role (such as actor or critic) is imported only when the role is
-built, because the number of threads and the environment of the process must be configured before the import.
+This module imports no large packages such as torch. The class of a role (such as actor or critic) is imported only when
+the role is built, because the number of threads and the environment of the process must be configured before the
+import.
 """
 
 import contextlib
@@ -20,8 +21,8 @@ from rltrain.base.home_folder import ensure_home
 from rltrain.base.secret_values import hide_in_logs
 from workers.cluster import progress
 
-OFFLINE = "HF_HUB_OFFLINE"  # environment variable that keeps huggingface_hub from using the network
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # option numbers of mallopt(3)
+OFFLINE = "HF_HUB_OFFLINE"  # Environment variable that keeps huggingface_hub from using the network.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # Option numbers of the C function mallopt.
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Host:
     """Builds the roles of this process by import path, and calls their methods by name.
 
     Args:
-        environment: Environment variables to set before any heavy package is imported.
+        environment: Environment variables to set before any large package, such as torch, is imported.
         verbose: Whether libraries may log.
     """
 
@@ -62,8 +63,8 @@ class Host:
 
         See `directory_on_node`.
 
-        The download may use the network even if this process runs its libraries in offline mode, unless the user has
-        turned the network off on this machine.
+        The download may use the network even if this process runs its libraries in offline mode. If the user has set
+        HF_HUB_OFFLINE on this machine, the user's value applies to the download.
         """
         from rltrain.data.hub import directory_on_node
 
@@ -109,7 +110,7 @@ class Host:
         return self.call(role, method, *joined, **kwargs)
 
     def introduce(self) -> progress.Process | None:
-        """Make this process observable and return its identity for monitoring."""
+        """Make this process observable by other processes, and return the identity of this process."""
         import ray
 
         return progress.announce(ray.get_runtime_context().get_node_id())
@@ -117,8 +118,9 @@ class Host:
     def address(self, *, loopback: bool) -> tuple[str, int]:
         """Open a socket for the rendezvous of the ranks, and return its host and port.
 
-        The socket listens only at the node's address in the cluster or at the loopback address, and not at all
-        addresses of the machine, because a program that reaches the port can read and write the ranks' messages.
+        The socket listens only at one address: the loopback address, or the machine's address in the cluster. Listening
+        at every address of the machine would be unsafe, because any program that reaches the port can read and write
+        the ranks' messages.
         """
         host = "127.0.0.1"
         if not loopback:
@@ -129,10 +131,10 @@ class Host:
         return host, self.listener.getsockname()[1]
 
     def join(self, rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:
-        """Join the torch.distributed process group of the training ranks (gloo, with nccl for GPUs).
+        """Join the torch.distributed process group of the training ranks (gloo for CPU tensors, nccl for GPU tensors).
 
-        Rank 0 must be the process in which the method `Host.address` has returned `address`. If `address` is None, the
-        group has one rank.
+        Rank 0 must be the process whose method `Host.address` has returned `address`. If `address` is None, the group
+        has one rank.
         """
         from workers.cluster.torch_process_group import join
 
@@ -143,8 +145,8 @@ class Host:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for reuse, because each training step allocates the same sizes again.
 
-    Each page that glibc returns to the system costs a page fault when it is used again. Page faults took a third of the
-    time of a small model's forward pass.
+    Each page of memory that glibc returns to the system costs a page fault when the page is used again. Without this
+    function, page faults took a third of the time of a small model's forward pass.
     """
     with contextlib.suppress(OSError, AttributeError):  # the C library may not be glibc
         mallopt = ctypes.CDLL("libc.so.6").mallopt

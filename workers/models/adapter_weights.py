@@ -15,9 +15,9 @@ A, B = ".lora_A.weight", ".lora_B.weight"
 
 
 def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
-    """Return W + scale B A in float32, where W is `weight` (out, in), B is `b` (out, rank) and A is `a` (rank, in).
+    """Return W + scale * B @ A in float32, where W is `weight` (out, in), B is `b` (out, rank) and A is `a` (rank, in).
 
-    `weight`, `b` and `a` must be on one device.
+    `weight`, `b` and `a` must be on the same device.
     """
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scale)
 
@@ -25,8 +25,8 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 class BaseWeights:
     """Gives access by name to the tensors in a model directory.
 
-    Tensors are read directly from the safetensors files. A safetensors file that was opened once stays open as long as
-    this object exists.
+    Tensors are read directly from the safetensors files. An opened safetensors file stays open as long as the
+    `BaseWeights` object exists.
 
     Args:
         path: model directory that contains the safetensors files.
@@ -45,7 +45,7 @@ class BaseWeights:
                     self.files |= dict.fromkeys(content.keys(), file)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor on the CPU, in the dtype of its file."""
+        """Return a tensor on the CPU, in the dtype that the tensor has in its file."""
         found: Tensor = self._file(name).get_tensor(name)
         return found
 
@@ -65,6 +65,6 @@ class BaseWeights:
         missing = [name for name in names if name not in self.files]
         if missing:
             raise ConfigError(
-                f"model.path={self.path}: its safetensors files hold no '{missing[0]}', which engines need to merge "
-                "the adapters of model.lora; save the model again with save_pretrained, or use model.lora=null"
+                f"model.path={self.path}: its safetensors files hold no tensor '{missing[0]}', which engines need "
+                "to merge the adapters of model.lora; save the model again with save_pretrained, or use model.lora=null"
             )

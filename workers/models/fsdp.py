@@ -21,7 +21,7 @@ from workers.models.sequence_parallel import sequence_group
 
 
 def sharding_mesh(shard_ranks: int | None) -> DeviceMesh:
-    """Return the device mesh over all ranks of this process group.
+    """Return the device mesh over all ranks of the torch.distributed process group.
 
     Parameters are sharded over groups of `shard_ranks` ranks and replicated across these groups. If `shard_ranks` is
     None, parameters are sharded over all ranks.
@@ -68,14 +68,14 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
         options["offload_policy"] = CPUOffloadPolicy()
     for layer in layers:
         fully_shard(layer, **options)
-    fully_shard(model, **options)  # in place
+    fully_shard(model, **options)  # changes `model` in place
     return model
 
 
 def frozen(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     """Freeze a model that is never trained, shard the model, and put it into evaluation mode, all in place.
 
-    The frozen weights are converted to the dtype in which the model computes.
+    The frozen weights are converted to the dtype `model.dtype`, in which the model computes.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
@@ -101,8 +101,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
     """Compile a layer's forward pass and enable its activation checkpointing, if the config requests either of them.
 
-    FSDP's hooks run outside both the compiled function and the checkpoint. The checkpoint wraps the compiled function,
-    because `torch.compile` does not compile the code inside a checkpoint.
+    FSDP's hooks run outside both the compiled function and the activation checkpointing. Activation checkpointing wraps
+    the compiled function, because `torch.compile` does not compile code inside a checkpointed function.
     """
     if config.compile:
         layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -111,7 +111,7 @@ def prepare(layer: nn.Module, config: ModelConfig) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return the additional names of tied parameters, each mapped to the first name of the same parameter."""
+    """Return a dictionary that maps each further name of a tied parameter to the parameter's first name."""
     first: dict[int, str] = {}
     every = list(model.named_parameters(remove_duplicate=False))
     return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
@@ -126,7 +126,7 @@ def full(tensor: Tensor) -> Tensor:
 
 
 class Optimizer:
-    """AdamW with gradient clipping and a schedule that ends after exactly `total_steps` optimizer steps.
+    """AdamW with gradient clipping and a learning-rate schedule that ends after `total_steps` optimizer steps.
 
     Args:
         parameters: the parameters to train, possibly sharded.
@@ -145,7 +145,7 @@ class Optimizer:
         )
 
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
-        """Return AdamW's state of a parameter (step count and moments), by name.
+        """Return a dictionary with AdamW's state of a parameter: the step count and the two moments.
 
         If the parameter has no state yet, this method first creates an initial state of zeros, as AdamW itself would.
         """
@@ -171,12 +171,12 @@ class Optimizer:
     def step(self, *, trained: bool = True, finite: bool = True) -> dict[str, float]:
         """Clip the gradient, take an optimizer step and clear the gradient. All ranks must call this method.
 
-        If no token was trained, AdamW takes no step, because AdamW's momentum would move the weights even with a
-        gradient of 0. If the gradient or any rank's loss is not finite, all ranks skip the step, and the weights stay
-        unchanged. The learning-rate schedule advances even if AdamW takes no step.
+        If no token contributes to the loss, AdamW takes no step, because AdamW's momentum would move the weights even
+        with a gradient of 0. If the gradient or any rank's loss is not finite, all ranks skip the step, and the weights
+        stay unchanged. The learning-rate schedule advances even if AdamW takes no step.
 
         Args:
-            trained: whether this step has any trained tokens.
+            trained: whether any token contributes to the loss of this step.
             finite: whether this rank's loss is finite.
 
         Returns:
@@ -199,8 +199,9 @@ class Optimizer:
         if self.skipped > self.max_skipped:
             raise NumericsError(
                 f"{self.skipped} updates in a row, up to optimizer step {self.steps}, had a loss or gradient that is "
-                f"not finite (norm {norm}), more than trainer.max_skipped_updates={self.max_skipped}; look at rewards, "
-                "advantages and log-probs of these samples, and lower the learning rate or the loss's clip ranges"
+                f"not finite (last gradient norm: {norm}), but the limit is "
+                f"trainer.max_skipped_updates={self.max_skipped}; look at the rewards, advantages and log-probs of "
+                "these samples, and lower the learning rate or the loss's clip ranges"
             )
         return {"grad_norm": norm, "lr": lr, "skipped": float(skip)}
 

@@ -82,11 +82,11 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, *knobs: Any) -> Any:
         """Compute log-probs and entropies in chunks of logits.
 
-        For the backward pass, save only one or two numbers per token, not the logits.
+        Besides the inputs, save only one or two numbers per token for the backward pass, not the logits.
         """
         temperature, entropies, size = knobs
         softmax = RunningSoftmax(hidden, with_mean=entropies)
-        chosen = torch.full_like(softmax.top, torch.nan)  # the value stays NaN for a target outside the vocabulary
+        chosen = torch.full_like(softmax.top, torch.nan)  # a target outside the vocabulary keeps NaN
         for rows, columns in chunks(len(hidden), len(head), size):
             chunk = logits(hidden[rows], head[columns], _part(bias, columns), temperature)
             inside, at = _targets_in(columns, targets[rows])
@@ -122,9 +122,10 @@ class _TokenLogProbs(torch.autograd.Function):
 def _minus_softmax(
     log_pi: Tensor, of_log_probs: Tensor | None, of_entropies: Tensor | None, entropy: Tensor | None
 ) -> Tensor:
-    """Return -pi (g + e (log pi + entropy)) for one chunk of logits, with pi = exp(`log_pi`), and overwrite `log_pi`.
+    """Return `-pi * (g + e * (log_pi + entropy))` for a chunk of logits, where `pi = exp(log_pi)`; overwrite `log_pi`.
 
-    The gradient of the loss is g with respect to the log-probs, and e with respect to the entropies.
+    `g` is the gradient of the loss with respect to the log-probs, and `e` is the gradient with respect to the
+    entropies.
     """
     if of_entropies is None:
         assert of_log_probs is not None, "at least one of the two outputs has a gradient"
@@ -137,7 +138,7 @@ def _minus_softmax(
 
 
 def _targets_in(columns: slice, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask (rows,) of the targets in the range `columns`, and each target's position (rows, 1) in the range.
+    """Return a mask (rows,) of the targets in the range `columns`, and the targets' positions (rows, 1) in `columns`.
 
     The position of a target outside the range `columns` is clamped to the first or last column of the range.
     """

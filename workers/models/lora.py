@@ -19,7 +19,7 @@ from rltrain.data.model_weights import BUILTIN_MODEL, skeleton
 from rltrain.settings.schema import ALL_LINEAR, LoRAConfig
 from workers.models.adapter_weights import A, B, BaseWeights
 
-NAME = "default"  # peft's default name for an adapter; no model has a second adapter
+NAME = "default"  # peft's default adapter name; an adapted layer has only one adapter, with this name
 WRAPPED, HALVES = ".base_layer.", (".lora_A.", ".lora_B.")
 
 
@@ -52,7 +52,7 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTraine
     layers = adapted_layers(model, config)
     whole = config.alpha.is_integer()
     names = sorted({layer.rpartition(".")[2] for layer in layers}) if config.targets == [ALL_LINEAR] else config.targets
-    # Despite its annotation as an integer, peft's `lora_alpha` may be a fraction.
+    # peft accepts a fractional `lora_alpha`, although peft annotates `lora_alpha` as an integer.
     alpha: Any = int(config.alpha) if whole else config.alpha
     settings = LoraConfig(
         r=config.rank,
@@ -63,7 +63,7 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTraine
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model)  # in place
+        inject_adapter_in_model(settings, model)  # changes `model` in place
     found = {name.removesuffix(".weight") for name in adapters_of(model)}
     assert found == set(layers), f"peft adapted other layers than the checked ones: {found ^ set(layers)}"
     return model
@@ -132,7 +132,7 @@ def adapter_parameters(path: str, config: LoRAConfig) -> int:
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Return the adapters by the names of the matrices that they adapt, or {} for a model without adapters."""
+    """Return a dictionary from the name of each adapted matrix to its adapter, or {} for a model without adapters."""
     return {
         f"{name}.weight": Adapter(module.lora_A[NAME].weight, module.lora_B[NAME].weight, module.scaling[NAME])
         for name, module in model.named_modules()
@@ -151,7 +151,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
     """Return every parameter that is not part of an adapter, possibly sharded, by its Hugging Face checkpoint name.
 
-    A parameter that is tied to another one appears only once.
+    Tied parameters appear only once, under the first of their names.
     """
     named = ((name, parameter.detach()) for name, parameter in model.named_parameters())
     return {name.replace(WRAPPED, "."): parameter for name, parameter in named if not is_adapter(name)}

@@ -1,10 +1,10 @@
 """Packed forward passes: log-probs, entropies and values of response tokens, without padding in any linear layer.
 
-A pack concatenates rows into one sequence of N tokens. This module registers its own attention function for packs with
-transformers, under the name `PACKED`. On GPUs with 16-bit dtypes, one kernel computes the attention of all rows. If no
-kernel is usable, rows of similar length form an attention batch, which is padded on the right and computed by one
-causal sdpa call. No attention mask is ever built, and no row can attend to another row. All layers other than attention
-process the N tokens without padding.
+A pack concatenates rows into one sequence of N tokens. This module registers an attention function for packs in
+transformers, under the name `PACKED`. On GPUs and with 16-bit dtypes, one call of an attention kernel computes the
+attention of all rows. If no attention kernel is usable, rows of similar length form an attention batch, which is padded
+on the right and computed by one causal sdpa call. No attention mask is ever built, and no row can attend to another
+row. All layers other than attention process the N tokens without padding.
 """
 
 import functools
@@ -36,8 +36,8 @@ from workers.models.sequence_parallel import (
 from workers.models.varlen_attention import kernel_for
 
 PACKED = "rltrain_packed"
-PACKED_COLUMNS = ("responses", "ref_hidden")  # response columns that are used without padding, as one value per token
-SLACK = 0.75  # in an attention batch, the shortest row has at least this fraction of the longest row's tokens
+PACKED_COLUMNS = ("responses", "ref_hidden")  # Columns that are used without padding, with one value per token.
+SLACK = 0.75  # In an attention batch, the shortest row has at least this fraction of the longest row's tokens.
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class Pack:
 def pack(batch: DataProto) -> Pack:
     """Pack all rows of a batch.
 
-    A row without response tokens still contributes its prompt tokens to the pack, but predicts nothing.
+    A row without response tokens contributes its prompt tokens to the pack, but no token to predict.
     """
     prompt_lengths, response_lengths = batch.lengths("prompts"), batch.lengths("responses")
     lengths = prompt_lengths + response_lengths.clamp(min=1) - 1
@@ -173,7 +173,8 @@ def packed_attention(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each row of a pack.
 
-    Shapes: query is (1, H, N, D). Key and value are (1, K, N, D), where K divides H. The output is (1, N, H, D).
+    The shape of `query` is (1, H, N, D), with H heads of width D for N tokens. The shape of `key` and `value` is
+    (1, K, N, D), where the number of key heads K divides H. The shape of the output is (1, N, H, D).
 
     Raises:
         ValueError: the model uses soft caps, attention sinks, or a window shorter than the longest row, none of which
@@ -183,11 +184,11 @@ def packed_attention(
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < packed.longest):
         raise ValueError(
             "this model's attention uses a soft cap, sinks, or a window shorter than the longest row of the batch, "
-            "which is not supported"
+            "none of which is supported; use another model"
         )
     if packed.sequence is not None:
         query, key, value = (heads_of_all_tokens(tensor, packed.sequence) for tensor in (query, key, value))
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # shape (N, heads, D)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # each has the shape (N, heads, D)
     kernel = None if dropout else kernel_for(q, v)
     if kernel is not None:
         out = kernel(q, k, v, packed.offsets, packed.longest, scaling)
@@ -271,7 +272,7 @@ class PolicyOutput:
     Attributes:
         log_probs: (R,) log-prob of each token under the policy's distribution softmax(logits / temperature), in nats.
         entropies: (R,) entropy of the policy's distribution, or None if not requested.
-        full_kl: (R,) exact KL from the policy's distribution to the reference's, or None if not requested.
+        full_kl: (R,) exact KL(policy || reference) over the vocabulary at each token, or None if not requested.
         hidden: (R, H) hidden states from which the last layer predicts the response tokens, or None if not requested.
     """
 
@@ -352,7 +353,7 @@ def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:
-    """Arrange the values (R,) of response tokens as one padded row per response (B, T), differentiably.
+    """Arrange the values (R,) of response tokens differentiably as a padded tensor (B, T) with one row per response.
 
     `mask` (B, T) is True at response tokens. The returned tensor is 0 at padding.
     """
@@ -360,7 +361,7 @@ def unpack(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def stand_in(batch: DataProto) -> list[int]:
-    """Return the index of the shortest row in a list, as the micro-batch of a rank that has no rows of its own."""
+    """Return a list with the index of the batch's shortest row, as the micro-batch of a rank without any rows."""
     return [int((batch.lengths("prompts") + batch.lengths("responses")).argmin())]
 
 
@@ -369,8 +370,8 @@ def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict
 
     The returned pack and columns are on this rank's device. The returned columns include `mask`, which is True at
     response tokens, and `response_mask`, which is True at trained tokens. If `rows` is empty, the shortest row of the
-    batch is used as a row without trained tokens, so that this rank takes part in the collectives and contributes
-    exactly zero.
+    batch is used as a row without trained tokens, so that this rank takes part in the collectives and adds exactly zero
+    to the gradient.
     """
     tick()
     part = batch[rows or stand_in(batch)]
@@ -398,8 +399,8 @@ def row_pass(
         model: the model that the function runs.
         function: maps rows and their pack to columns (R, ...) with one value for each response token.
         batch: the batch that contains the rows.
-        microbatches: row indices of each forward pass. If a list is empty, the shortest row of the batch is processed,
-            and the results are dropped.
+        microbatches: row indices of each forward pass. If a list of row indices is empty, the shortest row of the batch
+            is processed, and the results are dropped.
 
     Returns:
         A batch with the columns that the function returned, and with rows in the order of `microbatches`.

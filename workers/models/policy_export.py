@@ -1,8 +1,9 @@
 """Export of a checkpoint's policy in Hugging Face format, from the checkpoint's files.
 
-The export holds one tensor in memory at a time and needs no collective. The model's config and the tokenizer's files
-are small and are collected before the weights are written. The weights are streamed from the checkpoint into
-safetensors files. Adapters are merged into the base weights, and are also saved separately in peft's format.
+The export holds one tensor in memory at a time and needs no collective communication. The model's config and the
+tokenizer's files are small and are collected before the weights are written. The weights are streamed from the
+checkpoint into safetensors files. Adapters are merged into the base weights, and are also saved separately in peft's
+format.
 
 This module writes safetensors files itself, because the safetensors library takes all tensors of a file at once and
 writes to local paths only. PyTorch's consolidation of safetensors files also needs local paths, and writes every tensor
@@ -71,7 +72,7 @@ def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
     config.dtype, config.architectures = "float32", [type(model).__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        # If `base` has a generation_config.json, that file is copied below and replaces the one that is written here.
+        # If `base` has a generation_config.json, that file is copied below and replaces the file that is written here.
         # Copying generation_config.json is necessary because transformers refuses to write some generation defaults.
         GenerationConfig.from_model_config(config).save_pretrained(folder)
         if NAME in getattr(model, "peft_config", {}):

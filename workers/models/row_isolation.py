@@ -1,9 +1,9 @@
 """Check that a model computes each row of a pack independently of the other rows.
 
 Packed forward passes (`workers.models.packed_forward`) are correct only for models in which tokens interact through the
-registered packed attention alone, and positions come from `position_ids` alone. In other models, a convolution, a
-recurrent state or a custom attention would leak one row into the next without raising an error. This module tests
-a model by running it, because no list of supported architectures is complete.
+registered packed attention alone, and positions come from `position_ids` alone. A convolution, a recurrent state or a
+custom attention would leak information from one packed row into the next without raising an error. This module tests
+a model by running it, because no list of supported architectures could be complete.
 """
 
 from collections.abc import Callable
@@ -19,8 +19,8 @@ from workers.models.packed_forward import Pack, load_model, pack, policy_output
 
 LENGTHS = (4, 3, 4, 3)  # number of tokens in each test row
 # Largest accepted change of a last hidden state when another row changes, relative to the state's norm.
-# Rounding alone changes a last hidden state by less than 1e-5 of its norm.
-# In small random models whose rows influence each other, last hidden states change by 2e-4 to 1 of their norm.
+# Rounding alone changes a last hidden state by less than 1e-5 times the state's norm.
+# In small random models whose rows influence each other, last hidden states change by 2e-4 to 1 times their norm.
 TOLERANCE = 1e-4
 
 
@@ -31,7 +31,7 @@ def load_policy(path: str) -> PreTrainedModel:
         path: model directory in Hugging Face format.
 
     Raises:
-        ConfigError: the model cannot be loaded, or it lets packed rows influence each other.
+        ConfigError: the model cannot be loaded, or the model lets packed rows influence each other.
     """
     model = load_model(AutoModelForCausalLM, path)
     check_rows_apart(
@@ -47,9 +47,9 @@ def load_policy(path: str) -> PreTrainedModel:
 def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], where: str) -> None:
     """Raise ConfigError if packed rows influence each other, or if the model fails in a packed forward pass.
 
-    This function runs forward passes over 11 random tokens each, usually two and at most four, without gradients. With
-    a model of 10^10 parameters in float32 on a CPU, this function takes a few seconds. This function changes neither
-    the model nor the global random state.
+    This function runs two or four forward passes without gradients, each over 11 random tokens. With a model of 10^10
+    parameters in float32 on a CPU, this function takes a few seconds. This function changes neither the model nor the
+    global random state.
 
     Args:
         model: the model in evaluation mode, before sharding.
@@ -69,8 +69,9 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
         if apart <= TOLERANCE:
             return
     raise ConfigError(
-        f"{where}: {type(model).__name__} lets rows that are packed together see each other (the last hidden states of "
-        f"a row change by {apart:.2g} of their norm when another row changes); use a model of another architecture"
+        f"{where}: {type(model).__name__} lets rows that are packed together influence each other (the last hidden "
+        f"states of a row change by {apart:.2g} times their norm when another row changes); use a model of another "
+        "architecture"
     )
 
 

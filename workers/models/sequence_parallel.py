@@ -1,13 +1,13 @@
 """Sequence parallelism: the ranks of a sequence group split the tokens of each pack (Ulysses, arXiv:2309.14509).
 
-Every rank of the group receives the whole pack, and computes the token-wise layers for its own slice of the tokens. The
-attention of a token needs all tokens of the row. Before attention, an all-to-all therefore changes the split by tokens
-into a split by heads, so that each rank has all tokens for some of the heads. A second all-to-all after attention
-restores the split by tokens.
+Every rank of the group receives the whole pack, and computes the token-wise layers for its own slice of the tokens.
+Attention needs all tokens of a row. Before attention, an all-to-all changes the split by tokens into a split by heads,
+so that each rank has all tokens for some of the heads. A second all-to-all after attention restores the split by
+tokens.
 
 The model's outputs for the response tokens are gathered, so that every rank of the group computes the same loss. The
-backward pass of each rank covers only that rank's slice of the tokens. The sum of the gradients of all ranks is the
-full gradient, because each token is in the backward pass of exactly one rank.
+backward pass of each rank covers only that rank's slice of the tokens. The sum of the gradients over the ranks of the
+group is the full gradient, because each token is in the backward pass of exactly one rank.
 """
 
 import functools
@@ -92,7 +92,7 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
     heads = tensor.size(1)
     if heads % sequence.size:
         tensor = tensor.repeat_interleave(sequence.size // heads, dim=1)
-    parts = tensor[0].unflatten(0, (sequence.size, -1))  # (ranks, H', n, D): part r goes to rank r
+    parts = tensor[0].unflatten(0, (sequence.size, -1))  # shape (ranks, H', n, D); part r goes to rank r
     received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]  # (ranks, H', n, D): part r came from rank r
     return received.transpose(0, 1).flatten(1, 2)[None, :, : sequence.tokens]
 
@@ -104,7 +104,7 @@ def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
     """
     length = sequence.slice
     padded = F.pad(tensor[0], (0, 0, 0, 0, 0, sequence.size * length - sequence.tokens))
-    parts = padded.unflatten(0, (sequence.size, length))  # shape (ranks, n, H', D)
+    parts = padded.unflatten(0, (sequence.size, length))  # the shape is (ranks, n, H', D)
     received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]
     return received.transpose(0, 1).flatten(1, 2)[None]
 
@@ -114,7 +114,7 @@ def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
 
     Args:
         values: (r, ...) values of the r response tokens that are predicted in this rank's slice.
-        whole: the whole pack.
+        whole: the pack before it was split over the ranks.
         sequence: the sequence group, whose `tokens` is the number of tokens of the pack.
 
     Returns:
@@ -149,8 +149,8 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 class _Gather(torch.autograd.Function):
     """Concatenate the values of all ranks of a sequence group.
 
-    Because every rank computes the full loss, the backward pass only returns the gradient of this rank's loss with
-    respect to this rank's own values.
+    Because every rank computes the full loss, the backward pass needs no communication: it returns the gradient of this
+    rank's loss with respect to this rank's own values.
     """
 
     @staticmethod

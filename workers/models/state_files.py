@@ -1,8 +1,8 @@
-"""Reading of tensors from untrusted checkpoints, without executing code from a checkpoint.
+"""Reads tensors from untrusted checkpoints, without executing code that a checkpoint contains.
 
 PyTorch's distributed checkpoint format stores its index of tensors, the file `.metadata`, as a pickle. This module
 unpickles only the classes that an index needs, and validates the contents of the index. The tensors are read with
-`weights_only=True`.
+`torch.load(..., weights_only=True)`, which executes no code either.
 
 PyTorch's own reader is not safe, because it unpickles any class. PyTorch's `HuggingFaceStorageWriter` needs no pickle,
 but it writes to local paths only, and takes 2.4 times as long as the distributed checkpoint format (0.57 s instead of
@@ -40,12 +40,12 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 def _member(kind: Any, name: str) -> dcp._MEM_FORMAT_ENCODING:
-    """Return the enum member `name`. The unpickler calls this function in place of `getattr`.
+    """Return the member `name` of the enum `kind`. The unpickler calls this function in place of `getattr`.
 
-    Python 3.11 before 3.11.4 pickles an enum member as `getattr(kind, name)`.
+    Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(kind, name)`.
     """
     if kind is not dcp._MEM_FORMAT_ENCODING:
-        raise pickle.UnpicklingError("it asks for an attribute, which an index of tensors never needs")
+        raise pickle.UnpicklingError("the pickle asks for an attribute, which an index of tensors never needs")
     return dcp._MEM_FORMAT_ENCODING[name]
 
 
@@ -64,7 +64,7 @@ class _Unpickler(pickle.Unpickler):
             return _CLASSES[module, name]
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which an index of tensors never needs")
+        raise pickle.UnpicklingError(f"the pickle asks for {module}.{name}, which an index of tensors never needs")
 
 
 def read_index(folder: Folder) -> dcp.Metadata:
@@ -90,8 +90,10 @@ def read_index(folder: Folder) -> dcp.Metadata:
 
 def _check(index: Any) -> None:
     """Raise ValueError unless `index` is an index that refers only to tensors in files of the same folder."""
-    _demand(isinstance(index, dcp.Metadata), "not an index of tensors")
-    _demand(isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict), "it has no tables")
+    _demand(isinstance(index, dcp.Metadata), "the file is not an index of tensors")
+    _demand(
+        isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict), "the index has no tables"
+    )
     for name, entry in index.state_dict_metadata.items():
         good = isinstance(name, str) and type(entry) is dcp.TensorStorageMetadata
         _demand(good and isinstance(entry.properties.dtype, torch.dtype), f"entry {name!r} is not a tensor")
@@ -100,10 +102,17 @@ def _check(index: Any) -> None:
             _demand(type(chunk) is dcp.ChunkStorageMetadata, f"entry {name!r} has a part of unknown type")
             _demand(dcp.MetadataIndex(name, chunk.offsets) in index.storage_data, f"entry {name!r} is in no file")
     for place in index.storage_data.values():
-        _demand(type(place) is _StorageInfo and isinstance(place.relative_path, str), "a place has an unknown type")
-        _demand(not getattr(place, "transform_descriptors", None), "its files are transformed")
-        _demand(PurePosixPath(place.relative_path).name == place.relative_path, "a file is outside the folder")
-        _demand(all(type(n) is int and n >= 0 for n in (place.offset, place.length)), "a place is not a number")
+        _demand(
+            type(place) is _StorageInfo and isinstance(place.relative_path, str),
+            "a place of a tensor has an unknown type",
+        )
+        _demand(not getattr(place, "transform_descriptors", None), "the files of tensors are transformed")
+        _demand(
+            PurePosixPath(place.relative_path).name == place.relative_path, "a file of tensors is outside the folder"
+        )
+        _demand(
+            all(type(n) is int and n >= 0 for n in (place.offset, place.length)), "a place of a tensor is not a number"
+        )
 
 
 def _demand(condition: bool, otherwise: str) -> None:
@@ -128,7 +137,7 @@ class StateReader(FsspecReader):
 
 
 class StateFiles:
-    """Gives access to the saved tensors of one role, which are read whole, one at a time, without a process group.
+    """Reads the saved tensors of one role, one unsharded tensor at a time, without a torch.distributed process group.
 
     Args:
         folder: folder with the tensors of one role.
@@ -138,7 +147,7 @@ class StateFiles:
         self.folder, self.index = folder, read_index(folder)
 
     def names(self, kind: str) -> list[str]:
-        """Return the names of all tensors of one kind in the order of saving, without the prefix `kind`.
+        """Return the names of all tensors of one kind, without the prefix `kind`, in the order of the index.
 
         Args:
             kind: the prefix of the full names, such as "model" or "exp_avg".
@@ -167,6 +176,8 @@ class StateFiles:
             for axis, (offset, length) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
                 target = target.narrow(axis, offset, length)
             if not isinstance(part, Tensor) or part.shape != target.shape:
-                raise CheckpointError(f"{self.folder}/{place.relative_path}: holds a tensor other than '{name}'")
+                raise CheckpointError(
+                    f"{self.folder}/{place.relative_path}: holds no tensor of the shape that the index has for '{name}'"
+                )
             target.copy_(part)
         return whole

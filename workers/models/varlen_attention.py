@@ -1,8 +1,8 @@
 """Kernels that compute causal attention within each of several concatenated rows.
 
-The kernel of flash-attn is used if the package flash-attn is installed, otherwise the kernel of torch. Both the kernel
-of flash-attn and that of torch need a GPU of compute capability 8.0 or higher, and 16-bit dtypes. If no kernel is
-usable, `workers.models.packed_forward` computes attention in batches of rows of similar length.
+The kernel of flash-attn is used if the package flash-attn is installed, otherwise the kernel of torch. Both the
+kernel of flash-attn and that of torch need 16-bit dtypes, and a GPU of compute capability 8.0 or higher. If no kernel
+is usable, `workers.models.packed_forward` computes attention in batches of rows of similar length.
 """
 
 import functools
@@ -16,8 +16,8 @@ from torch import Tensor
 
 HALF = (torch.bfloat16, torch.float16)
 WIDEST, STEP = 256, 8  # the kernels need a head width that is a multiple of STEP and at most WIDEST
-# Arguments: queries (N, H, D), keys (N, K, D), values (N, K, D), offsets (R + 1,) int32, longest row, scale or None.
-# Result of an attention kernel: attention output (N, H, D).
+# Arguments of an attention kernel: queries (N, H, D), keys (N, K, D), values (N, K, D), row offsets (R + 1,) int32,
+# number of tokens of the longest row, and the scale or None. Result of an attention kernel: attention output (N, H, D).
 Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
 
 
@@ -34,7 +34,7 @@ def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
 
 @functools.cache
 def kernel() -> Kernel | None:
-    """Return the attention kernel that is installed in this environment, or None if there is none."""
+    """Return the attention kernel that is installed in this environment, or None if no kernel is installed."""
     for module, make in (("flash_attn", of_flash_attn), ("torch.nn.attention.varlen", of_torch)):
         try:
             return make(importlib.import_module(module))
@@ -74,7 +74,7 @@ def of_torch(module: Any) -> Kernel:
         if copies > 1 and not shares:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         sharing = {"enable_gqa": copies > 1} if shares else {}
-        causal = (-1, 0)  # attend to all earlier tokens and to no later ones
+        causal = (-1, 0)  # each token attends to all earlier tokens and to no later token
         output: Tensor = function(
             query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=causal, **sharing
         )

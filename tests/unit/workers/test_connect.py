@@ -1,4 +1,4 @@
-"""Tests that a one-line error is raised if Ray does not start or is not at the given address."""
+"""Tests that a one-line error is raised if Ray does not start, or if no Ray cluster is at the given address."""
 
 import socket
 
@@ -25,7 +25,7 @@ def server():
         ("local", Exception("The node timed out.\nIt may be overloaded."), WorkerError, "placement=inprocess"),
         ("127.0.0.1:{port}", ConnectionError("no GCS"), ConfigError, ": no cluster answers there (no GCS)"),
         ("127.0.0.1:9", UNASKED, ConfigError, ":9: no cluster answers there ([Errno"),
-        ("127.0.0.1:{beyond}", UNASKED, ConfigError, ": no cluster answers there (the last port is 65535)"),
+        ("127.0.0.1:{beyond}", UNASKED, ConfigError, ": no cluster answers there (the highest port number is 65535)"),
         ("no.such.host.invalid:6379", UNASKED, ConfigError, ": no cluster answers there ("),
     ],
 )

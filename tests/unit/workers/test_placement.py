@@ -1,4 +1,4 @@
-"""Tests of the resources and environment variables that a placement gives to processes."""
+"""Tests of the resources and environment variables that each placement gives to worker processes."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from workers.cluster.shared_devices import SharedDevices
 
 @pytest.fixture
 def made(monkeypatch):
-    """Return the list of (options, environment) of all requested Ray actors, which the fake does not start."""
+    """Replace Ray by a fake, and return the list of (options, environment) of all Ray actors that the test requests."""
     found = []
 
     def remote(**options):
@@ -66,7 +66,7 @@ async def test_without_ray_the_one_process_has_the_threads_asked_for_or_keeps_it
 
 
 class Noted:
-    """Fake parts of a run, which record how each part is ended."""
+    """Fake parts of a run, which record the calls that end each part."""
 
     def __init__(self):
         self.how = []

@@ -1,4 +1,4 @@
-"""Tests that the end of a process on the same machine is noticed at once."""
+"""Tests that `Exits` notices at once that a process on the same machine has ended."""
 
 import asyncio
 import os

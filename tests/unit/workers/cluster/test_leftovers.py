@@ -1,4 +1,4 @@
-"""Tests that leftovers of killed processes are removed, and that files and processes of other programs are kept."""
+"""Tests that processes and files that a killed run leaves behind are removed, but not those of other programs."""
 
 import os
 import secrets

@@ -1,4 +1,4 @@
-"""Tests of process liveness: which observed processes count as lost, and which waits end because of a loss."""
+"""Tests of `Liveness`: which observed processes count as lost, and which waits fail because a process is lost."""
 
 import asyncio
 import json
@@ -137,7 +137,7 @@ async def test_a_stopped_process_counts_as_dead_after_a_while_only_and_is_ended(
     watch.look()
     watch.eyes.sights[0] = Sight("S")
     clock[0] += STOPPED_S
-    watch.look()  # here, the observer reports that the stopped process has resumed
+    watch.look()  # the fake observer reports that the stopped process has resumed
     watch.eyes.sights[0] = Sight("T")
     watch.look()
     clock[0] += STOPPED_S - 0.1
@@ -160,7 +160,7 @@ async def test_a_process_that_was_not_seen_is_not_gone(watch):
     assert (process.sight, process.how_lost, process.busy) == (None, "", False)
 
 
-# Introductions
+# Tests of new processes that report their identity
 
 
 async def test_a_process_is_named_in_the_folder_when_it_has_introduced_itself(watch, tmp_path):
@@ -202,7 +202,7 @@ async def test_a_process_that_is_dismissed_before_it_has_introduced_itself_is_ki
     assert watch.eyes.killed == [7]
 
 
-# Waits that depend on processes
+# Tests of waits that depend on processes
 
 
 async def test_ranks_stand_still_when_none_of_them_ticks(watch, clock):
@@ -354,7 +354,7 @@ async def test_an_error_that_a_death_can_cause_waits_for_its_proof(watch):
             await proving
 
 
-# Daemons of Ray
+# Tests of the death of Ray daemons
 
 
 async def test_the_death_of_a_daemon_ends_the_run_between_steps_and_waits_only_when_it_must(watch, tasks, clock):

@@ -32,7 +32,7 @@ with progress.call():
 
 @pytest.fixture
 def child():
-    """Start a process that increments its progress counter for each line on standard input."""
+    """Start a process that increments its progress counter for each line that it reads from standard input."""
     running = subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
@@ -56,7 +56,7 @@ def test_ticks_calls_and_states_of_a_process_are_seen_from_outside(child):
     assert seen_as(child.announced, Sight("S", ticks=1, calls=1))
     os.kill(child.pid, signal.SIGSTOP)
     assert seen_as(child.announced, Sight("T", ticks=1, calls=1))
-    Observer().kill([child.announced])  # a process that is stopped by SIGSTOP can be killed
+    Observer().kill([child.announced])  # the observer can kill a process that is stopped by SIGSTOP
     assert seen_as(child.announced, Sight(""))
 
 
@@ -84,7 +84,7 @@ def test_a_process_writes_its_stacks_down_when_it_is_asked(child):
     assert "in work" in text
     assert innermost(text).startswith("work (<string>:")
     os.kill(child.pid, signal.SIGSTOP)
-    # a stopped process cannot write its stacks, so the observer returns the stacks that were written before
+    # a stopped process cannot write stack traces, so the observer returns the stack traces that were written before
     assert Observer().stacks([child.announced]) == [text]
 
 

@@ -1,4 +1,4 @@
-"""Tests of worker processes as objects: how calls are sent, and how waiting for results handles errors and deaths."""
+"""Tests of the handles of worker processes: how calls start, and what waits do when a call fails or a process dies."""
 
 import asyncio
 import math
@@ -36,7 +36,7 @@ class Greeter:
 class Remote:
     """A fake handle of a Ray actor.
 
-    Each method call is recorded, and its reply stays pending until the test gives a result.
+    Each method call is recorded, and the call's reply stays pending until the test provides a result.
     """
 
     def __init__(self, number=0):
@@ -188,7 +188,7 @@ def test_every_error_of_the_project_survives_pickling():
         assert (type(copy), str(copy)) == (kind, "value, rule, way out")
 
 
-# Tests of other work while training ranks compute
+# Tests that the driver can do other work while training ranks compute
 
 
 async def test_while_ranks_compute_the_driver_does_what_else_there_is_to_do(tasks):
@@ -207,7 +207,7 @@ async def test_while_ranks_compute_the_driver_does_what_else_there_is_to_do(task
     await settled()
     assert not waiting.done()
     replies[0].give("a")
-    assert await waiting == ["a", "b"]  # results are ordered by rank, not by the time at which they arrive
+    assert await waiting == ["a", "b"]  # the results are ordered by rank, not by arrival time
 
 
 async def test_with_nothing_else_to_do_it_waits_for_good(monkeypatch):

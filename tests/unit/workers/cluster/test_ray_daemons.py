@@ -1,4 +1,4 @@
-"""Tests that a Ray daemon's death is reported by name, after saving a checkpoint if that is still possible."""
+"""Tests that an error names a Ray daemon that has died, and that a run can first save a checkpoint if possible."""
 
 import contextlib
 import logging
@@ -126,7 +126,7 @@ def test_a_host_that_does_not_answer_is_not_waited_for_and_counts_as_silent_afte
             assert (daemon.silent_since is not None) == silent
         clock[0] += 10
         assert daemon.ended()
-        opened.enter_context(daemon.connection)  # the attempt that is under way
+        opened.enter_context(daemon.connection)  # the connection attempt that has not finished yet
 
 
 def test_a_host_without_a_server_counts_as_silent(clock):

@@ -1,6 +1,6 @@
 """Tests of the guard, a process that outlives the driver.
 
-The guard ends the driver's remaining processes, and reports deaths that Ray does not report.
+The guard ends the driver's remaining processes, and reports the deaths of Ray daemons that Ray does not report.
 """
 
 import os
@@ -53,7 +53,7 @@ class Run:
         (self.session / "logs" / name).write_text(f"[2026-01-01 00:00:00,000 I 1 1] x.cc:1: started\n{words}\n")
 
     def said(self):
-        """Return the standard error output of driver and guard, after both have closed the stream."""
+        """Return the standard error output of the driver and the guard, after both processes have closed the stream."""
         return self.driver.communicate(timeout=60)[1]
 
 
@@ -75,7 +75,7 @@ def alive(pid):
 def gone(pid):
     """Return whether a process ends within 20 s.
 
-    The wait is needed because an ended process may stay visible until init reaps the process.
+    The function polls, because a process that has ended may stay visible until init reaps the process.
     """
     deadline = time.monotonic() + 20
     while alive(pid) and time.monotonic() < deadline:

@@ -17,7 +17,7 @@ OFFLINE = {"HF_HUB_OFFLINE": "1"}  # environment variables that every worker pro
 
 @pytest.fixture
 def pinned(tmp_path, monkeypatch):
-    """Return the name of a model that is pinned to a commit on a fake hub, which the test process uses.
+    """Return the name of a model that is pinned to a commit on a fake hub, which replaces the real hub in the test.
 
     The local model cache is empty at first.
     """

@@ -1,6 +1,6 @@
-"""Tests that layers are compiled once for packs of all shapes.
+"""Tests that `torch.compile` compiles a layer once for packs of all shapes.
 
-A CPU function takes the place of attention kernels.
+A fake kernel that runs on the CPU replaces the attention kernel.
 """
 
 import functools
@@ -53,7 +53,7 @@ def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing,
     """A compiled graph must not depend on the number of attention batches.
 
     If graphs depended on the number of attention batches, the compiler would compile layers for the first eight batch
-    counts, and then silently stop.
+    counts, and then silently run layers uncompiled.
     """
     monkeypatch.delenv("TORCHDYNAMO_DISABLE", raising=False)
     if kernel:
@@ -81,7 +81,10 @@ def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing,
 
 
 def test_attention_batches_are_made_once_for_all_layers_of_a_sharded_model():
-    """FSDP makes new dataclass objects when it casts tensors, but attention batches must be made only once."""
+    """FSDP copies dataclass objects when it casts tensors.
+
+    The attention batches of a pack must nevertheless be computed only once.
+    """
     packed = of_lengths([3, 4])
     cast = _apply_to_tensors(lambda tensor: tensor, {"packed": packed})["packed"]
     assert cast is not packed

@@ -55,7 +55,8 @@ def oracle(hidden, head, bias, targets, temperature):
 
 
 def values_and_gradients(log_probs, entropies, leaves):
-    weights = torch.linspace(-1, 2, len(log_probs), dtype=torch.float64)  # each token has a different weight
+    # each token has a different weight in the loss
+    weights = torch.linspace(-1, 2, len(log_probs), dtype=torch.float64)
     outputs = [log_probs] if entropies is None else [log_probs, entropies]
     loss = sum((weights.roll(n) * output).sum() for n, output in enumerate(outputs))
     return [
@@ -88,7 +89,7 @@ def test_any_chunk_gives_the_values_and_gradients_of_all_logits_at_once(temperat
 @pytest.mark.parametrize("entropies", [False, True])
 @pytest.mark.parametrize("unused", [[2], [0, 1, 2, 3, 4, 8, 9, 10]], ids=["one word", "whole chunks"])
 def test_words_with_a_logit_of_minus_infinity_are_as_if_they_were_not_there(unused, entropies, chunk_size):
-    """Vocabulary entries with p = 0 do not change values or gradients, because p log p counts as 0 at p = 0."""
+    """Vocabulary entries of probability 0 do not change values or gradients, because 0 log 0 counts as 0."""
     hidden, head, bias, _ = inputs()
     with torch.no_grad():
         bias[unused] = -torch.inf
@@ -208,7 +209,7 @@ def test_chunks_cover_every_logit_once_and_none_is_too_large():
         assert bool((seen == 1).all())
 
 
-# Tests of the fused head in the place of a model's last layer
+# Tests of the fused head inside a model, where it replaces the last layer
 
 
 def batch_of(rows=6, seed=0) -> DataProto:
@@ -284,14 +285,14 @@ def test_the_exact_kl_to_another_model_comes_from_the_same_pass(monkeypatch):
     logits, ref_logits = own[0] @ own[1].T / 0.7, reference[0] @ reference[1].T / 0.7
     expected = (logits.softmax(-1) * (logits.log_softmax(-1) - ref_logits.log_softmax(-1))).sum(-1)
     output = policy_output(model, packed, temperature=0.7, reference=reference)
-    # the tolerance allows for the norm layers of Qwen2, which compute in float32
+    # the tolerance is this large because Qwen2's norm layers compute in float32
     assert furthest([output.full_kl.detach()], [expected.detach()]) < 1e-6
     assert output.entropies is None
     same = policy_output(model, packed, temperature=0.7, reference=own).full_kl
     assert bool((same == 0).all())
 
 
-# Tests of models sharded over ranks, where each rank runs this file as a program
+# Tests of models that are sharded over ranks; each rank runs this test file as a program
 
 
 def sharded_gradients(name, batch, plan):
@@ -332,7 +333,7 @@ def run_rank(rank, ranks, folder):
         log_probs, entropies = plain(model, pack(batch[covered]), 0.7)
         (log_probs.square() + 0.5 * entropies).sum().backward()
         for parameter, value in model.named_parameters():
-            # the tolerance allows for the norm layers of Cohere, which compute in float32
+            # the tolerance is this large because Cohere's norm layers compute in float32
             assert furthest([found[parameter]], [value.grad]) < 1e-6, (name, parameter)
     dist.barrier()
     dist.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Tests of LoRA adapters: training, sending weights, merging in the engine, and saving."""
+"""Tests of LoRA adapters: how adapters are trained, sent to the engine, merged in the engine, and saved."""
 
 import json
 import shutil
@@ -80,7 +80,8 @@ def load(made: HFEngine, sent: list[Bucket]) -> None:
     made.start_load()
     for bucket in sent:
         made.load_bucket(bucket)
-        bucket.data[:] = 255  # the buffer is overwritten after the load, as happens in shared memory
+        # after the engine has read the buffer, the buffer is overwritten, as happens in shared memory
+        bucket.data[:] = 255
     made.finish_load(sent[0].version)
 
 
@@ -146,7 +147,7 @@ async def test_log_probs_with_adapters_are_those_of_the_merged_model(start, samp
     assert not torch.allclose(found, before, atol=1e-2)
 
 
-# Sync
+# Tests of sending adapters to the engine
 
 
 @pytest.mark.parametrize("bucket_bytes", [buckets.BUCKET_BYTES, 5000])
@@ -190,7 +191,7 @@ async def test_E5_a_merge_onto_merged_weights_is_caught(start, sampled_batch, mo
 
     monkeypatch.setattr(BaseWeights, "tensor", tensor)
     await run.update(sampled_batch)
-    load(made, run.sent(1))  # the first merge is correct, because it starts from the base weights
+    load(made, run.sent(1))  # the first merge is correct, because the first merge starts from the base weights
     merged |= dict(made.model.named_parameters())
     with pytest.raises(SyncError, match="does not compute with the actor's 'model"):
         load(made, run.sent(2))
@@ -239,7 +240,7 @@ def test_a_half_of_an_adapter_is_missed(start, monkeypatch):
         load(made, [bucket for bucket in sent if bucket.places[0].name != half])
 
 
-# Files
+# Tests of files that contain base weights
 
 
 def sharded(start: str, folder: Path) -> Path:
@@ -269,7 +270,7 @@ def test_base_weights_are_read_from_the_files_that_transformers_reads(start, tmp
         assert base.files.keys() == expected.keys()
         assert all(torch.equal(base.tensor(name), tensor) for name, tensor in expected.items())
         base.require(list(expected))
-    with pytest.raises(ConfigError, match=r"hold no 'lm_head\.bias'.*model\.lora=null$"):
+    with pytest.raises(ConfigError, match=r"hold no tensor 'lm_head\.bias'.*model\.lora=null$"):
         base.require(["lm_head.bias"])
     (indexed / "model.safetensors.index.json").unlink()
     with pytest.raises(ConfigError, match=rf"^model.path={indexed}: holds no weights \(looked for model.safetensors, "):

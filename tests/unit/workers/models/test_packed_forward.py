@@ -1,4 +1,4 @@
-"""Packed forward passes against one row at a time (invariants B1, B3, B5, B6)."""
+"""Tests that packed forward passes equal forward passes over one row at a time (invariants B1, B3, B5, B6)."""
 
 import pytest
 import torch
@@ -55,7 +55,7 @@ def log_prob_pass(model, batch, microbatches) -> DataProto:
 
 
 def one_at_a_time(model, prompts, responses, temperature: float) -> torch.Tensor:
-    """Compute the log-probs of each row separately with eager attention, as a slow oracle."""
+    """Compute the expected log-probs: each row separately, with eager attention."""
     model.set_attn_implementation("eager")
     found = []
     for prompt, response in zip(prompts, responses, strict=True):

@@ -1,4 +1,4 @@
-"""Tests of the check that a model keeps the rows of a pack apart (invariant B6)."""
+"""Tests of the check that a model computes each row of a pack independently of the other rows (invariant B6)."""
 
 import shutil
 
@@ -29,7 +29,7 @@ SIZES = {
     "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1,
     "eos_token_id": 2,
 }  # fmt: skip
-# names of the model sizes in the configs of older models
+# names that configs of older models use for the sizes of a model
 OLDER = {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_chunk_size": 4}
 DELTA = {
@@ -73,7 +73,9 @@ def test_B6_architectures_that_mix_tokens_in_attention_alone_are_accepted(kind, 
 
 @pytest.mark.parametrize(("kind", "sizes"), LEAKING.items())
 def test_B6_architectures_whose_rows_see_each_other_are_refused(kind, sizes):
-    with pytest.raises(ConfigError, match=r"^model.path=here: \w+ForCausalLM lets rows that are packed together see"):
+    with pytest.raises(
+        ConfigError, match=r"^model.path=here: \w+ForCausalLM lets rows that are packed together influence"
+    ):
         checked(kind, sizes)
 
 
@@ -118,7 +120,9 @@ def test_one_row_that_rounds_otherwise_is_not_taken_for_a_leak():
 def test_every_role_tries_its_model_out(worker, kind, key, tmp_path):
     torch.manual_seed(0)
     kind.from_config(config_of("bloom", LEAKING["bloom"])).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=rf"^{key}{tmp_path}: Bloom\w+ lets rows that are packed together see each "):
+    with pytest.raises(
+        ConfigError, match=rf"^{key}{tmp_path}: Bloom\w+ lets rows that are packed together influence each "
+    ):
         worker(compose([])[0], str(tmp_path))
 
 

@@ -1,6 +1,6 @@
 """Tests of variable-length attention, in which one kernel call handles all rows of a pack (invariant B6).
 
-On a CPU, a slow function with the kernel's signature replaces the kernel.
+A slow function that runs on the CPU and has the kernel's signature replaces the kernel.
 """
 
 import itertools
@@ -24,7 +24,7 @@ ROWS = [([5, 6, 7], [20, 21, 22, 23]), ([9], [30]), ([3, 4, 5, 6, 7, 8], []), ([
 def slow(query, key, value, offsets, longest, scale):
     """Compute causal attention row by row and head by head.
 
-    The number of key heads equals the number of query heads.
+    The function requires as many key heads as query heads.
     """
     assert offsets.dtype == torch.int32, "kernels take 32-bit offsets"
     bounds = offsets.tolist()

@@ -71,7 +71,7 @@ guard.stop()
 
 
 def test_a_process_that_is_ended_takes_nothing_along_of_the_one_beside_it(tmp_path):
-    """A second reward process keeps starting programs, and none of the programs may be killed."""
+    """While one reward process is ended, another reward process starts programs, none of which may be killed."""
     (tmp_path / "own.py").write_text(
         "import subprocess, time\n"
         "def score(response):\n"

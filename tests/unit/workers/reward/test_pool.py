@@ -1,4 +1,4 @@
-"""Tests of the reward pool's bookkeeping with scripted workers, and of the whole pool in one process."""
+"""Tests of the reward pool, first with fake workers that follow a script, and then with all parts in one process."""
 
 import asyncio
 import random
@@ -18,7 +18,7 @@ from workers.reward.pool import RewardPool
 from workers.reward.transport import Answer, Call, Held, Lost
 from workers.reward.worker import RewardWorker
 
-UNUSED = "rltrain.rewards.final_answer:final_answer"  # scripted workers never call the reward function
+UNUSED = "rltrain.rewards.final_answer:final_answer"  # the fake workers never call the reward function
 
 
 def function(name: str, path: str = UNUSED, **changes) -> RewardFunctionConfig:
@@ -39,8 +39,7 @@ class ScriptedWorkers:
 
     The function `lose(request, function, rng)` decides whether and how a worker is lost during a call.
 
-    Answers arrive in random order, some answers contain only the first results, and a lost worker stays away for a
-    while.
+    Answers arrive in random order, some answers contain only the first results, and a lost worker is replaced later.
     """
 
     def __init__(self, size: int, functions: int, lose, seed: int = 0) -> None:
@@ -230,7 +229,7 @@ async def test_poll_waits_until_there_are_results_and_begins_nothing_after_it_wa
 class Slow(ScriptedWorkers):
     """A fake worker with a spare process.
 
-    A call for a response in `fates` is first reported as held, and then ends as `fates` determines.
+    A call that scores a response in `fates` is first reported as slow (`Held`), and then ends as `fates` determines.
     """
 
     def __init__(self, functions: int, fates: dict[str, str]) -> None:
@@ -285,7 +284,7 @@ async def test_a_call_that_takes_long_and_answers_has_its_score_and_leaves_the_s
     pool = RewardPool(workers, reward(FUNCTIONS))
     pool.submit(request(n) for n in range(64))
     assert sorted(await finish(pool), key=lambda r: r.key) == [expected(n, 1) for n in range(64)]
-    # calls get larger after earlier calls have returned all results
+    # calls contain more samples after earlier calls have returned all results
     assert [len(call.requests) for call in workers.log] == [16, 16, 44]
 
 
@@ -318,7 +317,7 @@ def test_async_calls_are_never_held_as_more_of_them_would_exceed_the_concurrency
     assert (workers.log[0].hold_s, workers.log[0].stepwise) == (float("inf"), False)
 
 
-# The whole pool in one process
+# Tests of the pool with all parts in one process
 
 
 REWARDS = """
@@ -365,7 +364,7 @@ async def test_in_process_every_function_scores_every_sample_in_the_order_of_the
 async def test_what_functions_decide_about_correctness_is_kept_if_a_sample_is_scored_in_several_calls(
     rewards, monkeypatch
 ):
-    # with a time budget of 0, each call scores one sample by one function
+    # with a time budget of 0, each call scores one sample with one reward function
     monkeypatch.setattr("workers.reward.pool._BUDGET_S", 0.0)
     pool = RewardPool.in_process(reward(rewards("correct", "number", "length")))
     pool.submit([request(1, "1"), request(2, "2")])

@@ -160,7 +160,7 @@ def test_the_pool_shows_the_first_printed_line_of_a_function_once(path, caplog):
 
     results = asyncio.run(scored())
     assert len(results) == 40
-    # the results contain no printed text, so checkpoints contain none either
+    # the results contain no printed text, so checkpoints contain no printed text either
     assert all(result.printed == () for result in results)
     assert [record.getMessage() for record in caplog.records] == [
         "reward function 'score' printed: \"got abc\"; reward processes drop what functions print, and "

@@ -1,4 +1,4 @@
-"""Tests of rollout pools when a weight sync fails, and when engines are idle."""
+"""Tests of rollout pools in which a weight sync fails, or in which engines are idle."""
 
 import time
 
@@ -47,7 +47,7 @@ async def test_after_a_sync_that_a_training_rank_broke_off_engines_are_left_alon
     assert sorted(replicas.told) == [(0, "abort"), (1, "abort")]
     monkeypatch.setattr(pool_module, "sync", give_weights)
     await pool.load(RANKS, 1, check=True)
-    await pool.abort()  # the abort raises no error from the failed sync
+    await pool.abort()  # the abort does not raise the error of the failed sync
     pool.submit([[request(0)]])
     await settled()
     replicas.processes[0].answer((0, 0))
@@ -64,7 +64,7 @@ async def test_a_replica_that_dies_in_a_sync_does_not_keep_the_others_from_the_n
             replicas.processes[0].alive = False
             replicas.processes[1].fail_poll()
         else:
-            await settled()  # all other tasks run here, as they do while a sync waits for the actor
+            await settled()  # let all other tasks run, as in a sync that waits for the actor
         await give_weights(ranks, engines, *arguments, **options)
 
     monkeypatch.setattr(pool_module, "sync", sync)

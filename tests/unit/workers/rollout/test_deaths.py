@@ -1,4 +1,4 @@
-"""Tests of rollout pools when a replica dies.
+"""Tests of rollout pools in which a replica dies.
 
 The fake processes die, start and become ready at points that the tests choose.
 """
@@ -237,7 +237,7 @@ async def test_after_an_abort_nothing_of_before_is_returned_though_it_is_asked_f
     pool, replicas = await made(1)
     pool.submit([[request(0)]])
     await settled()
-    replicas.processes[0].answer((0, 0))  # the pool has not yet received the answer when the abort starts
+    replicas.processes[0].answer((0, 0))  # when the abort starts, the pool has not yet received this answer
     await pool.abort()
     pool.submit([[request(0)]])
     assert await keys_of(pool) == []
@@ -246,7 +246,7 @@ async def test_after_an_abort_nothing_of_before_is_returned_though_it_is_asked_f
 
 
 class Deaths(RuleBasedStateMachine):
-    """State machine in which new groups, answers, deaths of replicas, restarts and new weights come in any order."""
+    """State machine in which prompt groups, answers, deaths of replicas, restarts and weights come in any order."""
 
     @initialize(size=st.integers(1, 3))
     def begin(self, size):
@@ -275,7 +275,7 @@ class Deaths(RuleBasedStateMachine):
     def die(self, data, noticed):
         process, dead = self.process(data), sum(not one.alive for one in self.replicas.processes)
         if not process.alive or self.pool._deaths + dead >= REPLACEMENTS * len(self.replicas.all):
-            return  # the pool would give up after one more death
+            return  # the pool would raise an error after one more death
         if noticed:
             process.die()
         elif process.version is not None:

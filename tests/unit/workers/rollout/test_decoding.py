@@ -1,4 +1,4 @@
-"""Tests of the transformers engine's running batch: its cache, its attention, and how rows enter and leave."""
+"""Tests of the transformers engine's batch: its KV cache, its attention, and how rows are added and removed."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests of the transformers engine: its samples and log-probs, and their independence of how requests are batched."""
+"""Tests that the transformers engine's samples and log-probs are right, however requests are batched."""
 
 import dataclasses
 from collections import Counter
@@ -155,7 +155,10 @@ def one_by_one(models: list[torch.nn.Module], request: Request) -> tuple[list[in
 def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_further_tokens(
     start, process_group, together
 ):
-    """Each token has the version and log-prob of the weights that sampled it, and the random draw of its position."""
+    """Each token has the version and the log-prob of the weights that sampled the token.
+
+    The random number with which a token is sampled depends on the token's position, not on the weights.
+    """
     models = {0: AutoModelForCausalLM.from_pretrained(start), 3: shaken(start, 1), 4: shaken(start, 2)}
     made, asked = engine(start, f"rollout.max_concurrent_sequences={together}"), requests(temperature=1.5)
     made.add(asked)
@@ -204,7 +207,7 @@ def test_aborted_requests_are_forgotten(start):
     assert not made.busy
 
 
-# The sampler
+# Tests of the sampler
 
 
 def test_frequencies_of_samples_are_the_probabilities():
@@ -248,7 +251,7 @@ def test_a_model_whose_attention_cannot_be_exchanged_is_refused(tmp_path):
 
 
 def kept_tokens(logits: torch.Tensor, *, top_p: float, top_k: int) -> set[int]:
-    """Return the tokens that top-p and top-k keep, going through all tokens in order of falling probability."""
+    """Return the tokens that top-p and top-k keep, computed by visiting all tokens in order of falling probability."""
     probabilities, kept, total = logits.double().softmax(-1), set[int](), 0.0
     order = probabilities.argsort(descending=True).tolist()[: top_k or None]
     whole = float(probabilities[order].sum())
@@ -302,7 +305,7 @@ def test_a_top_k_of_one_is_greedy(start):
     assert all(log_prob == 0 for answer in sampled.values() for log_prob in answer.log_probs)
 
 
-# Stop strings
+# Tests of stop strings
 
 
 def ends_of(answer: Completion, stop: str) -> int | None:

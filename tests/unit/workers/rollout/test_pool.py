@@ -1,4 +1,4 @@
-"""Tests of pools of several rollout replicas, including slow replicas whose polls stay open until answers exist."""
+"""Tests of pools of several rollout replicas, some of which are so slow that polls wait long for answers."""
 
 import asyncio
 
@@ -123,7 +123,7 @@ async def test_an_answer_to_what_was_aborted_is_not_passed_on(made):
     pool, replicas = await made(1)
     pool.submit([[request(0), request(0, 1)]])
     await settled()
-    replicas.processes[0].answer((0, 0))  # the pool has not yet received the answer when the abort starts
+    replicas.processes[0].answer((0, 0))  # when the abort starts, the pool has not yet received this answer
     await pool.abort()
     assert (pool.pending, await keys_of(pool)) == (0, [])
     pool.submit([[request(1)]])
@@ -175,7 +175,7 @@ async def test_an_abort_ends_when_no_poll_of_before_is_open_that_could_take_answ
 
 
 class Traffic(RuleBasedStateMachine):
-    """State machine in which new groups, answers, polls and aborts come in any order."""
+    """State machine in which new prompt groups, answers, polls and aborts come in any order."""
 
     @initialize(size=st.integers(1, 3))
     def begin(self, size):
@@ -241,7 +241,7 @@ class Traffic(RuleBasedStateMachine):
         assert self.pool.pending == len(self.wanted) - len(self.got)
 
     def teardown(self):
-        """Check that every answer arrives exactly once when the replicas finish all requests after any history."""
+        """Let the replicas finish all requests, and check that every answer has arrived exactly once."""
         if not hasattr(self, "pool"):
             return
         for process in self.processes:

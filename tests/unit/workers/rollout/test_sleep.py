@@ -1,6 +1,6 @@
 """Tests of replicas that die while engines and training ranks take turns on shared devices.
 
-No replacement engine is built while training ranks compute.
+While training ranks compute, no engine may be built to replace a dead engine.
 """
 
 import asyncio

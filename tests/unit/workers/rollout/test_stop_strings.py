@@ -1,4 +1,4 @@
-"""Tests that searching tokens for stop strings gives the results of searching the whole text after every token."""
+"""Tests that the search for stop strings in tokens finds what a search of the whole text after every token finds."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The engine that returns the answers of an earlier run."""
+"""Tests of the engine that returns the stored answers of an earlier run."""
 
 import pytest
 

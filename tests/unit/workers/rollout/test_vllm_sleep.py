@@ -1,6 +1,6 @@
-"""Tests of the order of calls that put vLLM to sleep and wake it (invariant E6).
+"""Tests of the order of the calls that put vLLM to sleep and wake vLLM up (invariant E6).
 
-A fake vLLM core records the calls.
+In these tests, a fake vLLM core records the calls.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class AsyncCore:
 
 @pytest.fixture(params=["inprocess", "async"])
 def made(request, monkeypatch, start):
-    """Return a function that makes (engine, fake core below the engine, log of calls) on a fake GPU."""
+    """Return a function that makes an engine on a fake GPU: (engine, the engine's fake core, log of calls)."""
     log: list[str] = []
     core = Core(log)
 
@@ -171,7 +171,7 @@ def test_on_a_cpu_nothing_sleeps(made, monkeypatch):
 
 @pytest.mark.parametrize("made", ["async"], indirect=True)
 def test_what_was_aborted_never_answers_for_a_request_of_the_same_key(made, monkeypatch):
-    """vLLM may end an aborted request with an answer at any later time, and some answers are never fetched."""
+    """vLLM may answer an aborted request at any later time, and the engine never fetches some of these answers."""
     engine, _, _ = made()
     queues, requests = {}, [Request((0, number), [1], 1.0, 4, 0) for number in range(2)]
 

@@ -1,4 +1,4 @@
-"""Tests of a rollout worker: its engine's thread, and the calls that are allowed in each state."""
+"""Tests of a rollout worker: the thread in which its engine runs, and the calls that are allowed in each state."""
 
 import sys
 import time

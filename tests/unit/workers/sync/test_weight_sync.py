@@ -1,6 +1,6 @@
 """Tests of the order of calls in a weight sync, and of the cleanup after a failed sync.
 
-The fakes run all calls at once.
+The fake processes run every call before the call returns.
 """
 
 import pytest
@@ -35,7 +35,7 @@ class Engine:
 
 
 class Process:
-    """A fake process that runs each call at once as a call of its own method."""
+    """A fake process that runs each call immediately, by calling its own method of the same name."""
 
     concurrent, how_lost = True, ""
 
@@ -73,7 +73,7 @@ class Rank(Process):
 
 
 def ranks(log, buckets=3, wheres=("here", "here"), fail="", error=WorkerError):
-    """Return one fake rank for each host in `wheres`."""
+    """Return one fake training rank for each host in `wheres`."""
     return [Role(Rank(n, log, buckets, where, fail, error), "actor") for n, where in enumerate(wheres)]
 
 
@@ -162,7 +162,7 @@ async def test_the_death_of_a_rank_in_the_middle_is_a_sync_error_and_stops_all_e
 
 
 async def test_the_death_of_a_daemon_of_ray_stays_what_it_is(monkeypatch):
-    """If a Ray daemon's death counted as a sync error, a new sync would start with processes that are about to die."""
+    """A Ray daemon's death must not become a SyncError, after which a new sync would start with dying processes."""
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
     with pytest.raises(ClusterLost):

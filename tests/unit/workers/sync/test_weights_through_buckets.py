@@ -1,4 +1,4 @@
-"""Tests of weight buckets, checksums and probes: what one or several ranks write, and what an engine would read."""
+"""Tests of weight buckets, checksums and probes: what training ranks write, and what an engine reads."""
 
 import dataclasses
 import os
@@ -50,7 +50,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-# Buckets
+# Tests of buckets
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -86,7 +86,7 @@ def test_the_file_holds_two_buckets_in_turn(folder, monkeypatch):
     assert os.path.exists(path)
     third = sender.write(2, path)
     assert third.offset == 0
-    # the file's name is already removed, because all participants have the file open
+    # the file's name is already removed, because sender and readers have opened the file
     assert not os.path.exists(path)
     reader = Reader()
     reader.file = sender.file
@@ -95,11 +95,11 @@ def test_the_file_holds_two_buckets_in_turn(folder, monkeypatch):
     assert torch.equal(tensor, Model().b.weight)
 
 
-# Several ranks
+# Tests of several ranks
 
 
 def of_ranks(size: int, shared: bool) -> tuple[Bucket, dict[str, torch.Tensor]]:
-    """Return a bucket that `size` ranks wrote, and the unsharded tensors.
+    """Return a bucket that `size` ranks have written, and the unsharded tensors that the bucket contains.
 
     The rows of each tensor are split over ranks as torch.chunk splits them.
     """
@@ -152,7 +152,7 @@ def test_what_is_cut_by_rows_is_sent_by_who_holds_it_and_the_rest_by_the_first_r
     assert own_rows(matrix, True) == (matrix, 0)
 
 
-# Checks (E5)
+# Tests of checksums and probes (invariant E5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -188,7 +188,8 @@ def test_the_checksum_is_the_sum_of_words_and_counts_odd_bytes():
     assert checksum(np.array([1, *[0] * 7, 2, *[0] * 7, 5, 6], np.uint8)) == 14
     assert checksum(np.array([7], np.uint8)) == 7
     assert checksum(np.full(16, 255, np.uint8)) == 2**64 - 2
-    assert checksum(np.arange(17, dtype=np.uint8)[1:]) == checksum(np.arange(1, 17, dtype=np.uint8))  # not aligned
+    # the first array does not begin at an aligned address
+    assert checksum(np.arange(17, dtype=np.uint8)[1:]) == checksum(np.arange(1, 17, dtype=np.uint8))
 
 
 def test_a_probe_is_the_matrix_times_a_vector_that_the_dtype_represents():

@@ -1,4 +1,4 @@
-"""The actor's update in one process: correction weights, entropy bonus, token selectors and the exact KL."""
+"""Tests of the actor's update in one process: correction weights, entropy bonus, token selectors and the exact KL."""
 
 import pytest
 import torch
@@ -59,7 +59,7 @@ def apart(first, second) -> float:
 
 
 def moved(batch: DataProto, by: float) -> DataProto:
-    """Set the engine's log-probs to the old log-probs, alternately plus `by` and minus `by`."""
+    """Set the engine's log-probs to the old log-probs, plus `by` at even tokens and minus `by` at odd tokens."""
     sign = 1 - 2 * (torch.arange(len(batch.values("responses"))) % 2)
     return batch.with_values("responses", rollout_log_probs=batch.values("old_log_probs") + by * sign)
 
@@ -136,7 +136,7 @@ async def test_A4_an_update_counts_dropped_tokens_in_its_metrics_and_keeps_their
 
 
 async def test_the_rejection_looks_at_the_policy_again_in_each_optimizer_step(start, sampled_batch):
-    """In two passes over the same rows, the second pass sees the policy that the first pass changed."""
+    """In two optimizer steps on the same rows, the second step uses the policy that the first step has changed."""
     found = []
     for plan in (ALL, ALL * 2):
         run = Run(start, "algorithm.rejection.kl_estimator=k1", "algorithm.rejection.upper=9", "actor.lr=1e-2")
@@ -146,7 +146,7 @@ async def test_the_rejection_looks_at_the_policy_again_in_each_optimizer_step(st
     assert abs(found[1]) > 1e-3
 
 
-# Entropy
+# Tests of the entropy bonus
 
 
 async def test_D5_the_bonus_is_multiplied_by_the_coefficient_that_the_actor_is_given(start, sampled_batch):
@@ -202,7 +202,7 @@ async def test_entropies_of_the_old_policy_are_there_for_selectors_only(start, s
     assert plain.keys() == ["old_log_probs"]
 
 
-# Selectors
+# Tests of token selectors
 
 
 def test_a_selector_sees_the_rows_of_its_mini_batch_and_no_others():

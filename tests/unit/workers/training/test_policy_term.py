@@ -14,13 +14,13 @@ from workers.training.actor import actor_loss, policy_term
 
 ROWS, TOKENS = 2, 4
 COUNTS = {"num_tokens": ROWS * TOKENS, "num_sequences": ROWS, "max_response_length": 16}
-# Weight of a kept token in each aggregation of the loss over two answers of four tokens.
+# Weight of a kept token's loss in each mode of loss aggregation, for two answers of four tokens.
 SHARE = {
     "token-mean": 1 / 8, "token-sum": 1.0, "seq-mean-token-sum": 1 / 2, "seq-mean-token-mean": 1 / 8,
     "seq-mean-token-sum-norm": 1 / 32,
 }  # fmt: skip
-# Log-ratios log(engine / actor) of the tokens of two rows, where values other than 0 make the preset drop tokens.
-# Icepop keeps weights in [0.5, 5], and decoupled_ppo keeps weights up to 5.
+# For each preset, log-ratios log(engine / actor) of the tokens of two rows, with which the preset drops some tokens.
+# Icepop keeps tokens with weights in [0.5, 5], and decoupled_ppo keeps tokens with weights up to 5.
 # A log-ratio of -2 gives a weight of 7.4, which is outside the limits of icepop and decoupled_ppo.
 # Sequence masking drops a row with a negative advantage and a mean log-ratio above 0.5.
 FAR = {
@@ -113,12 +113,12 @@ def test_a_dropped_token_whose_loss_is_not_a_number_adds_exactly_nothing():
     assert torch.equal(gradient, -(~far).double() / 8)
 
 
-# The squared log-ratio of Kimi K2.5, arXiv 2602.02276 eq. 1
+# Tests of the squared log-ratio of Kimi K2.5, arXiv 2602.02276 eq. 1
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_the_squared_log_ratio_pulls_every_token_to_the_engine_also_dropped_ones(mode):
-    """The gradient of coef (log pi - log pi_engine)^2 is 2 coef (log pi - log pi_engine)."""
+    """The derivative of `coef * (log_pi - log_pi_engine)**2` by `log_pi` is `2 * coef * (log_pi - log_pi_engine)`."""
     algorithm = algorithm_of("icepop", "squared_log_ratio_coef=0.1", f"loss_agg_mode={mode}")
     far = torch.tensor(FAR["icepop"], dtype=torch.float64)
     columns = columns_of_batch(FAR["icepop"], advantage=-1.0)
@@ -139,13 +139,13 @@ def test_the_squared_log_ratio_ignores_masked_tokens_and_has_no_gradient_beyond_
     assert parts["squared_log_ratio"].item() == pytest.approx(1 + 400 * TOKENS)
 
 
-# Off-policy sequence masking, arXiv 2512.02556
+# Tests of off-policy sequence masking, arXiv 2512.02556
 
 
 def test_the_sequence_mask_compares_the_engine_with_the_policy_of_each_update():
     """The policy update moves row 0 towards the engine and row 1 away from the engine.
 
-    Row 0 is too far from the engine only before the update, and row 1 only after the update.
+    Row 0 differs too much from the engine only before the update, and row 1 only after the update.
     """
     algorithm = algorithm_of("sequence_masking")
     columns = columns_of_batch([[0.6] * TOKENS, [0.4] * TOKENS], advantage=-1.0)
@@ -172,7 +172,7 @@ def test_the_sequence_mask_goes_with_the_engines_log_probs_as_the_old_ones():
     assert gradient[1].tolist() == [0.0] * TOKENS
 
 
-# Stale answers
+# Tests of stale answers
 
 
 def test_stale_answers_weigh_by_how_likely_the_actor_still_finds_them_up_to_two():

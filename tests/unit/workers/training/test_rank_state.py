@@ -1,4 +1,4 @@
-"""Tests of a rank's state on disk: loading returns what was saved, and no code in a file of unknown origin runs."""
+"""Tests that a rank loads the state that the rank has saved, and that no code in a file of unknown origin runs."""
 
 import io
 import os
@@ -249,7 +249,7 @@ def index(folder: Path, content) -> Folder:
 def test_a_hostile_index_is_refused_in_one_line_and_runs_nothing(tmp_path):
     mark = tmp_path / "ran"
     for content in (Evil(mark), Metadata({}, planner_data=Evil(mark), storage_data={})):
-        with pytest.raises(CheckpointError, match=r"\.metadata: refused, it asks for posix.system") as caught:
+        with pytest.raises(CheckpointError, match=r"\.metadata: refused, the pickle asks for posix.system") as caught:
             read_index(index(tmp_path, content))
         assert "\n" not in str(caught.value)
     assert not mark.exists()
@@ -330,5 +330,5 @@ def test_an_index_as_other_releases_of_python_pickle_it_is_read_and_no_other_att
             return getattr, self.what
 
     assert _Unpickler(io.BytesIO(pickle.dumps(Asks(layout, "TORCH_CONTIGUOUS_FORMAT")))).load() is next(iter(layout))
-    with pytest.raises(CheckpointError, match=r"\.metadata: refused, it asks for an attribute"):
+    with pytest.raises(CheckpointError, match=r"\.metadata: refused, the pickle asks for an attribute"):
         read_index(index(tmp_path, Asks(torch.Size, "mro")))

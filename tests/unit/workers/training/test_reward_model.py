@@ -24,14 +24,14 @@ from workers.training.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
 # Samples of several lengths as (prompt, answer).
-# In the last sample, the answer spells the padding token, which counts as text.
+# The last sample's answer contains the text of the padding token, which the reward model must treat as text.
 SAMPLES = [(f"{n * 37}=", "x" * (n % 5) + str(n)) for n in range(12)] + [("~", ""), ("", "~"), ("1", "<pad><pad>")]
 
 
 def one_at_a_time(path: str, samples=SAMPLES, *, end: str = "") -> list[float]:
     """Return the scores that the transformers library gives to the samples.
 
-    Control tokens are recognised only in `end`, the end of the template.
+    Texts of control tokens become control tokens only in `end`, the end of the template.
     """
     model, tokenizer = AutoModelForSequenceClassification.from_pretrained(path, num_labels=1).eval(), char_tokenizer()
     with torch.no_grad():

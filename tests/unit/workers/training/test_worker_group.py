@@ -61,7 +61,7 @@ class Stored:
 
 
 class Method:
-    """A fake method of a Ray actor, which replaces references among its arguments by the stored values."""
+    """A fake method of a Ray actor, which replaces each argument that is a reference by the stored value."""
 
     def __init__(self, method):
         self.method = method
@@ -119,9 +119,9 @@ async def test_an_update_covers_every_row_of_the_plan_once_over_all_ranks(size):
 
 
 async def test_rows_go_to_ranks_by_the_work_of_the_groups_own_model():
-    """If a row costs the square of its length, the longest row gets a rank for itself.
+    """If the cost of a row is the square of its number of tokens, the longest row gets a rank for itself.
 
-    If a row costs its number of tokens, the longest row shares a rank.
+    If the cost of a row is its number of tokens, the longest row shares a rank with other rows.
     """
     lengths, square = [9, 5, 5, 5], RowWork(token=0, attention=((None, 2),))
     made = DataProto.from_dict(
