@@ -128,17 +128,22 @@ def test_a_template_that_looks_at_what_is_spelled_is_not_guessed_at():
     def write(content: str) -> str:
         return content.split("</s>")[0]
 
-    with pytest.raises(ControlTokenError, match="the chat template renders it differently"):
+    with pytest.raises(ControlTokenError, match="the chat template renders control-token names differently"):
         control.encode("a</s>b", write, written="a", add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
     ("kind", "flags", "text", "said"),
     [
-        ("unigram", {}, "a</s>b", "vocabulary also contains it as an ordinary token"),
-        ("byte_level", {"single_word": True}, "a </s> b<s>", "text around it would change"),
+        ("unigram", {}, "a</s>b", "vocabulary also contains the control-token name as ordinary text"),
+        ("byte_level", {"single_word": True}, "a </s> b<s>", "text around the control-token name would change"),
         ("byte_level", {}, "a</s>\U000f0000", "private-use characters"),
-        ("word_piece", {"normalized": True}, "a </S> b", "normalisation turns other text into </s>"),
+        (
+            "word_piece",
+            {"normalized": True},
+            "a </S> b",
+            "normalization turns other text into the name </s>",
+        ),
     ],
 )
 def test_what_cannot_be_kept_as_text_is_refused(kind, flags, text, said):

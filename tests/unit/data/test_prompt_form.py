@@ -158,10 +158,10 @@ def test_a_column_that_is_not_there_names_those_that_are(tmp_path):
 @pytest.mark.parametrize(
     ("value", "prompt", "said"),
     [
-        (None, "{question}", ":2: no value in column 'question', which data.prompt writes as text"),
+        (None, "{question}", ":2: no value in column 'question', which data.prompt inserts as text"),
         (TURNS, "{question}", ":2: a value of type list in column 'question'"),
         (True, "{question}", ":2: a value of type bool in column 'question'"),
-        (None, None, ":2: no prompt in column 'question'; give each row text or a list of messages there"),
+        (None, None, ":2: no prompt in column 'question'; give each row text or a list of messages in that column"),
         ("", None, ":2: the prompt is empty"),
         (5, None, ":2: the prompt is neither text nor chat messages"),
         ([], None, ":2: the prompt is empty"),
@@ -195,7 +195,7 @@ def test_a_system_prompt_comes_before_the_user_and_before_messages(tmp_path, cha
 def test_two_system_prompts_are_refused(tmp_path, chat_model):
     path = jsonl(tmp_path, {"messages": [{"role": "system", "content": "x"}, *TURNS]})
     message = error_of(path, chat_model, system_prompt="be brief")
-    assert message.startswith(f"data.train={path}:1: the messages begin with a system message of their own, besides")
+    assert message.startswith(f"data.train={path}:1: the chat messages begin with a system message, but data.")
 
 
 COMPLETE, QUESTION, TEMPLATE = ("prompt", None), ("question", None), ("question", "{question}")
@@ -226,7 +226,8 @@ def test_what_needs_a_chat_template_says_so_without_one(tmp_path):
 def test_chat_messages_are_refused_where_the_chat_template_is_forbidden(tmp_path, chat_model):
     path = jsonl(tmp_path, {"messages": TURNS})
     assert error_of(path, chat_model, chat="never") == (
-        f"data.train={path}:1: chat messages, which data.chat=never forbids; use data.chat=auto, or a column of text"
+        f"data.train={path}:1: the row has chat messages, which data.chat=never forbids; use data.chat=auto or "
+        "a text column"
     )
 
 
