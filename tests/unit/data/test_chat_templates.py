@@ -71,7 +71,7 @@ def test_a_refused_chat_is_told_by_its_number_and_those_before_it_have_their_tex
 
 def test_a_template_that_eats_memory_is_refused_and_after_three_no_process_is_started():
     bombs = [
-        "{{ 'a' * 2000000000 }}",  # Jinja evaluates constant expressions when it compiles a template
+        "{{ 'a' * 2000000000 }}",  # Jinja evaluates constant expressions while it compiles a template.
         "{{ messages[0].content | center(10 ** 10) }}",
         "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     ]

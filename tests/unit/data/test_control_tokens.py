@@ -1,4 +1,4 @@
-"""Tests that text which spells a control token stays text, and that control tokens of a chat template become tokens.
+"""Tests that control-token names in the data stay text, and that control-token names in a chat template become tokens.
 
 The tests cover every kind of tokenizer.
 """
@@ -47,7 +47,7 @@ def test_where_the_data_spells_no_control_token_the_ids_are_the_tokenizers_own(k
     control, refused = ControlTokens(tokenizer), 0
     for contents in drawn(0, WORDS):
         text = chatml(contents)
-        # two adjacent contents, such as "</" and "s>", can together spell a control token
+        # Two adjacent contents, such as "</" and "s>", can together spell a control token.
         if control.first_in(contents):
             continue
         try:
@@ -71,7 +71,7 @@ def test_what_the_data_spells_is_text_and_what_the_template_writes_is_a_token(ki
             refused += 1
             continue
         assert control_ids(tokenizer, ids) == control_ids(tokenizer, tokenizer(plain)["input_ids"])
-        if kind == "byte_level" and flags != "strip":  # byte-level tokenizers do not lose any characters
+        if kind == "byte_level" and flags != "strip":  # Byte-level tokenizers do not lose any characters.
             assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
     assert refused == 0 or (kind, flags) == ("word_piece", "normalized")
 

@@ -28,7 +28,7 @@ def test_a_question_is_a_user_message_for_a_chat_model_and_text_for_another(tmp_
     chat, text = load(path, chat_model), load(path)
     assert (chat[0].text, chat[0].messages) == ("[user]2 + 3?[bot]", [{"role": "user", "content": "2 + 3?"}])
     assert (text[0].text, text[0].messages) == ("2 + 3?", None)
-    assert chat[0].columns == text[0].columns == GSM8K  # reward functions also get the column `question`
+    assert chat[0].columns == text[0].columns == GSM8K  # Reward functions also get the column `question`.
     assert chat.described == f"1 row of {path}; prompt = column question, as a user message"
     assert text.described == f"1 row of {path}; prompt = column question, as text"
 
@@ -95,7 +95,7 @@ def test_data_of_several_questions_is_not_guessed(tmp_path):
     assert texts({"problem": "a", "question": "b"}, folder=tmp_path, prompt="problem") == ["a"]
 
 
-# data.prompt
+# Tests of the config key data.prompt
 
 
 def test_a_named_column_holds_text_or_messages(tmp_path, chat_model):
@@ -199,7 +199,8 @@ def test_two_system_prompts_are_refused(tmp_path, chat_model):
 
 
 COMPLETE, QUESTION, TEMPLATE = ("prompt", None), ("question", None), ("question", "{question}")
-# For each (column, data.prompt): the values of data.chat with which a chat model gets the prompt as a user message.
+# Maps each pair (column, data.prompt) to the values of data.chat with which a chat model gets the prompt as a user
+# message.
 CASES = {
     COMPLETE: ["always"],
     QUESTION: ["auto", "always"],

@@ -36,7 +36,7 @@ def test_a_text_prompt_becomes_its_ids_and_its_other_columns_pass_through(tmp_pa
     first = prompts[0]
     assert (first.index, first.text, first.ids) == (0, "1+1=", [BOS, *coded("1+1=")])
     assert first.columns == {"answer": "2", "level": {"n": 1}}
-    # a missing column of a row gets the value None, as in parquet files
+    # A missing column of a row gets the value None, as in parquet files.
     assert prompts[1].columns == {"answer": "4", "level": None}
     assert [p.index for p in prompts[-1:]] == [1]
     assert prompts[-1] == prompts[1]
@@ -90,14 +90,14 @@ def test_E9_chat_messages_go_through_the_template_once_with_the_generation_promp
     assert prompt.ids == coded("[user]hi[bot]yo[user]?[bot]")
     assert prompt.ids == chosen.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert prompt.text == "[user]hi[bot]yo[user]?[bot]"
-    assert prompt.messages == CHAT  # the messages are kept for reward models, which apply their own chat templates
+    assert prompt.messages == CHAT  # The messages are kept for reward models, which apply their own chat templates.
     assert load(jsonl(tmp_path, {"prompt": "hi"}), chosen)[0].messages is None
 
 
 def test_E9_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp_path):
     (prompt,) = load(jsonl(tmp_path, {"prompt": CHAT[:1]}), tokenizer(chat_template=BOS_TEMPLATE))
     assert prompt.ids == [BOS, *coded("[user]hi[bot]")]
-    assert prompt.text == "[user]hi[bot]"  # reward functions never see special tokens
+    assert prompt.text == "[user]hi[bot]"  # Reward functions never see special tokens.
 
 
 @pytest.mark.parametrize("text", ["hi", "<s>hi", "<s><s>hi"])

@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def function(tmp_path):
-    """Return a helper that writes Python code to a file and returns the data source name of its function `rows`."""
+    """Return a helper that writes Python code to a file and returns the source name of the function `rows` in that
+    file.
+    """
 
     def function(text: str) -> str:
         (tmp_path / "made.py").write_text(text)
