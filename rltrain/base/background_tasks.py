@@ -93,8 +93,8 @@ class Changes:
     async def until(self, condition: Callable[[], T]) -> T:
         """Wait until the condition returns a true value, and return that value."""
         while True:
-            # The attribute `_next` is read before the condition is evaluated, so that a notification from a signal
-            # handler in between is not missed.
+            # The attribute `_next` is read before the condition is evaluated. In the other order, a notification
+            # between the two, such as from a signal handler, would be missed.
             change = self._next
             if change is None:
                 change = self._next = asyncio.get_running_loop().create_future()
@@ -126,4 +126,4 @@ async def cancelled(*futures: "asyncio.Future[Any]") -> None:
         await asyncio.wait(running)
     for future in futures:
         if not future.cancelled():
-            future.exception()  # Otherwise asyncio would log the exception as never retrieved.
+            future.exception()  # asyncio logs every exception of a future that is never read.

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 Parts = list[list[int]]
 CLOSE = 1.005  # The search stops when the largest sum is at most 1.005 times the lower bound on that sum.
-NONE = -1  # Stands for the absence of an index.
+NONE = -1  # `NONE` stands for the absence of an index.
 
 
 def least_largest_sum(weights: Sequence[int], parts: int) -> int:

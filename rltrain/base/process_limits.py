@@ -15,4 +15,5 @@ def limit_memory(memory_mb: int) -> None:
         used_kb = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
         limit = (used_kb << 10) + (memory_mb << 20)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # Core dumps could be as large as the memory.
+        # Core dumps are disabled, because a core dump could be as large as the memory of the process.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

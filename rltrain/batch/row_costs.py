@@ -24,7 +24,7 @@ _UNGATED = {
     "starcoder2",
 }
 _WINDOWED = ("sliding_attention", "chunked_attention")
-_ATTENTION = ("full_attention", *_WINDOWED)  # The cost of these layers grows with the number of token pairs.
+_ATTENTION = ("full_attention", *_WINDOWED)  # Layer types whose cost grows with the number of token pairs.
 
 
 @dataclass(frozen=True)

@@ -76,7 +76,7 @@ def _persistently(model: str, revision: str | None) -> Path:
         try:
             return snapshot(model, revision, tqdm_class=_progress_class())
         except (HfHubHTTPError, LocalEntryNotFoundError, ValueError):
-            # A further attempt would not help: either the hub has answered, or huggingface_hub itself has tried several
+            # A further attempt would not help: the hub has answered, or huggingface_hub has already tried several
             # times.
             raise
         except Exception as error:

@@ -12,7 +12,7 @@ from rltrain.settings.typed import require
 
 # Keys of a model's config that may hold the maximum number of positions.
 _POSITIONS = ("max_position_embeddings", "n_positions")
-_LAYERS = ("layer_types", "layers_block_type")  # Keys that may hold the type of each layer.
+_LAYERS = ("layer_types", "layers_block_type")  # Config keys that may hold the type of each layer.
 # Names of the layer types with attention.
 _ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -318,7 +318,7 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 
     try:
         whole = AutoConfig.from_pretrained(str(local_directory(path)), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # An unknown model type, or a config that does not fit its type.
+    except Exception as error:  # The model type is unknown, or the config does not fit it.
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
             f"{key}={path}: its config.json does not load ({type(error).__name__}: {reason}); use a model of a type "

@@ -211,7 +211,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
             folder, heads = local_directory(path), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **heads)
             return kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
-        except Exception as error:  # An unknown model type, or a config that does not fit its type.
+        except Exception as error:  # The model type is unknown, or the config does not fit it.
             raise ConfigError(
                 f"{where or f'model.path={path}'}: transformers cannot create {kind.__name__} from its config.json "
                 f"({type(error).__name__}: {one_line(' '.join(str(error).split()), 160)}); use a model of a type that "

@@ -87,7 +87,8 @@ class PromptSet(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        index = range(len(self))[index]  # A negative index is converted, and an index out of range raises IndexError.
+        # A negative index is converted to a positive index, and an index out of range raises IndexError.
+        index = range(len(self))[index]
         ids = self._ids[self._ends[index] : self._ends[index + 1]].tolist()
         row = self._rows.row(self._kept[index])
         text = self._form.finished(self._form.read(row))

@@ -16,17 +16,8 @@ MAX_ROWS = 1_000_000
 ARGUMENTS = ("split", "seed")
 _ROW_HELP = 'return or yield dicts such as {"prompt": "2+2=", "answer": "4"}'
 _VALUE_HELP = "use text, numbers, lists and dicts, which are the same in every process and every run"
-_PLAIN = (
-    bool,
-    int,
-    float,
-    str,
-    bytes,
-    date,
-    time,
-    timedelta,
-    Decimal,
-)  # `datetime` is included as a subclass of `date`.
+# `datetime` is not listed, because it is a subclass of `date`.
+_PLAIN = (bool, int, float, str, bytes, date, time, timedelta, Decimal)
 _MAX_BITS = 10_000  # By default, Python cannot convert integers with more than 4,300 digits to text.
 
 
@@ -77,7 +68,7 @@ def _parameters(function: Callable[..., Any], where: str) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{where}: the parameters of the function cannot be read; wrap it in a function of your own"
+            f"{where}: the parameters of the function cannot be read; wrap the function in one of your own"
         ) from None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

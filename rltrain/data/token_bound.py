@@ -40,8 +40,8 @@ class TokenBound:
     """Computes a lower bound on the number of tokens in a text.
 
     A token covers a piece of the normalized text, and no piece is longer than the longest vocabulary entry. A text of n
-    characters has at least n / L tokens if the longest vocabulary entry has L characters. Characters that
-    may have no token of their own are not counted:
+    characters has at least n / L tokens if the longest vocabulary entry has L characters. Characters that may
+    have no token of their own are not counted:
 
     - A character that is not in the vocabulary is not counted, because the tokenizer may drop such characters or merge
       several of them into one unknown token.
