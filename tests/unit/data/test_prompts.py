@@ -211,7 +211,7 @@ def test_a_bad_line_is_named_with_what_is_wrong(tmp_path, content, place, said):
         ('[{"prompt": "a"}, {"answer": "b"}]', ", row 2: no prompt"),
         ('[{"prompt": "a"}, 3]', ", row 2: found int where a JSON object was expected"),
         ('[{"prompt": "a"}, {"prompt": "b", "\\ud800": 1}]', ", row 2: the row is not valid Unicode"),
-        ('[{"prompt": "a"},', ": not valid JSON"),
+        ('[{"prompt": "a"},', ": the text is not valid JSON"),
         ("[]", ": holds no rows"),
     ],
 )
@@ -277,7 +277,7 @@ WHOLE = "whole microseconds between the years 1 and 9999"
         (pyarrow.array([0, 1], pyarrow.time64("ns")), "this value of type time64[ns];"),
         (pyarrow.array([0, 2**62], pyarrow.duration("s")), "this value of type duration[s];"),
         (pyarrow.array([[], [[1]]], pyarrow.list_(pyarrow.list_(pyarrow.time64("ns")))), "list<element: list<element"),
-        (pyarrow.StructArray.from_arrays([[1, 2], [1, 2]], names=["a", "a"])[1:], "struct<a: int64, a: int64> that"),
+        (pyarrow.StructArray.from_arrays([[1, 2], [1, 2]], names=["a", "a"])[1:], "struct<a: int64, a: int64>;"),
     ],
 )  # fmt: skip
 def test_a_parquet_value_that_python_cannot_hold_is_named_by_row_and_column(tmp_path, column, said):
