@@ -1,1 +1,3 @@
-"""Modules that every other folder may import and that import no other folder: errors, storage, secrets, threads."""
+"""Basic modules, such as errors, storage and secrets: every folder of the package may import them, and they import no
+other folder.
+"""

@@ -1,4 +1,6 @@
-"""Runs named asyncio tasks in the background of training, and passes the failure of a task on to waiting coroutines."""
+"""Runs named asyncio tasks in the background of training, and raises a task's error in the coroutines that wait for
+results.
+"""
 
 import asyncio
 import contextlib
@@ -43,7 +45,7 @@ class BackgroundTasks:
         self._changes.notify()
 
     def check(self) -> None:
-        """Raise the error of the first task that failed, or of the first interruption.
+        """Raise the error of the first failed task, or the error passed to `interrupt`, whichever came first.
 
         Do nothing if no task has failed and the run was not interrupted.
         """
@@ -54,7 +56,7 @@ class BackgroundTasks:
         """Wait for the result of an awaitable and return it.
 
         If a background task fails or the run is interrupted before the result arrives, raise the error of the failed
-        task or the interruption.
+        task or of the interruption.
         """
         result = asyncio.ensure_future(awaitable)
         failure = asyncio.ensure_future(self._changes.until(lambda: self._failures))
@@ -91,8 +93,8 @@ class Changes:
     async def until(self, condition: Callable[[], T]) -> T:
         """Wait until the condition returns a true value, and return that value."""
         while True:
-            # The attribute `_next` is read before the condition, so that no notification is missed, not even one from a
-            # signal handler.
+            # The attribute `_next` is read before the condition is evaluated. In the other order, a notification
+            # between the two, such as from a signal handler, would be missed.
             change = self._next
             if change is None:
                 change = self._next = asyncio.get_running_loop().create_future()
@@ -124,4 +126,4 @@ async def cancelled(*futures: "asyncio.Future[Any]") -> None:
         await asyncio.wait(running)
     for future in futures:
         if not future.cancelled():
-            future.exception()  # reading the exception here keeps asyncio from logging it as never retrieved
+            future.exception()  # asyncio logs every exception of a future that is never read.

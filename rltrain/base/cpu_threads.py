@@ -1,6 +1,6 @@
 """The number of CPU cores that this process may use, and OpenMP settings for processes that share cores.
 
-`psutil.cpu_count` and `os.process_cpu_count` do not know the quotas of control groups, which this module reads.
+This module also reads the CPU quotas of control groups, which `psutil.cpu_count` and `os.process_cpu_count` ignore.
 """
 
 import contextlib
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 _GROUPS, _MOUNT = Path("/proc/self/cgroup"), Path("/sys/fs/cgroup")
-# names of the files that hold the CPU quota and its period: first for cgroup v2, then for v1
+# Names of the files that hold the CPU quota and the quota's period, first for cgroup v2 and then for cgroup v1.
 _QUOTAS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 
 
@@ -25,17 +25,18 @@ def cpu_cores() -> int:
 
 
 def openmp_settings(threads: int | None = None) -> dict[str, str]:
-    """Return the environment variables that set OpenMP's number of threads and how its idle threads wait.
+    """Return the environment variables that set the number of OpenMP threads and the way in which idle OpenMP threads
+    wait.
 
-    The variables must be set before the process imports torch. OpenMP reads its environment variables when it is
-    loaded. By default, an idle OpenMP thread spins for milliseconds before it sleeps. If processes share cores, a
-    spinning thread occupies the core that another process is waiting for, and both processes slow down by an order of
-    magnitude. The wait policy `PASSIVE` makes idle OpenMP threads sleep at once. The OpenMP runtimes of GNU, LLVM and
-    Intel all read OMP_NUM_THREADS and OMP_WAIT_POLICY.
+    The OpenMP variables must be set before the process imports torch. OpenMP reads its environment variables when the
+    OpenMP library is loaded. By default, an idle OpenMP thread spins for milliseconds before it sleeps. If processes
+    share cores, a spinning thread occupies the core that another process is waiting for, and both processes slow down
+    by an order of magnitude. The wait policy `PASSIVE` makes idle OpenMP threads sleep at once. The OpenMP runtimes of
+    GNU, LLVM and Intel all read OMP_NUM_THREADS and OMP_WAIT_POLICY.
 
     Args:
-        threads: number of OpenMP threads of the process. If `threads` is None, the number is the value of
-            OMP_NUM_THREADS if the variable is set, else the number of cores that the process may use.
+        threads: number of OpenMP threads of the process. If `threads` is None, the value of OMP_NUM_THREADS is used; if
+            that variable is not set, the number of cores that the process may use.
     """
     return {
         "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or cpu_cores()),
@@ -44,15 +45,18 @@ def openmp_settings(threads: int | None = None) -> dict[str, str]:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield the CPU quotas, in cores, of this process's control groups and of all their parents that have a quota."""
+    """Yield the CPU quotas, in cores, of this process's control groups and of their parent groups, as far as the groups
+    have quotas.
+    """
     with contextlib.suppress(OSError):
         for line in _GROUPS.read_text("utf-8", "replace").splitlines():
-            # in /proc/self/cgroup, cgroup v2 has an empty list of controllers
+            # In /proc/self/cgroup, the line of cgroup v2 has an empty list of controllers.
             _, controllers, path = line.split(":", 2)
             mount = _MOUNT / "cpu" if controllers else _MOUNT
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            # the control group's folder is missing in a container that mounts its own control group as the root
+            # In a container that mounts its own control group as the root, the folder of the control group does not
+            # exist.
             group = mount / path.lstrip("/")
             for folder in (group, *group.parents):
                 if folder.is_relative_to(mount):
@@ -61,7 +65,7 @@ def _quotas() -> Iterator[float]:
 
 def _quota(folder: Path) -> Iterator[float]:
     for names in _QUOTAS:
-        with contextlib.suppress(OSError, ValueError):  # raised if the quota file does not exist or the quota is "max"
+        with contextlib.suppress(OSError, ValueError):  # There may be no quota file, or the quota may be "max".
             quota, period = (int(part) for name in names for part in (folder / name).read_text("utf-8").split())
             if quota > 0 and period > 0:
                 yield quota / period

@@ -8,7 +8,7 @@ from typing import Any
 
 from rltrain.base.secret_values import redacted
 
-_READ = 100_000  # number of characters of an exception's text that are processed
+_READ = 100_000  # Only the first 100,000 characters of an exception's text are processed.
 
 
 class RLTrainError(Exception):
@@ -32,8 +32,7 @@ class WorkerLost(WorkerError):
     Another process can replace a lost worker, but not a worker that answered with an error.
 
     Attributes:
-        process: the process that was lost (`workers.cluster.progress.Process`); None if the error does not name the
-            process.
+        process: the lost process, a `workers.cluster.progress.Process`; None if the lost process is not known.
     """
 
     process: Any = None
@@ -43,19 +42,19 @@ class ClusterLost(RLTrainError, RuntimeError):
     """Raised if a Ray daemon died, so that the run cannot continue.
 
     Attributes:
-        can_save: True if the run was between two steps and its training ranks still respond, so that the run can still
-            save a checkpoint.
+        can_save: whether the run can still save a checkpoint, because it was between two steps and its training ranks
+            still respond.
     """
 
     can_save = False
 
 
 class SyncError(RLTrainError, RuntimeError):
-    """Raised if an engine does not use the weights that the trainer sent in a weight sync."""
+    """Raised if a rollout engine does not use the weights that the trainer sent in a weight sync."""
 
 
 class CheckpointError(RLTrainError, RuntimeError):
-    """Raised if a checkpoint is damaged, or could not be written or read."""
+    """Raised if a checkpoint is damaged, cannot be written, or cannot be read."""
 
 
 class Stopped(RLTrainError):
@@ -71,7 +70,7 @@ class Stopped(RLTrainError):
 
 
 class LogProbError(RLTrainError, RuntimeError):
-    """Raised if the log-probs of the inference engine and the trainer for the same tokens differ too much."""
+    """Raised if the log-probs that the inference engine and the trainer compute for the same tokens differ too much."""
 
 
 class NumericsError(RLTrainError, ArithmeticError):
@@ -83,8 +82,8 @@ class RewardError(RLTrainError, RuntimeError):
 
     Attributes:
         batch: the batch of samples whose rewards failed; None unless all samples of the step are available.
-        repairable: name (from `source_name`) of the user's file that must be repaired before the run can be resumed; ""
-            if no file has to be repaired.
+        repairable: name, as `source_name` returns it, of the user's file that must be repaired before the run can be
+            resumed; "" if no file has to be repaired.
     """
 
     batch: Any = None
@@ -100,7 +99,8 @@ def one_line(text: str, limit: int = 200) -> str:
 
     The middle of a text with more than `limit` characters is replaced by " ... ".
     """
-    # Control characters are escaped as \n, \x1b, ..., because they could move the cursor or recolor the terminal.
+    # Control characters are escaped (as \n, \x1b, ...), because they could move the cursor or change the terminal's
+    # colors.
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in redacted(text))
     return text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]
 
@@ -108,8 +108,9 @@ def one_line(text: str, limit: int = 200) -> str:
 def described(error: BaseException, limit: int = 300) -> str:
     """Return an exception's type and text on one line, without secrets.
 
-    The exception's text is cut after `limit` characters. The returned text can always be encoded, stored and shown.
-    `described` also handles an exception whose `__str__` raises, and an error message with an unpaired surrogate.
+    The exception's text is cut after `limit` characters. The returned text contains no unpaired surrogates, so that it
+    can be encoded and stored. `described` also handles an exception whose `__str__` raises another exception, and an
+    error message with an unpaired surrogate.
     """
     try:
         text = str(error)[:_READ]

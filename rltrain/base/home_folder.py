@@ -1,4 +1,4 @@
-"""Provides a home folder for users without one, where libraries can store caches, settings and tokens."""
+"""Provides a folder for the caches, settings and tokens of libraries if the user has no writable home folder."""
 
 import contextlib
 import os
@@ -11,10 +11,10 @@ def ensure_home() -> None:
     """Redirect the caches and settings of libraries to a private folder if the home folder is not writable.
 
     If there is no home folder at all, for instance because the system does not know the user id, HOME is set to a
-    private temporary folder. If the home folder exists but is not writable, HOME is not changed, so that existing files
-    can be read, and libraries write new caches and settings to a private temporary folder. The redirection sets
-    environment variables of the process, which child processes inherit. Environment variables for caches that are
-    already set keep their values.
+    private temporary folder. If the home folder exists but is not writable, HOME does not change, so that existing
+    files can be read. Libraries then write new caches and settings to a private temporary folder. The redirection sets
+    environment variables of the process, which child processes inherit. An environment variable for a cache keeps its
+    value if it is already set.
     """
     home = _home()
     if home is None:
@@ -22,7 +22,7 @@ def ensure_home() -> None:
     elif not _is_writable(home / ".cache"):
         private, hub = _private_folder(), Path(os.environ.get("XDG_CACHE_HOME", home / ".cache")) / "huggingface"
         for variable, folder in {
-            # the Hugging Face hub's cache stays at its usual place, so that previously downloaded models are found
+            # The cache of the Hugging Face hub stays at its usual place, so that already downloaded models are found.
             "HF_HOME": hub,
             "XDG_CACHE_HOME": private / ".cache",
             "XDG_CONFIG_HOME": private / ".config",
@@ -32,10 +32,10 @@ def ensure_home() -> None:
 
 
 def _home() -> Path | None:
-    """Return the user's home folder, or None if it neither exists nor can be created."""
+    """Return the user's home folder, or None if there is none and none can be created."""
     try:
         home = Path.home()
-    except RuntimeError:  # raised if HOME is not set and the system does not know the user
+    except RuntimeError:  # HOME is not set, and the system does not know the user.
         return None
     return home if os.path.isdir(home) or _is_writable(home) else None
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 
 def limit_memory(memory_mb: int) -> None:
-    """Limit the private memory that the process can allocate in addition to its current memory.
+    """Limit the private memory that the current process can allocate in addition to the memory that it already has.
 
     `limit_memory` has an effect only on Linux.
     """
@@ -15,4 +15,5 @@ def limit_memory(memory_mb: int) -> None:
         used_kb = next(int(line.split()[1]) for line in lines if line.startswith("VmData:"))
         limit = (used_kb << 10) + (memory_mb << 20)
         resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # disables core dumps, which could be as large as the memory
+        # Core dumps are disabled, because a core dump could be as large as the memory of the process.
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

@@ -1,4 +1,4 @@
-"""Keeps API keys and tokens out of everything that a run writes: configs, messages, logs.
+"""Keeps API keys and tokens out of the configs, messages and logs that a run writes.
 
 A program receives its secrets through environment variables. A value counts as a secret if the name of its environment
 variable contains a word such as KEY or TOKEN, or if the value has the form of a well-known service's keys.
@@ -15,19 +15,19 @@ from urllib.parse import quote
 
 _TELLING = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _NO_SECRET = re.compile(r"_(PATH|FILE|DIR|MODE|ENV)$|^TOKENIZERS_", re.IGNORECASE)
-_SHORTEST = 8  # minimum length of a secret in characters; a shorter value is taken for a setting, such as TOKENS=all
-_SHORTEST_LINE = 16  # a line of a multi-line secret is hidden on its own only if it has at least this many characters
+_SHORTEST = 8  # Values with fewer than 8 characters are taken for settings, such as TOKENS=all.
+_SHORTEST_LINE = 16  # A single line of a multi-line secret is hidden only if the line has at least 16 characters.
 _PEM = r"-----{} ?[A-Z0-9 ]*PRIVATE ?KEY ?(?:BLOCK)?-----"
-# Keys of OpenAI and similar services, GitHub, Hugging Face, GitLab, Slack, AWS, Google; JSON web tokens; and private
-# keys in PEM form. If the end marker of a private key is missing, everything after its start marker matches.
+# Matches keys of OpenAI and similar services, GitHub, Hugging Face, GitLab, Slack, AWS and Google, JSON web tokens, and
+# private keys in PEM form. If the end marker of a private key is missing, everything after the start marker matches.
 _LOOKS_LIKE_ONE = (
     r"\b(?:sk-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
     rf"|{_PEM.format('BEGIN')}(?s:.*?)(?:{_PEM.format('END')}|\Z)"
 )
 _OPTION = re.compile(r"(?:^|_)(?:api_?key|secret|secret_key|password|passwd|(?:access|auth|bearer|api)_token)$", re.I)
-# repr() and JSON escape a backslash, and nested escapes multiply the backslashes. The regular expression for a
-# backslash therefore matches any number of backslashes. The regular expression is possessive and cannot start between
+# repr() and JSON escape a backslash, and nested escapes multiply the backslashes. `_BACKSLASHES` therefore matches any
+# number of backslashes. The quantifier in `_BACKSLASHES` is possessive, and a match cannot start between two
 # backslashes, so that matching a text of only backslashes takes linear time.
 _BACKSLASHES = r"(?<!\\)\\++"
 _LINE_BREAK = rf"{_BACKSLASHES}(?:[nr]|x0[ad]|u000[ad])"
@@ -39,12 +39,13 @@ HIDDEN = "[hidden]"
 def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Collection[str] = ()) -> str:
     """Return `text` with every secret in it replaced by `[hidden]`.
 
-    A secret is found even if its whitespace is changed, escaped or removed, or its other characters are escaped as in
-    repr(), JSON or a URL. Each long line of a multi-line secret is also hidden in places where only that line occurs.
+    A secret is found even if its whitespace is changed, escaped or removed, or if other characters of the secret are
+    escaped as in repr(), JSON or a URL. Each long line of a multi-line secret is hidden even where it occurs without
+    the other lines.
 
     Args:
-        text: text that may contain secrets and is about to be shown or written. Shorten the text only after redaction,
-            because a truncated secret is not recognized.
+        text: text that may contain secrets and is about to be shown or written. Shorten the text only after the call of
+            `redacted`, because a truncated secret is not recognized.
         environment: environment variables. The values of variables whose names indicate a secret count as secrets.
         keys: additional secrets, of any length.
     """
@@ -54,7 +55,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Co
 def secret_in(values: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the dotted key of the first secret in nested mappings and lists; None if there is no secret.
 
-    If the key itself contains a secret, that part of the key is redacted.
+    If the dotted key itself contains a secret, that part of the key is hidden.
     """
     for key, value in _leaves(values, ""):
         name = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]
@@ -72,7 +73,7 @@ class RedactingFormatter(logging.Formatter):
 
 
 def hide_in_logs() -> None:
-    """Hide secrets in the warnings and errors of all loggers that have no handler of their own."""
+    """Hide secrets in the warnings and errors of all loggers for which no handler is configured."""
     if logging.lastResort:
         logging.lastResort.setFormatter(RedactingFormatter())
 
@@ -87,7 +88,9 @@ def _values(environment: Mapping[str, str]) -> set[str]:
 
 @functools.lru_cache(maxsize=8)
 def _pattern(secrets: frozenset[str]) -> re.Pattern[str]:
-    """Return a regular expression for all secrets, the long lines of each secret, and well-known forms of keys."""
+    """Return a regular expression that matches all secrets, the long lines of each secret, and well-known forms of
+    keys.
+    """
     lines = {line.strip() for secret in secrets for line in _LINES.split(secret)}
     wanted = {*secrets, *(line for line in lines if len(line) >= _SHORTEST_LINE)}
     spelled = map(_any_spelling, sorted(wanted, key=len, reverse=True))

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 
 from rltrain.base.errors import ConfigError, RLTrainError, described, one_line
 
-LONGEST = 1000  # maximum length of a printed line, in characters
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # exit statuses
+LONGEST = 1000  # Maximum length of a printed line, in characters.
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # FAILED, BAD_INPUT and INTERRUPTED are exit statuses.
 
 
 def run_program(
@@ -36,7 +36,7 @@ def run_program(
         return _fail(str(error), BAD_INPUT if isinstance(error, ConfigError) else FAILED)
     except OSError as error:
         return _fail(remedy(error), FAILED)
-    except Exception as error:  # a file system driver, or the reader of a damaged file, may raise any exception
+    except Exception as error:  # A file system driver, or the reader of a damaged file, may raise any exception.
         return _fail(f"unexpected {described(error, LONGEST)}", FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-_STREAMS = ("stdin", "stdout", "stderr")  # the index of a stream in the list is its file descriptor
+_STREAMS = ("stdin", "stdout", "stderr")  # The index of a stream in this tuple is the stream's file descriptor.
 
 
 class _Lasting(io.FileIO):
@@ -20,7 +20,7 @@ class _Lasting(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Connect each standard stream that was closed at the start of the program to the null device.
+    """Connect to the null device each standard stream that was already closed when the program started.
 
     If a standard stream stayed closed, the next file that the program opens would get the stream's file descriptor, and
     child processes would print into the file.
@@ -29,7 +29,7 @@ def open_closed_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            # `os.open` returns the lowest free descriptor, which is the descriptor of the closed stream
+            # `os.open` returns the lowest free descriptor, which is the descriptor of the closed stream.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
 

@@ -1,8 +1,8 @@
 """Folders on any file system that fsspec supports: local paths, `file://`, `s3://` and so on.
 
-The library universal-pathlib could only replace the methods `at`, `path`, `open`, `read` and `exists`, because it
-offers no atomic write, no checksum and no listing that bypasses fsspec's cache. fsspec's transactions are not atomic
-either: a local file is first written in the system's temporary folder, which may be on another disk, and is then
+The library universal-pathlib could replace only the methods `at`, `path`, `open`, `read` and `exists` of `Folder`,
+because it offers no atomic write, no checksum and no listing that bypasses fsspec's cache. Transactions of fsspec are
+not atomic: a local file is first written in the system's temporary folder, which may be on another disk, and is then
 copied.
 """
 
@@ -17,14 +17,14 @@ from fsspec.core import url_to_fs
 
 from rltrain.base.errors import ConfigError
 
-_CHUNK = 1 << 20  # number of bytes per read; larger buffers fragment the memory of a process that runs for days
+_CHUNK = 1 << 20  # Number of bytes per read. Larger buffers fragment the memory of a long-running process.
 
 
 @dataclass(frozen=True)
 class FileStart:
     """The first `size` bytes of a local file.
 
-    The first `size` bytes do not change when something is appended to the file.
+    The first `size` bytes stay the same when data is appended to the file.
     """
 
     path: Path
@@ -68,7 +68,7 @@ class Folder:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a file atomically: even if the process is killed, the file is either complete or not written at all."""
-        # an object store shows a new object only when it is complete
+        # An object store shows a new object only when the object is complete.
         temporary = f"{name}.partial" if self.local else name
         with self.open(temporary, "wb") as stream:
             stream.write(content)
@@ -78,7 +78,8 @@ class Folder:
             os.replace(self.path(temporary), self.path(name))
 
     def copy(self, start: FileStart, name: str) -> tuple[int, int]:
-        """Copy the start of a local file to `name`, in chunks. Return the size and the CRC-32 of the copied bytes.
+        """Copy the first bytes of a local file, in chunks, to the file `name` in this folder. Return the size and the
+        CRC-32 of the copied bytes.
 
         Raises:
             OSError: the local file has become shorter than `size` bytes, or a file cannot be read or written.
@@ -100,7 +101,7 @@ class Folder:
         return bool(self.fs.exists(self.path(name)))
 
     def names(self) -> list[str]:
-        """Return the names of all files and folders directly in the folder.
+        """Return the names of all files and subfolders directly in the folder.
 
         If the folder does not exist, the list is empty.
         """
@@ -112,14 +113,14 @@ class Folder:
         return sorted(path.rstrip("/").rpartition("/")[2] for path in found)
 
     def files(self) -> list[str]:
-        """Return all files in the folder and its subfolders, as paths relative to the folder."""
+        """Return the paths of all files in the folder and its subfolders, relative to the folder."""
         self.fs.invalidate_cache()
         found = self.fs.find(self.root) if self.fs.exists(self.root) else []
         return sorted(path[len(self.root) :].lstrip("/") for path in found)
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all its content, if it exists."""
-        # a symbolic link is removed without its target, which may not even exist
+        # If the path is a symbolic link, only the link is removed, and not its target.
         if self.local and os.path.islink(self.path(name)):
             os.unlink(self.path(name))
         elif self.exists(name):
@@ -149,8 +150,8 @@ def local_path(path: str, where: str) -> Path:
 
     Raises:
         ConfigError: the path is invalid (a name is too long, symbolic links form a loop, or the path contains a NUL
-            character), the user has no permission to access it, a name is not UTF-8, or there is no home folder for
-            `~`.
+            character), the user has no permission to access the path, a name in the path is not UTF-8, or there is no
+            home folder for `~`.
     """
     try:
         found = Path(path).expanduser()
@@ -165,14 +166,15 @@ def local_path(path: str, where: str) -> Path:
         pass
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
-        raise ConfigError(f"{where}: cannot be accessed ({reason}); give another path") from None
+        raise ConfigError(f"{where}: the path cannot be accessed ({reason}); give another path") from None
     return found
 
 
 def _require_utf8(path: Path, where: str) -> None:
     """Raise ConfigError if the path's bytes are not UTF-8.
 
-    Libraries in other languages encode names in UTF-8, so they would not find a path that is not UTF-8.
+    Libraries in other programming languages encode file names in UTF-8, so they would not find a path that is not
+    UTF-8.
     """
     whole, encoding = os.path.abspath(path), sys.getfilesystemencoding()
     try:
@@ -181,7 +183,7 @@ def _require_utf8(path: Path, where: str) -> None:
     except UnicodeEncodeError:  # Python represents undecodable bytes as lone surrogates, which UTF-8 cannot encode
         pass
     if encoding == "utf-8":
-        raise ConfigError(f"{where}: a name in {whole!a} is not UTF-8; rename it")
+        raise ConfigError(f"{where}: a name in {whole!a} is not UTF-8; rename that file or folder")
     raise ConfigError(
         f"{where}: {whole!a} is not plain ASCII, and such names cannot be used while the locale's encoding is "
         f"{encoding}; set PYTHONUTF8=1, or LC_ALL=C.UTF-8"

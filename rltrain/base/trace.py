@@ -1,8 +1,8 @@
 """Records what this process does and when, so that the driver can build the timeline of a run.
 
 Each process keeps its own events in memory until `take` is called. Event times come from the wall clock of the
-process's machine (`time.time_ns`). If the clocks of two machines differ, the events of the two machines are shifted
-against each other by the difference.
+process's machine (`time.time_ns`). If the clocks of two machines differ, the timeline shows the events of the two
+machines shifted by that difference.
 
 The recorder is off until `start` is called. While the recorder is off, a call of `span` returns a shared context
 manager that does nothing.
@@ -20,13 +20,14 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
-VARIABLE = "RLTRAIN_TRACE"  # environment variable that starts the recorder of a worker process; holds the process label
-CALLS = "calls"  # track of calls to the roles (such as actor or critic) of a training rank
-OTHER_TASKS = "other tasks"  # track of asyncio tasks that were not given a name
-MOST_EVENTS = 200_000  # maximum number of events that a process keeps; further events are only counted
-_MERGE_NS = 5_000_000  # two events of one track are merged only if the gap between the events is at most 5 ms
-_UNNAMED = re.compile(r"Task-\d+")  # matches the default name of an asyncio task
-# matches the step number in a task's name, which is removed so that all steps of a run share one track
+# The environment variable RLTRAIN_TRACE starts the recorder of a worker process and holds the label of that process.
+VARIABLE = "RLTRAIN_TRACE"
+CALLS = "calls"  # Track of calls to the roles of a training rank, such as actor or critic.
+OTHER_TASKS = "other tasks"  # Track of asyncio tasks that were not given a name.
+MOST_EVENTS = 200_000  # Maximum number of events that a process keeps; further events are only counted.
+_MERGE_NS = 5_000_000  # Two events of one track are merged only if the gap between the events is at most 5 ms.
+_UNNAMED = re.compile(r"Task-\d+")  # Matches the default name of an asyncio task.
+# Matches the step number in a task's name. The step number is removed, so that all steps of a run share one track.
 _OF_STEP = re.compile(r" of step \d+")
 
 
@@ -40,7 +41,7 @@ class Event(NamedTuple):
         duration_ns: duration in nanoseconds.
         args: details that the viewer shows when the event is selected, as plain JSON values.
         nests: whether the event may be drawn inside another event of the track. If `nests` is false, the event is drawn
-            on a row without other events at the same time.
+            on a timeline row that has no other event at the same time.
     """
 
     track: str
@@ -85,7 +86,7 @@ class _Recorder:
 
     def clear(self) -> None:
         self.events: list[Event] = []
-        # maps a track to the index of the track's latest event, if a later event may extend the latest event
+        # Maps a track to the index of the track's latest event, if a later event may be merged into the latest event.
         self.latest: dict[str, int] = {}
         self.lost = 0
 
@@ -163,12 +164,14 @@ def on() -> bool:
 
 
 def environment(process: str) -> dict[str, str]:
-    """Return the environment variables that start the recorder of a new process; {} if this process does not record."""
+    """Return the environment variables that start the recorder of a new process; {} if the recorder of this process is
+    off.
+    """
     return {VARIABLE: process} if _recorder is not None else {}
 
 
 def start_from(variables: "dict[str, str] | os._Environ[str]") -> None:
-    """Start the recorder of this process if `variables` contains the environment variable from `environment`."""
+    """Start the recorder of this process if `variables` contains the variable that the function `environment` sets."""
     if label := variables.get(VARIABLE):
         start(label)
 
@@ -179,9 +182,9 @@ def span(name: str, track: str = "", *, merged: bool = False, **args: Any) -> "_
     Args:
         name: label of the event in the timeline.
         track: name of the timeline row. The default is the name of the current asyncio task.
-        merged: whether the event may be merged with an event of the same name that ended directly before, so that
+        merged: whether the event may be merged with an event of the same name that ended at most 5 ms before, so that
             thousands of short steps become one event. Merging adds up the values of `args`.
-        args: details of the event, as plain JSON values; numbers if `merged` is true.
+        args: details of the event, as plain JSON values. If `merged` is true, the values must be numbers.
     """
     if _recorder is None:
         return _NOTHING
@@ -189,7 +192,7 @@ def span(name: str, track: str = "", *, merged: bool = False, **args: Any) -> "_
 
 
 def add(name: str, track: str, start_ns: int, **args: Any) -> None:
-    """Record an event from `start_ns` until now, drawn on a timeline row without other events at the same time.
+    """Record an event from `start_ns` until now, drawn on a timeline row that has no other event at the same time.
 
     Args:
         name: label of the event in the timeline.
@@ -221,7 +224,7 @@ def _task() -> str:
     """
     try:
         task = asyncio.current_task()
-    except RuntimeError:  # raised if no event loop is running in this thread
+    except RuntimeError:  # No event loop is running in this thread.
         task = None
     if task is None:
         return threading.current_thread().name

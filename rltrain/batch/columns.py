@@ -1,9 +1,9 @@
 """Columns of a batch, stored as values and offsets, and functions that copy rows between batches.
 
-The values of a column are either a tensor or *stored*, that is, bytes of a received batch in memory that other
-processes may read too. Stored bytes are read-only, and no tensor shares memory with them. A caller that needs some
-rows, or the whole column as a tensor, gets a copy of only the values that it needs. The functions that copy rows copy
-each byte only once.
+The values of a column are either a tensor or *stored*. Stored values are the bytes of a received batch, in memory that
+other processes may read too. Stored bytes are read-only, and no tensor shares memory with them. A caller that needs
+some rows, or the whole column as a tensor, gets a copy of only those values. The functions that copy rows copy each
+byte only once.
 """
 
 import math
@@ -26,7 +26,7 @@ class Stored:
     Attributes:
         dtype: data type of the values.
         shape: shape of the values.
-        memory: bytes of the values, (n,) uint8, read-only.
+        memory: bytes of the values, as a read-only array (n,) of uint8.
     """
 
     dtype: torch.dtype
@@ -48,8 +48,8 @@ class Column:
     """One column of a batch.
 
     Attributes:
-        values: (B, ...) in a dense column, (N, ...) in a jagged column.
-        offsets: (B + 1,) in a jagged column, None in a dense column.
+        values: the values of all rows, (B, ...) in a dense column and (N, ...) in a jagged column.
+        offsets: offsets of the rows, (B + 1,), in a jagged column; None in a dense column.
         tensor: cached result of `whole`, that is, the column as one dense or nested tensor; None before the first call.
     """
 
@@ -74,7 +74,7 @@ class Column:
         return self.tensor
 
     def in_family(self, offsets: Tensor | None) -> "Column":
-        """Return a column with the same values, whose offsets tensor is replaced by the equal tensor `offsets`."""
+        """Return a column with the same values and with the tensor `offsets`, which equals the column's own offsets."""
         return self if offsets is self.offsets else Column(self.values, offsets)
 
 
@@ -89,7 +89,7 @@ def column_of(tensor: Tensor) -> Column:
 
 
 def share_offsets(columns: Columns) -> dict[str, Column]:
-    """Return the columns with one shared offsets tensor for all jagged columns that have equal offsets."""
+    """Return the columns, changed so that jagged columns with equal offsets share one offsets tensor."""
     families: list[Tensor] = []
 
     def known(offsets: Tensor) -> Tensor:
@@ -127,9 +127,9 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
     Args:
         parts: for each part (batch), a mapping from column names to columns. All parts have the same column names.
-        rows: numbers of the rows to copy, int64, in the order that they get in the result. Row numbers continue from
-            one part to the next: the first row of a part follows the last row of the previous part. If `rows` is None,
-            all rows are copied.
+        rows: numbers of the rows to copy, int64, in the order of the result. Row numbers continue from one part to the
+            next: the first row of a part follows the last row of the previous part. If `rows` is None, all rows are
+            copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}
@@ -144,11 +144,11 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
 
 class Route(NamedTuple):
-    """Describes from where the values of new rows are copied, for a group of columns with shared offsets.
+    """Describes from which ranges of values new rows are copied, for columns that share one offsets tensor.
 
     Attributes:
         pieces: (part, start, stop) of each range of contiguous values to copy, in the order of the new rows.
-        total: number of values.
+        total: number of values in all new rows together.
         offsets: offsets of the new rows; None for dense columns.
     """
 
@@ -178,9 +178,9 @@ def _edges(column: Column) -> np.ndarray:
 
 
 def _runs(owners: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int, int]]:
-    """Convert row numbers to ranges of contiguous values: (part, start, stop).
+    """Convert selected rows to ranges of contiguous values, each given as (part, start, stop).
 
-    Rows with adjacent values in the same part form one range.
+    Successive rows whose values are adjacent in the same part form one range.
     """
     if not len(owners):
         return []
@@ -216,7 +216,9 @@ def _is_plain(source: Tensor | Stored) -> bool:
 
 
 def memory_of(source: Tensor | Stored) -> np.ndarray:
-    """Return the bytes of a CPU tensor, (n,) uint8. The tensor is copied only if it is not contiguous."""
+    """Return the bytes of stored values or of a CPU tensor, (n,) uint8. A tensor is copied only if it is not
+    contiguous.
+    """
     if isinstance(source, Stored):
         return source.memory
     return source.detach().contiguous().view(-1).view(torch.uint8).numpy()

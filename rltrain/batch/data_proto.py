@@ -1,12 +1,12 @@
 """`DataProto`, the batch of a training step, and the table of its columns.
 
-Letters for sizes in this project: P prompts in a step, G samples of one prompt (a group), B = P * G sequences,
-T response tokens of a row in the padded view, N tokens of a packed batch, V vocabulary entries.
+The following letters stand for sizes in this project: P prompts in a step, G samples of one prompt (a group), B = P * G
+sequences, T response tokens of a row in the padded view, N tokens of a packed batch, V vocabulary entries.
 
 Variable-length columns are *jagged*: they consist of the concatenated values of all rows, (N,), and of the offsets of
-the rows, (B + 1,). Row i of a jagged column is `values[offsets[i]:offsets[i + 1]]`. All columns of a family, such as
-the response columns, share one offsets tensor. Batches are stored and sent without padding. The method `padded(column)`
-returns the padded view (B, T), which the algorithms read.
+the rows, (B + 1,). Row i of a jagged column is `values[offsets[i]:offsets[i + 1]]`. A family is a set of jagged columns
+with equal row lengths, such as the response columns; they share one offsets tensor. Batches are stored and sent without
+padding. The method `padded(column)` returns the padded view (B, T), which the algorithms read.
 """
 
 import json
@@ -25,8 +25,8 @@ from rltrain.batch.serialization import Packet, Text, objects, receive, send
 
 __all__ = ["COLUMNS", "DataProto", "jagged", "offsets_of", "positions"]
 
-# Maps each column to (family, meaning). All columns of a family share one offsets tensor. Columns of the family "row"
-# are dense, with one value per row.
+# Maps the name of each column to (family, meaning). All columns of a family share one offsets tensor. The columns of
+# the family "row" are dense and have one value per row.
 COLUMNS: dict[str, tuple[str, str]] = {
     "prompts": ("prompt", "token ids of the prompt, int64"),
     "responses": (
@@ -69,11 +69,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
 class DataProto:
     """A batch of B rows: tensor columns, columns of Python objects, and metadata.
 
-    A method that transforms a batch returns a new batch and does not change the batch that it is called on. The values
-    of a batch from another process stay in shared memory, which other processes may read too. `DataProto` never writes
-    to shared memory. Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor,
-    such as `values`, copy the column that they return. The property `batch` copies all tensor columns from shared
-    memory.
+    A method that transforms a batch returns a new batch and leaves the original batch unchanged. The values of a batch
+    from another process stay in shared memory, which other processes may read too. `DataProto` never writes to shared
+    memory. Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor, such as
+    `values`, copy the column that they return. The property `batch` copies all tensor columns from shared memory.
 
     Attributes:
         meta_info: metadata of the batch as a whole.
@@ -82,7 +81,9 @@ class DataProto:
     def __init__(self, batch: TensorDict, non_tensor_batch: dict[str, np.ndarray], meta_info: dict[str, Any]) -> None:
         rows = {len(column) for column in non_tensor_batch.values()} | {int(batch.batch_size[0])}
         if len(rows) != 1:
-            raise ValueError(f"columns have {sorted(rows)} rows: all columns of a batch must have the same number")
+            raise ValueError(
+                f"columns have {sorted(rows)} rows: all columns of a batch must have the same number of rows"
+            )
         columns = share_offsets({key: column_of(cast(Tensor, column)) for key, column in batch.items()})
         self._fill(columns, dict(non_tensor_batch), rows.pop(), meta_info)
 
@@ -116,7 +117,9 @@ class DataProto:
         sizes = {name: len(c) if not c.is_nested else c.size(0) for name, c in tensors.items()}
         sizes |= {name: len(c) for name, c in non_tensors.items()}
         if len(set(sizes.values())) > 1:
-            raise ValueError(f"columns differ in rows: {sizes}; all columns of a batch must have the same number")
+            raise ValueError(
+                f"numbers of rows differ: {sizes}; all columns of a batch must have the same number of rows"
+            )
         if twice := tensors.keys() & non_tensors.keys():
             raise ValueError(
                 f"{sorted(twice)} are names of both tensor and object columns; give each column its own name"
@@ -127,7 +130,7 @@ class DataProto:
 
     @property
     def batch(self) -> TensorDict:
-        """A dict of the tensor columns by name, each (B, ...) dense or (B, j) jagged.
+        """A dict of the tensor columns by name. A column is a dense tensor (B, ...) or a nested tensor (B, j).
 
         Changes to the dict `batch` change the batch object.
         """
@@ -155,7 +158,7 @@ class DataProto:
             found = {
                 key: known.get(id(tensor)) or column_of(cast(Tensor, tensor)) for key, tensor in self._table.items()
             }
-            # `!=` compares columns by identity, because the dataclass `Column` has `eq=False`
+            # `!=` compares columns by identity, because the dataclass `Column` has `eq=False`.
             if found != self._columns:
                 self._columns = share_offsets(found)
         return self._columns
@@ -199,7 +202,7 @@ class DataProto:
         for name, values in columns.items():
             if len(values) != len(column.values):
                 raise ValueError(
-                    f"{len(values)} values for '{name}', {len(column.values)} in '{like}': give one value per token"
+                    f"{len(values)} values for '{name}', {len(column.values)} values in '{like}': give one per token"
                 )
         return self._with({name: Column(values, offsets) for name, values in columns.items()})
 
@@ -214,7 +217,7 @@ class DataProto:
         return self.with_values(like, **{name: padded[mask] for name, padded in columns.items()})
 
     def padded(self, column: str, *, padding: float = 0) -> Tensor:
-        """Return a jagged column as (B, T), with `padding` at the right of each row."""
+        """Return a jagged column as a tensor (B, T), in which each row is filled up with `padding` on the right."""
         values, mask = self.values(column), self.padding_mask(column)
         return torch.full(mask.shape, padding, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
 
@@ -257,7 +260,9 @@ class DataProto:
         """
         self._known(names)
         if len({names.get(key, key) for key in self.keys()}) != len(self.keys()):
-            raise ValueError(f"rename {dict(names)} gives two columns one name; columns are {self.keys()}")
+            raise ValueError(
+                f"rename {dict(names)} would give two columns the same name; the columns are {self.keys()}"
+            )
         columns = {names.get(key, key): column for key, column in self._tensors.items()}
         others = {names.get(key, key): column for key, column in self._others.items()}
         return self._of(columns, others, len(self), self.meta_info)
@@ -266,8 +271,8 @@ class DataProto:
         """Return a batch with the columns and metadata of both batches.
 
         Raises:
-            ValueError: the numbers of rows differ, or the batches have a column or a metadata entry with the same name
-                but different values.
+            ValueError: the numbers of rows differ, or the two batches have different values in a column or metadata
+                entry of the same name.
         """
         if len(self) != len(other):
             raise ValueError(
@@ -275,11 +280,13 @@ class DataProto:
             )
         for key in set(self.keys()) & set(other.keys()):
             if not self._same(other, key):
-                raise ValueError(f"union: column '{key}' differs between the two; rename or pop one of them first")
+                raise ValueError(
+                    f"union: column '{key}' differs between the two batches; rename or pop one of them first"
+                )
         for key in set(self.meta_info) & set(other.meta_info):
             ours, theirs = self.meta_info[key], other.meta_info[key]
             if ours != theirs:
-                raise ValueError(f"union: meta_info['{key}'] is {ours} in one and {theirs} in the other")
+                raise ValueError(f"union: meta_info['{key}'] is {ours} in one batch and {theirs} in the other batch")
         merged = self._with({key: column for key, column in other._tensors.items() if key not in self})
         merged._others.update(other._others)
         merged.meta_info.update(other.meta_info)
@@ -291,15 +298,15 @@ class DataProto:
 
         Args:
             parts: the batches to concatenate.
-            rows: numbers of the rows to take, int64, in the order that they get in the result. Row numbers continue
-                from one part to the next: the first row of a part follows the last row of the previous part. If `rows`
-                is None, all rows are taken in order.
+            rows: numbers of the rows to take, int64, in the order of the result. Row numbers continue from one part to
+                the next: the first row of a part follows the last row of the previous part. If `rows` is None, all rows
+                are taken in order.
 
         Raises:
             ValueError: the parts have different columns, or `parts` is empty.
         """
         if not parts:
-            raise ValueError("concat of no batches: give at least one")
+            raise ValueError("concat of no batches: give at least one batch")
         kinds = parts[0]._kinds()
         for part in parts:
             if part._kinds() != kinds:
@@ -332,7 +339,7 @@ class DataProto:
     def repeat(self, times: int, *, interleave: bool = True) -> Self:
         """Return a batch in which each row is repeated `times` times.
 
-        Two rows a, b repeated twice become a a b b if `interleave` is True, and a b a b otherwise.
+        If `times` is 2, the rows a, b become a, a, b, b if `interleave` is true, and a, b, a, b otherwise.
         """
         rows = torch.arange(len(self))
         return self[rows.repeat_interleave(times) if interleave else rows.repeat(times)]
@@ -358,10 +365,10 @@ class DataProto:
         return self._of(moved, self._others, len(self), self.meta_info)
 
     def pad_to_divisor(self, divisor: int) -> tuple[Self, int]:
-        """Append repeated rows, from the start of the batch, until the batch size is a multiple of `divisor`.
+        """Append copies of the batch's first rows until the number of rows is a multiple of `divisor`.
 
         Returns:
-            The longer batch, and the number of rows added.
+            The batch with the appended rows, and the number of appended rows.
         """
         added = -len(self) % divisor
         return self[torch.arange(len(self) + added) % max(len(self), 1)], added
@@ -373,7 +380,7 @@ class DataProto:
     def save(self, path: str | Path) -> None:
         """Write the batch to one file.
 
-        Objects and metadata are stored as JSON, so that `load` does not unpickle any code.
+        Object columns and metadata are stored as JSON, so that `load` does not unpickle any code.
         """
         families: dict[int, Tensor] = {}
         tensors = {}
@@ -397,7 +404,7 @@ class DataProto:
 
     @classmethod
     def load(cls, path: str | Path) -> Self:
-        """Read a batch that `save` wrote."""
+        """Read a batch from a file that `save` wrote."""
         stored = torch.load(path, weights_only=True)
         families = stored["families"]
         columns = {
@@ -427,7 +434,7 @@ class DataProto:
     def shares(self, other: "DataProto", key: str) -> bool:
         """Return whether a tensor column occupies the same memory in both batches.
 
-        `shares` compares only the storage of the two columns, not their values.
+        `shares` compares only the memory of the two columns, not their values.
         """
         return self._tensors[key].values is other._tensors[key].values
 

@@ -15,9 +15,9 @@ Rows = list[int]
 def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step: int) -> list[Rows]:
     """Return the rows of each mini-batch, in training order.
 
-    Rows of the same prompt group are always in the same mini-batch. The mini-batches of an epoch differ by at most one
-    group in size. If a step has fewer groups than mini-batches, some mini-batches are empty. Each epoch has its own
-    shuffled order of the groups, with (seed, step, epoch) as the random seed.
+    Rows of the same prompt group are always in the same mini-batch. The mini-batches of an epoch differ in size by at
+    most one prompt group. If a training step has fewer prompt groups than mini-batches, some mini-batches are empty.
+    Each epoch shuffles the prompt groups anew, with (seed, step, epoch) as the random seed.
 
     Args:
         uids: number of each row's prompt group, (B,).
@@ -46,7 +46,7 @@ def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
     """
     rows = sorted(rows)
     shares = partition([max(work[row], 1) for row in rows], ranks)
-    assert shares is not None, "without sizes every row fits"
+    assert shares is not None, "if rows have no sizes, every row fits"
     return [sorted(rows[index] for index in share) for share in shares]
 
 
@@ -55,8 +55,8 @@ def microbatches(
 ) -> list[Rows]:
     """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
 
-    By default, the number of micro-batches is the result of first-fit packing, which places the longest rows first. If
-    `count` is larger than the first-fit result, the number of micro-batches is `count`, but at most the number of rows.
+    By default, the number of micro-batches is the number that first-fit packing needs if it places the longest rows
+    first. If `count` is larger than that number, there are `count` micro-batches, but at most as many as rows.
 
     Raises:
         ValueError: a single row is longer than `max_tokens`.
@@ -68,7 +68,7 @@ def microbatches(
     if not wanted:
         return []
     even = partition(costs, wanted, sizes=sizes, room=max_tokens)
-    if even is None:  # the balanced partition found no room for a row, so start from the first-fit packing
+    if even is None:  # The balanced partition found no room for a row, so the search starts from first fit.
         place = {row: index for index, row in enumerate(rows)}
         packed = _split([[place[row] for row in cut] for cut in fewest], wanted, costs)
         even = refined(costs, packed, sizes=sizes, room=max_tokens)
@@ -79,7 +79,7 @@ def microbatches(
 def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows]:
     """Pack rows into micro-batches by first fit, with the longest row first.
 
-    The number of micro-batches is at most 11/9 of the smallest possible number, plus 6/9 (Dosa 2007).
+    If n is the smallest possible number of micro-batches, first fit needs at most 11/9 * n + 6/9 (Dosa 2007).
 
     Raises:
         ValueError: a single row is longer than `max_tokens`.
@@ -88,7 +88,9 @@ def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows
     room: list[int] = []
     for row in sorted(rows, key=lambda r: (-lengths[r], r)):
         if lengths[row] > max_tokens:
-            raise ValueError(f"row {row} has {lengths[row]} tokens, above the budget of {max_tokens}; raise the budget")
+            raise ValueError(
+                f"row {row} has {lengths[row]} tokens, above the token limit of {max_tokens}; raise the token limit"
+            )
         fits = next((k for k, left in enumerate(room) if left >= lengths[row]), None)
         if fits is None:
             cuts.append([row])
@@ -108,7 +110,7 @@ def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
     while len(cuts) < count:
         largest = max((cut for cut in cuts if len(cut) > 1), key=lambda cut: sum(work[row] for row in cut))
         halves = partition([work[row] for row in largest], 2)
-        assert halves is not None, "without sizes every row fits"
+        assert halves is not None, "if rows have no sizes, every row fits"
         cuts.remove(largest)
         cuts += [[largest[index] for index in half] for half in halves]
     return cuts
@@ -120,13 +122,13 @@ def assign_minibatch(
     """Return the micro-batches of each rank for one mini-batch. Every rank gets the same number of micro-batches.
 
     Ranks wait for each other in every micro-batch, so the k-th micro-batches of all ranks have nearly equal work. If a
-    rank has fewer rows than micro-batches, the last micro-batches of the rank are empty.
+    rank has fewer rows than micro-batches, the last micro-batches of that rank are empty.
 
     Args:
         lengths: number of tokens that each row of the batch takes in a packed micro-batch.
         rows: rows of the mini-batch.
         ranks: number of ranks that share the mini-batch.
-        max_tokens: token limit of one micro-batch, never exceeded.
+        max_tokens: maximum number of tokens in one micro-batch.
         work: cost of each row of the batch, in any unit. If `work` is None, the cost of a row is its number of tokens.
     """
     shares = balance(lengths if work is None else work, rows, ranks)

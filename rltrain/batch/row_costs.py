@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Model types whose feed-forward layers have two matrices; in all other model types, a gate is the third matrix.
+# Model types whose feed-forward layers have two matrices. All other model types have a gate as the third matrix.
 _UNGATED = {
     "bloom",
     "codegen",
@@ -24,18 +24,18 @@ _UNGATED = {
     "starcoder2",
 }
 _WINDOWED = ("sliding_attention", "chunked_attention")
-_ATTENTION = ("full_attention", *_WINDOWED)  # the layer types whose cost grows with the number of token pairs
+_ATTENTION = ("full_attention", *_WINDOWED)  # Layer types whose cost grows with the number of token pairs.
 
 
 @dataclass(frozen=True)
 class RowWork:
-    """Numbers of multiply-adds per token and per token pair, which determine the forward-pass cost of a row.
+    """The numbers of multiply-adds per token and per token pair, from which the forward-pass cost of a row is computed.
 
     Attributes:
         token: multiply-adds per token, in the matrices of all layers.
         output: multiply-adds per response token, in the vocabulary head.
-        attention: (window, multiply-adds per pair of tokens) for each group of layers with the same attention window.
-            A window of None means that a token attends to all preceding tokens.
+        attention: for each group of layers with the same attention window, the pair (window, multiply-adds per pair of
+            tokens). A window of None means that a token attends to all preceding tokens.
     """
 
     token: int = 1
@@ -60,7 +60,7 @@ class RowWork:
 def causal_pairs(tokens: int, window: int | None) -> int:
     """Return the number of (query, key) pairs that causal attention computes in a row of `tokens` tokens.
 
-    Each token attends to itself and to the tokens before it, but to at most `window` tokens in all.
+    Each token attends to itself and to the tokens before it, but to at most `window` tokens in total.
     """
     near = tokens if window is None else min(tokens, window)
     return near * (near + 1) // 2 + (tokens - near) * near
@@ -69,7 +69,8 @@ def causal_pairs(tokens: int, window: int | None) -> int:
 def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
     """Return the compute cost of rows for a model with the given config.
 
-    If the config lacks the hidden size or the number of layers, each token costs 1, which underestimates long rows.
+    If the config lacks the hidden size or the number of layers, each token costs 1, which underestimates the cost of
+    long rows.
 
     Args:
         model: the Hugging Face config of the model, as a mapping.
@@ -82,11 +83,11 @@ def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
     heads = _number(model, "num_attention_heads", "n_head", "num_heads") or 1
     head_dim = _number(model, "head_dim") or hidden // heads
     key_heads = _number(model, "num_key_value_heads") or heads
-    # the projections of queries and outputs, and of keys and values
+    # The matrices of queries and outputs have `heads` heads, and the matrices of keys and values `key_heads` heads.
     projections = 2 * hidden * head_dim * (heads + key_heads)
     windows: dict[int | None, int] = {}
     for window in _windows(model, layers):
-        # one multiply-add for query * key, and one for weight * value
+        # Each head dimension costs one multiply-add for query * key, and one for attention weight * value.
         windows[window] = windows.get(window, 0) + 2 * heads * head_dim
     return RowWork(
         layers * (projections + _feed_forward(model, hidden)),
@@ -98,7 +99,7 @@ def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
 def _feed_forward(model: Mapping[str, Any], hidden: int) -> int:
     """Return the multiply-adds of one token in the feed-forward part of one layer.
 
-    In a mixture of experts, only the router, the chosen experts and the shared experts count.
+    In a mixture-of-experts model, only the router, the chosen experts and the shared experts are counted.
     """
     matrices = 2 if model.get("model_type") in _UNGATED else 3
     width = _number(model, "intermediate_size", "n_inner", "ffn_dim") or 4 * hidden

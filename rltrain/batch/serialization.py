@@ -1,10 +1,10 @@
-"""Serialization of a batch for other processes.
+"""Serialization of a batch for the transfer to other processes.
 
 A serialized batch consists of a small header and of separate byte buffers: one for the values of each tensor column,
-one for the offsets of each column family, and one for each text column. Pickle protocol 5 transfers the buffers out of
-band. Ray writes the buffers directly into one object of its object store, and readers map that object into memory. The
-transfer copies the buffers only once, into the object store. A process that reads a batch copies only the rows that it
-needs.
+one for the offsets of each column family, and one for each text column. Pickle protocol 5 transfers the byte buffers
+out of band, that is, without copying them into the pickle. Ray copies the byte buffers once, into one object of its
+object store, and reading processes map that object into memory. A process that reads a batch copies only the rows that
+it needs.
 """
 
 import itertools
@@ -17,14 +17,14 @@ import torch
 
 from rltrain.batch.columns import Column, Columns, Stored, memory_of, share_offsets
 
-Bytes = Any  # a PickleBuffer if the pickle protocol is at least 5, otherwise plain bytes
+Bytes = Any  # A PickleBuffer if the pickle protocol is at least 5; otherwise plain bytes.
 Objects = Mapping[str, "np.ndarray | Text"]
-# the error handler `surrogatepass` accepts unpaired surrogates, which a broken tokenizer may produce
+# The error handler `surrogatepass` accepts unpaired surrogates, which a broken tokenizer may produce.
 SURROGATES = "surrogatepass"
 
 
 class Text(NamedTuple):
-    """Strings in shared memory, as concatenated UTF-8. The string of row i is `memory[starts[i]:stops[i]]`."""
+    """A string column in shared memory, as concatenated UTF-8. The string of row i is `memory[starts[i]:stops[i]]`."""
 
     memory: np.ndarray
     starts: np.ndarray
@@ -47,11 +47,12 @@ class Packet(NamedTuple):
     """The pickled form of the columns of a batch.
 
     Attributes:
-        tensors: (name, dtype, shape, family, bytes) of each tensor column. `family` is an index into `families`, or -1
-            for a dense column.
+        tensors: (name, dtype, shape, family, bytes) of each tensor column. `family` is an index into the list
+            `families`, or -1 for a dense column.
         families: the offsets of each column family, as the bytes of int64 numbers.
-        others: all other columns. A column of strings is stored as (name, UTF-8 bytes, bytes of int64 numbers that give
-            the end of each string). Any other column is stored as (name, None, list of its objects).
+        others: all columns that are not tensors. A column of strings is stored as (name, UTF-8 bytes, bytes of int64
+            numbers that give the end of each string). A column of objects that are not all strings is stored as (name,
+            None, list of the objects).
     """
 
     tensors: list[tuple[str, str, tuple[int, ...], int, Bytes]]
@@ -61,14 +62,14 @@ class Packet(NamedTuple):
 
 def objects(column: Any) -> np.ndarray:
     """Convert a sequence of B objects of any type to an object array (B,)."""
-    # unlike np.fromiter, np.array would unpack rows that are lists
+    # Unlike np.fromiter, np.array would unpack rows that are lists.
     return np.fromiter(column, dtype=object, count=len(column))
 
 
 def send(columns: Columns, others: Objects, protocol: int) -> tuple[Any, ...]:
     """Convert the columns to a tuple of the fields of a `Packet`.
 
-    From pickle protocol 5 on, contiguous tensors on the CPU are not copied.
+    If the pickle protocol is at least 5, contiguous tensors on the CPU are not copied.
     """
 
     def wrap(memory: np.ndarray) -> Bytes:

@@ -1,12 +1,13 @@
 """Trajectories, which record for each turn the tokens added to the context and the tokens that the policy sampled.
 
 A trajectory becomes one row of a batch. The observation of the trajectory's first turn is the row's prompt. Everything
-after the prompt is the row's response: the sampled tokens of all turns, and the observations between them.
+after the prompt is the row's response: the sampled tokens of all turns, and the observations between the sampled
+tokens.
 
 Two columns of a batch tell which tokens were sampled and which are observations. The column `response_mask` is True at
-sampled tokens that are trained on; a later step may set it to False, for instance in rows without a score. The column
-`policy_version` never changes, so the functions `sampled_tokens` and `sampled_lengths`, which read it, also include the
-sampled tokens of rows that are not trained on.
+sampled tokens that are trained on. A later stage may set the mask to False, for instance in rows without a score. The
+column `policy_version` never changes. The functions `sampled_tokens` and `sampled_lengths` read `policy_version`, so
+they also include the sampled tokens of rows that are not trained on.
 """
 
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from rltrain.batch.data_proto import DataProto
 
-NOT_SAMPLED = -1  # `policy_version` of a response token that was not sampled because it is part of an observation
+NOT_SAMPLED = -1  # The value of `policy_version` at a response token that belongs to an observation.
 
 _Value = TypeVar("_Value", int, float)
 
@@ -31,13 +32,13 @@ class Turn:
     Attributes:
         observation_ids: token ids that were put into the context since the last turn: the prompt in the first turn, and
             later, for instance, a tool's result or a user's reply.
-        action_ids: token ids that the policy sampled; empty if the trajectory ended with the observation.
+        action_ids: token ids that the policy sampled in the turn; empty if the trajectory ended with the observation.
         log_probs: log-probability of each sampled token in nats, under the distribution from which the token was
             sampled.
         versions: version of the weights that sampled each token, 0 or above.
         finish_reason: why the turn ended: "stop", "length" or "abort", as the engine reported it.
-        text: the action, decoded without special tokens.
-        reward: reward that the environment gave for the turn; None if the environment gave none.
+        text: text of the action's tokens, without special tokens.
+        reward: reward that the environment gave for the turn; None if there was no reward.
     """
 
     observation_ids: Sequence[int]
@@ -52,7 +53,7 @@ class Turn:
         if not len(self.action_ids) == len(self.log_probs) == len(self.versions):
             raise ValueError(
                 f"{len(self.action_ids)} sampled tokens, {len(self.log_probs)} log-probs, {len(self.versions)} "
-                "versions: a turn must have one of each"
+                "versions: each sampled token of a turn must have one log-prob and one version"
             )
 
 
@@ -74,7 +75,9 @@ class Trajectory:
 
     def __post_init__(self) -> None:
         if not self.turns:
-            raise ValueError(f"sample {(self.uid, self.sample)} has no turn: the first turn holds the prompt")
+            raise ValueError(
+                f"sample {(self.uid, self.sample)} has no turns; give at least one turn, which holds the prompt"
+            )
 
     @property
     def prompt_ids(self) -> Sequence[int]:
@@ -88,11 +91,13 @@ class Trajectory:
 
     @property
     def text(self) -> str:
-        """Text of the sampled tokens of all turns, without the observations between them."""
+        """Text of the sampled tokens of all turns, without the observations between the turns."""
         return "".join(turn.text for turn in self.turns)
 
     def segments(self) -> list[tuple[int, bool]]:
-        """Return the segments of the response in order, each as (number of tokens, whether the policy sampled them)."""
+        """Return the segments of the response in order, each as (number of tokens, whether the policy sampled these
+        tokens).
+        """
         found = [(len(self.turns[0].action_ids), True)]
         for turn in self.turns[1:]:
             found += (len(turn.observation_ids), False), (len(turn.action_ids), True)
@@ -116,7 +121,7 @@ class Trajectory:
 def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequence[_Value]]) -> Sequence[_Value]:
     """Concatenate the values of a response: the first action, then each observation followed by its action.
 
-    If a response has only one action, the values of the action are returned without a copy.
+    If a response has only one action, that action's values are returned without a copy.
     """
     first, *later = actions
     if not later:
@@ -125,7 +130,7 @@ def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequen
 
 
 def sampled_tokens(batch: DataProto) -> Tensor:
-    """Return for each response token whether the policy sampled it: (N,) bool.
+    """Return a bool tensor (N,) that says for each response token whether the policy sampled the token.
 
     Unlike `response_mask`, the result is also True for the sampled tokens of rows that are not trained on.
     """
@@ -133,6 +138,6 @@ def sampled_tokens(batch: DataProto) -> Tensor:
 
 
 def sampled_lengths(batch: DataProto) -> Tensor:
-    """Return for each row the number of response tokens that the policy sampled: (B,) int64."""
+    """Return an int64 tensor (B,) with the number of response tokens of each row that the policy sampled."""
     counts = sampled_tokens(batch).cumsum(0)
     return torch.cat([counts.new_zeros(1), counts])[batch.offsets("policy_version")].diff()

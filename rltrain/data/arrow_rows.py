@@ -1,6 +1,6 @@
 """Conversion of Arrow tables into rows.
 
-Tables with values that Python cannot represent are refused when they are read.
+Reading a table raises ConfigError if Python cannot represent a value in the table.
 """
 
 from typing import Any
@@ -9,14 +9,14 @@ from rltrain.base.errors import ConfigError
 from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
 
-_BATCH = 1024  # number of rows that are converted at once
+_BATCH = 1024  # `_check_values` converts at most `_BATCH` rows at once.
 
 
 def table_rows(table: Any, where: str) -> Rows:
     """Return the rows of a `pyarrow.Table`.
 
     Raises:
-        ConfigError: two columns have the same name, or Python cannot represent a value.
+        ConfigError: two columns have the same name, or Python cannot represent a value in the table.
     """
     names = table.column_names
     twice = [name for name in names if names.count(name) > 1]
@@ -29,11 +29,11 @@ def table_rows(table: Any, where: str) -> Rows:
 
 
 def _in_microseconds(column: Any, name: str, where: str) -> Any:
-    """Return a column whose times are in microseconds instead of nanoseconds.
+    """Convert the times in an Arrow column from nanoseconds to microseconds.
 
-    Microseconds are the finest unit of time in Python's own types.
+    Microseconds are the finest time unit of Python's `datetime` types.
 
-    If pandas is installed, pyarrow would return nanoseconds as objects of pandas' classes.
+    Without the conversion, pyarrow would return times in nanoseconds as pandas objects if pandas is installed.
 
     Raises:
         ConfigError: a time in nanoseconds is not a whole number of microseconds.
@@ -46,7 +46,8 @@ def _in_microseconds(column: Any, name: str, where: str) -> Any:
     except Exception:  # pyarrow raises several exception types for values that cannot be converted
         for row in range(len(column)):
             try:
-                column.take([row]).cast(kind)  # a cast of a slice would also cast list elements outside the slice
+                # `take` copies the row. Casting a slice of a list column would also cast elements outside the slice.
+                column.take([row]).cast(kind)
             except Exception:
                 raise _unusable(column.type, f"{where}, row {row + 1}, column '{name}'") from None
         raise
@@ -73,7 +74,7 @@ def _microseconds(kind: Any) -> Any:
 
 def _unusable(kind: Any, place: str) -> ConfigError:
     return ConfigError(
-        f"{place}: a value of type {kind} that Python cannot hold; write it as text or, if it is a time, "
+        f"{place}: Python cannot represent this value of type {kind}; write it as text or, if it is a time, "
         "in whole microseconds between the years 1 and 9999, without a time zone or in UTC"
     )
 
@@ -100,9 +101,10 @@ def _check_value(cell: Any, place: str) -> None:
         cell.to_pylist()
     except UnicodeDecodeError as error:
         raise ConfigError(
-            f"{place}: text that is not valid UTF-8 ({error.reason}); write it as UTF-8, or as binary"
+            f"{place}: the text is not valid UTF-8 ({error.reason}); write the text as UTF-8, or as binary data"
         ) from None
-    # Python cannot represent e.g. nanoseconds, dates after the year 9999, unknown time zones, or equal field names.
+    # Python cannot represent e.g. nanoseconds, dates after the year 9999, unknown time zones, or structs with duplicate
+    # field names.
     except Exception:
         raise _unusable(cell.type, place) from None
 

@@ -1,6 +1,7 @@
 """Rendering of chat templates in a separate process.
 
-The rendering process can be killed, so a template that never ends or uses too much memory only causes an error message.
+The rendering process can be killed, so a template that loops endlessly or uses too much memory only causes an error
+message.
 """
 
 import contextlib
@@ -21,16 +22,18 @@ from typing import Any
 
 from rltrain.data.template_process import OUT_OF_MEMORY
 
-_CHATS, _BYTES = 256, 1 << 23  # maximum number of chats in a request, and number of bytes above which a request is full
-_SILENCE_S = 240.0  # wall-clock seconds to wait for an answer, including the start of the process
-_TRIES = 3  # rendering fails after this number of rendering processes have died or stopped responding
+# A rendering request ends after `_CHATS` chats, or as soon as its pickled chats exceed `_BYTES` bytes.
+_CHATS, _BYTES = 256, 1 << 23
+# An answer of the rendering process may take `_SILENCE_S` seconds, including the start of that process.
+_SILENCE_S = 240.0
+_TRIES = 3  # Rendering fails for good after `_TRIES` rendering processes have died or stopped responding.
 _FIX = "use text prompts, or another template (chat_template in the tokenizer's files)"
 
 
 class TemplateError(ValueError):
     """The chat template produced no text for a chat.
 
-    The error message is the predicate of a sentence whose subject is "the chat template".
+    The error message says why the chat template produced no text, and what to change.
 
     Attributes:
         chat: index of the failed chat in the list of chats to render.
@@ -42,8 +45,8 @@ class TemplateError(ValueError):
 
 
 class ChatTemplates:
-    """Renders chats with the chat template of a tokenizer, as `apply_chat_template` does, within limits of time and
-    memory.
+    """Renders chats with the chat template of a tokenizer, as `apply_chat_template` does, within limits on processor
+    time and memory.
 
     The rendering process starts when the first chat is rendered. The rendering process ends when `close` is called or
     this object is deleted.
@@ -65,7 +68,7 @@ class ChatTemplates:
         self.close()
 
     def close(self) -> None:
-        """End the rendering process, if there is one. After `close`, rendering a chat starts a new process."""
+        """End the rendering process if one is running. After `close`, rendering a chat starts a new process."""
         if self._process is not None:
             self._end()
         self._process = None
@@ -76,7 +79,7 @@ class ChatTemplates:
         Args:
             tokenizer: a Hugging Face tokenizer, which provides the template and the special tokens.
             chats: lists of messages, each a dict with `role` and `content`.
-            add_generation_prompt: whether to append the text that opens an answer.
+            add_generation_prompt: whether to append the text that opens the assistant's answer.
 
         Raises:
             TemplateError: a chat cannot be rendered. The texts of the chats before the failed chat are yielded first.
@@ -86,13 +89,17 @@ class ChatTemplates:
             try:
                 template = tokenizer.get_chat_template()
             except Exception as error:  # the tokenizer has several templates and no default
-                raise TemplateError(f"cannot be chosen ({_words(error)}); {_FIX}") from None
+                raise TemplateError(f"the chat template cannot be chosen ({_words(error)}); {_FIX}") from None
             variables = {**tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt}
             texts, refusal = self._answer(pickle.dumps((template, variables, pickles)), done)
             yield from texts
             done += len(texts)
             if refusal is not None:
-                raise TemplateError(f"refuses these messages ({_words(refusal)}); change them or the template", done)
+                raise TemplateError(
+                    f"the chat template refuses these messages ({_words(refusal)}); change the messages "
+                    "or the template",
+                    done,
+                )
 
     def _answer(self, request: bytes, done: int) -> tuple[list[str], str | None]:
         """Send a request to the rendering process, and return its answer: the rendered texts, and the template's error
@@ -118,7 +125,7 @@ class ChatTemplates:
 
     def _start(self) -> None:
         if self._lost >= _TRIES:
-            raise TemplateError(f"has made {_TRIES} rendering processes fail; {_FIX}")
+            raise TemplateError(f"the chat template has made {_TRIES} rendering processes fail; {_FIX}")
         ours, theirs = socket.socketpair()
         with theirs, tempfile.TemporaryFile() as progress:
             progress.truncate(1)
@@ -132,7 +139,7 @@ class ChatTemplates:
                 stderr=subprocess.DEVNULL,
                 pass_fds=words[:2],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                start_new_session=True,  # Ctrl-C reaches the parent process, but not the rendering process
+                start_new_session=True,  # Ctrl-C reaches only the parent process.
             )
         self._connection = Connection(ours.detach())
         self._end = weakref.finalize(self, _ended, self._process, self._connection)
@@ -140,7 +147,7 @@ class ChatTemplates:
     def _why_lost(self, silent: bool) -> str:
         """End the rendering process after it failed to answer a request.
 
-        Return the end of an error message: the reason for the failure, and a remedy.
+        Return an error message with the reason for the failure and a remedy.
         """
         assert self._process is not None
         process, self._lost = self._process, self._lost + 1
@@ -150,11 +157,11 @@ class ChatTemplates:
         self.close()
         status = process.returncode
         if status == -signal.SIGXCPU:
-            return f"takes more than {self._seconds} s of processor time for these messages; {_FIX}"
+            return f"the chat template takes more than {self._seconds} s of processor time for these messages; {_FIX}"
         if status == OUT_OF_MEMORY:
-            return f"takes more than {self._memory_mb} MB of memory for these messages; {_FIX}"
+            return f"the chat template takes more than {self._memory_mb} MB of memory for these messages; {_FIX}"
         what = f"said nothing for {_SILENCE_S:g} s" if silent else f"ended with status {status}"
-        return f"cannot be rendered for these messages (its process {what}); {_FIX}"
+        return f"the chat template cannot be rendered for these messages (the rendering process {what}); {_FIX}"
 
 
 def _ended(process: subprocess.Popen[bytes], connection: Connection) -> None:

@@ -7,13 +7,12 @@ control-token name, encoding has three steps:
 
 1. Stand-ins (private-use characters) replace the control-token names in the data before the chat template is applied.
    After the replacement, all control-token names in the template's output come from the template itself.
-2. In a copy of the tokenizer, the control tokens have private names instead of their usual names. In the template's
-   output, private names replace the usual names, and the original names replace the stand-ins. The copied tokenizer
-   encodes the resulting text.
-3. The method is checked: for the text in which stand-ins replace the control-token names, the copied tokenizer must
-   give the same ids as the original tokenizer. For the text with the private names of control tokens, the copied
-   tokenizer must give the same control tokens as for the text with stand-ins. A `ControlTokenError` is raised if one of
-   the two checks on token ids fails.
+2. In a copy of the tokenizer, each control token is renamed to a string of private-use characters. In the output of the
+   chat template, each control-token name is replaced by the new name of its token. Each stand-in is then replaced by
+   the name from the data, which the copied tokenizer encodes as ordinary text.
+3. Two checks verify the token ids. For the text with stand-ins, the copied tokenizer must give the same ids as the
+   original tokenizer. Replacing the stand-ins must not change the control tokens among the ids. If one of the two
+   checks of the token ids fails, a `ControlTokenError` is raised.
 """
 
 import functools
@@ -25,7 +24,7 @@ from typing import Any
 
 # Names such as <|user|> count as control tokens even if the tokenizer does not flag them as special.
 _BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
-# private-use code points, for stand-ins and for names in the copied tokenizer
+# Private-use code points serve as stand-ins, and as names of control tokens in the copied tokenizer.
 _PRIVATE = re.compile("[\U000f0000-\U000fffff]")
 _STAND_INS = 0xF0000
 _NAME = "\U000ffff0{}\U000ffff1"
@@ -33,7 +32,7 @@ _NAMED = re.compile(_NAME.format(r"(\d+)"))
 
 
 class ControlTokenError(ValueError):
-    """A text that contains the name of a control token cannot be encoded as ordinary text.
+    """Raised if a text cannot be encoded with its control-token names as ordinary text.
 
     The message of a `ControlTokenError` says why a text cannot be encoded.
     """
@@ -59,11 +58,11 @@ class _Marked:
 class ControlTokens:
     """The control tokens of a tokenizer: its special tokens, and added tokens of the form `<|...|>`.
 
-    Other added tokens, such as `<think>`, count as vocabulary: the name of such a token in a text is encoded as the
-    token.
+    An added token of another form, such as `<think>`, counts as ordinary vocabulary: its name in a text is encoded as
+    the added token.
 
     Attributes:
-        names: the texts of the control tokens.
+        names: names of the control tokens, such as `<|im_end|>`.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -75,7 +74,8 @@ class ControlTokens:
         self.names: Sequence[str] = [] if tokenizer.split_special_tokens else sorted(names)
         self._found, self._any_added = _pattern(self.names), _pattern([*self.names, *self._added])
         model = getattr(getattr(tokenizer, "backend_tokenizer", None), "model", None)
-        # The unknown token does not count as a control token, because ordinary text can be encoded as it.
+        # The unknown token does not count as a control token, because ordinary text can be encoded as the unknown
+        # token.
         unknown = {tokenizer.unk_token, getattr(model, "unk_token", None)}
         self._control_ids = {tokenizer.convert_tokens_to_ids(name) for name in self.names if name not in unknown}
         self._normalize, self._normalized = self._normalizer()
@@ -109,7 +109,7 @@ class ControlTokens:
         value, spelled = self._marked(value)
         marked = _Marked(write(value), spelled)
         if marked.restored() != written:
-            raise ControlTokenError("the chat template renders it differently from other characters")
+            raise ControlTokenError("the chat template renders control-token names differently from other text")
         return self._ids_of(marked, add_special_tokens=add_special_tokens)
 
     def _marked(self, value: Any) -> tuple[Any, dict[str, str]]:
@@ -120,12 +120,12 @@ class ControlTokens:
         """
         text = "\0".join(_texts(value))
         if _PRIVATE.search(text):
-            raise ControlTokenError("the text also contains private-use characters, U+F0000 or above")
+            raise ControlTokenError("the text also contains private-use characters (U+F0000 or above)")
         names = sorted({found[0] for found in self._found.finditer(text)})
         marks = {name: chr(_STAND_INS + number) for number, name in enumerate(names)}
         marked = _mapped(value, lambda text: self._found.sub(lambda found: marks[found[0]], text))
         if name := self._first_normalized("\0".join(_texts(marked))):
-            raise ControlTokenError(f"the tokenizer's normalisation turns other text into {name}")
+            raise ControlTokenError(f"the tokenizer's normalization turns other text into the name {name}")
         return marked, {mark: name for name, mark in marks.items()}
 
     def _ids_of(self, marked: _Marked, *, add_special_tokens: bool) -> list[int]:
@@ -135,20 +135,20 @@ class ControlTokens:
         named = _Marked(self._any_added.sub(self._renamed, marked.text), marked.spelled)
         encode = functools.partial(self._encode_named, add_special_tokens=add_special_tokens)
         if encode(named.text) != ordinary:
-            raise ControlTokenError("the encoding of the text around it would change")
+            raise ControlTokenError("the encoding of the text around the control-token name would change")
         ids = encode(named.restored())
         if self._control(ids) != self._control(ordinary):
-            raise ControlTokenError("the tokenizer's vocabulary also contains it as an ordinary token")
+            raise ControlTokenError("the tokenizer's vocabulary also contains the control-token name as ordinary text")
         return ids
 
     def _encode_named(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a text in which private names stand for the control tokens."""
+        """Encode a text in which control tokens have the names that they have in the copied tokenizer."""
         if self._tokenizer.is_fast:
             tokenizer, ids = self._copy
             found = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             return [ids.get(id, id) for id in found]
         found = []
-        # `split` returns text and numbers of control tokens in alternation, starting and ending with text
+        # `split` returns ordinary text and indices of control tokens in alternation, starting and ending with text.
         for number, piece in enumerate(_NAMED.split(text)):
             if number % 2:
                 found.append(self._tokenizer.convert_tokens_to_ids(self.names[int(piece)]))
@@ -158,14 +158,14 @@ class ControlTokens:
 
     @functools.cached_property
     def _copy(self) -> tuple[Any, dict[int, int]]:
-        """A copy of the tokenizer with private names for its control tokens, and a map from the copy's ids of these
-        names to the original ids.
+        """A copy of the tokenizer in which control tokens have private-use characters as names, and a map from the ids
+        of control tokens in the copy to their original ids.
         """
         from tokenizers import AddedToken, Tokenizer
 
         try:
             spec = json.loads(self._tokenizer.backend_tokenizer.to_str())
-        except Exception as error:  # a tokenizer with a component written in Python cannot be serialized
+        except Exception as error:  # A tokenizer with a component written in Python cannot be serialized.
             raise ControlTokenError(f"the tokenizer cannot be copied ({error})") from None
         for token in spec["added_tokens"]:
             token["special"] = token["content"] in self.names
@@ -174,7 +174,7 @@ class ControlTokens:
             like = self._added.get(name, AddedToken(name, normalized=False))
             flags = {flag: getattr(like, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
             made.add_tokens([AddedToken(_NAME.format(number), special=False, **flags)])
-        made.encode_special_tokens = True  # encode the usual names of special tokens as text
+        made.encode_special_tokens = True  # The usual names of special tokens are encoded as text.
         known = self._tokenizer.convert_tokens_to_ids(self.names)
         own: Any = made.token_to_id
         return made, {own(_NAME.format(number)): id for number, id in enumerate(known)}
@@ -203,8 +203,8 @@ class ControlTokens:
 
 
 def _pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the given names; a longer name is preferred to a shorter one, as tokenizers
-    do.
+    """Return a pattern that matches any of the given names; as in tokenizers, a longer name is preferred to a shorter
+    one.
 
     If no names are given, the pattern matches nothing.
     """

@@ -1,13 +1,12 @@
-"""Models from the Hugging Face hub that the config gives by name: finding the commit of a name, and the files on this
-machine.
+"""Finds the commit and the local files of a model that the config gives by its name on the Hugging Face hub.
 
 The name of a model has the form `NAME` or `ORG/NAME`, and may end with `@REVISION` for a branch, a tag or a commit. The
-name of a model is *pinned* if its revision is the 40 digits of a commit. The driver pins the name of each model once,
-before any worker starts, so that all processes read the same files, also when the run is resumed.
+name of a model is *pinned* if its revision is a complete commit hash of 40 digits. The driver pins the name of each
+model once, before any worker starts, so that all processes read the same files, also when the run is resumed.
 
 A separate process (`rltrain.data.hub_download`) downloads the files of a model. Ctrl-C ends the download process at
-once, even in the middle of a large file, and the process reads the environment variables of `huggingface_hub` (HF_HOME,
-HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) afresh.
+once, even in the middle of a large file. The download process also reads the environment variables of `huggingface_hub`
+(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) afresh.
 """
 
 import json
@@ -26,7 +25,7 @@ from rltrain.base.errors import ConfigError, one_line
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _START = "import sys; sys.path[:] = {path!r}; from rltrain.data.hub_download import main; main({model!r}, {revision!r})"
-# Snapshot folders of the models that `fetch` has found or downloaded for this process, by name with commit.
+# Maps the pinned name of each model that `fetch` has found or downloaded in this process to its snapshot folder.
 _snapshots: dict[str, Path] = {}
 
 
@@ -52,9 +51,9 @@ class HubName:
 
 
 def hub_name(path: str) -> HubName | None:
-    """Return the name of a model on the hub, or None if `path` cannot be one.
+    """Parse `path` as the name of a model on the hub; return None if it cannot be such a name.
 
-    A path that exists on this machine always means a directory, even if it looks like a name on the hub.
+    A path that exists on this machine always means a directory, even if it has the form of a model's name on the hub.
     """
     if os.path.lexists(path) or path.startswith("~"):
         return None
@@ -82,20 +81,20 @@ def local_directory(path: str | Path) -> Path:
 def portable(path: str) -> str:
     """Return a model's path in a form that is valid in processes with another working directory and on other machines.
 
-    The result is a name with a commit if the model comes from the hub, and otherwise an absolute directory.
+    The result is the pinned name of a model from the hub, and an absolute path for any other model.
     """
     return path if path in _snapshots else str(Path(path).expanduser().absolute())
 
 
 def directory_on_node(path: str, *, on_progress: Callable[[], None], environment: Mapping[str, str]) -> str:
-    """Return the directory of a model on the machine of this process.
+    """Return the directory of a model on the machine on which this process runs.
 
-    If the machine lacks the model, the model is downloaded.
+    If the machine does not have the model's files, they are downloaded.
 
     Args:
         path: the model's path as `portable` returned it, perhaps on another machine.
         on_progress: function that is called from time to time during the download.
-        environment: environment variables of the process that downloads.
+        environment: environment variables of the download process.
 
     Raises:
         ConfigError: the model is not on this machine and cannot be downloaded.
@@ -119,14 +118,14 @@ def fetch(
 
     Return the name of the model with its commit.
 
-    No network is needed if the model's name includes a commit and all files are in the cache. If the name lacks a
-    commit or files are missing, the hub is asked for the commit and the missing files.
+    No network is needed if the model's name includes a commit and all files are in the cache. If the model's name
+    includes no commit, or files are missing from the cache, the commit and the missing files are fetched from the hub.
 
     Args:
         name: name of the model on the hub.
         where: start of error messages: the config key and its value.
-        on_bytes: called during the download with the number of bytes received so far and the total number.
-        environment: environment variables of the process that downloads.
+        on_bytes: called during the download with the number of bytes received so far and the total number of bytes.
+        environment: environment variables of the download process.
 
     Raises:
         ConfigError: the model can be neither found nor downloaded. The error message names the cause and a remedy.
@@ -140,8 +139,8 @@ def fetch(
 
 
 def _in_cache(name: HubName) -> Path | None:
-    """Return the snapshot folder of a model if its name includes a commit and all its files are in the cache; otherwise
-    None.
+    """Return the snapshot folder of a model if the model's name includes a commit and all files are in the cache;
+    otherwise return None.
     """
     if not name.pinned:
         return None
@@ -151,7 +150,8 @@ def _in_cache(name: HubName) -> Path | None:
     from rltrain.data.hub_download import snapshot
 
     try:
-        # Without a list of the commit's files, `snapshot` would accept any cached folder as complete.
+        # `get_cached_repo_tree` raises an error if the cache has no list of the commit's files. Without such a list,
+        # `snapshot` would accept any cached folder as complete.
         get_cached_repo_tree(name.model, revision=name.revision)
         return snapshot(name.model, name.revision, local_files_only=True)
     except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
@@ -189,7 +189,7 @@ def _last_message(lines: IO[str], on_bytes: Callable[[int, int], None]) -> dict[
     """
     for line in lines:
         if not line.startswith('{"'):
-            continue  # not a message: another library in the download process printed the line
+            continue  # Another library in the download process printed the line.
         message: dict[str, Any] = json.loads(line)
         if "bytes" not in message:
             return message

@@ -1,8 +1,8 @@
 """The process that downloads a data set from the hub for `rltrain.data.hub_datasets`.
 
-The process writes one JSON object to its standard output: the commit, the configuration, the split and the Arrow files
-of the split, or {"error": reason and remedy}. Progress bars of the library `datasets` go to the standard error of the
-process.
+The process writes one JSON object to its standard output. The object holds either the commit, the configuration, the
+split and the Arrow files of the split, or {"error": reason and remedy}. Progress bars of the library `datasets` go to
+the standard error of the process.
 """
 
 import difflib
@@ -18,11 +18,11 @@ from typing import Any
 from rltrain.base.errors import ConfigError, described, one_line
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Maps each config key to the names of splits that are tried if the user names no split.
+# Maps each config key to the names of splits that are tried, in order, if the user names no split.
 _SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev", "test")}
 _ATTEMPTS, _PAUSE_S = 3, 1.0
-_QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL, which may contain a signature
-_SHOWN = 8  # maximum number of configurations or splits named in a message
+_QUERY = re.compile(r"\?[^\s'\"]*")  # Matches the query of a URL, which may contain a signature.
+_SHOWN = 8  # A message lists at most `_SHOWN` configurations or splits.
 
 
 def main(repository: str, config: str | None, split: str | None, revision: str | None, *, key: str) -> None:
@@ -30,7 +30,7 @@ def main(repository: str, config: str | None, split: str | None, revision: str |
 
     The arguments are the parts of the data set's name, and `key` is the config key, `train` or `val`.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C, the driver ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # On Ctrl-C, the driver ends this process.
     result, sys.stdout = sys.stdout, sys.stderr
     try:
         from datasets.utils import logging
@@ -48,10 +48,10 @@ def main(repository: str, config: str | None, split: str | None, revision: str |
 def _cached(
     repository: str, config: str | None, split: str | None, revision: str | None, key: str
 ) -> dict[str, Any] | None:
-    """Return a split that an earlier run has downloaded and prepared; None if the cache has none.
+    """Return a split that an earlier run has downloaded and prepared, or None if the cache does not contain the split.
 
-    If the revision of the data set is a commit, no network is needed. If the data set's name has no commit, the cache
-    is used only in offline mode, and any cached version is accepted.
+    If the data set's name has a configuration, a split and a commit, no network is needed. If the data set's name has
+    no revision, the cache is used only in offline mode, and any cached version is accepted.
     """
     from datasets.packaged_modules.cache.cache import Cache
     from huggingface_hub import is_offline_mode
@@ -61,20 +61,22 @@ def _cached(
         return None
     version = {"version": "0.0.0", "hash": revision} if pinned else {"version": "auto", "hash": "auto"}
     if revision is not None and not pinned:
-        return None  # the cache identifies versions by commit, and not by branch or tag
+        return None  # The cache identifies versions by commit, and not by branch or tag.
     readings = [(config, split)] if split or config is None else [(config, None), (None, config)]
     for name, wanted in readings:
         try:
             builder = Cache(repo_id=repository, dataset_name=repository.partition("/")[2], config_name=name, **version)
             builder.download_and_prepare()
-        except ValueError:  # the data set is not in the cache
+        except ValueError:  # The data set is not in the cache.
             continue
         return _result(builder, _chosen(list(builder.info.splits or ()), wanted, repository, name, key))
     return None
 
 
 def _from_hub(repository: str, config: str | None, split: str | None, revision: str | None, key: str) -> dict[str, Any]:
-    """Download and prepare all splits of a configuration with `datasets`, at the commit of the revision."""
+    """Download and prepare all splits of a configuration with the library `datasets`, at the commit of the given
+    revision.
+    """
     import datasets
     from huggingface_hub import HfApi
 
@@ -111,8 +113,8 @@ def _chosen(splits: Sequence[str], split: str | None, repository: str, config: s
     If the user named no split, return the usual split for the config key (`train` or `val`), or the only split.
 
     Raises:
-        ConfigError: the named split does not exist, or the user must name a split, because the data set has several
-            splits and no split has a usual name for the config key.
+        ConfigError: the named split does not exist, or the user named no split and the data set has several splits
+            without a usual name.
     """
     if split in splits:
         return str(split)
@@ -146,12 +148,12 @@ def _persistently(call: Callable[[], Any]) -> Any:
         try:
             return call()
         except (HfHubHTTPError, OfflineModeIsEnabled, FileNotFoundError, ValueError):
-            raise  # the hub has answered, so a further attempt would not help
+            raise  # The hub has answered, so a further attempt would not help.
         except Exception as error:
             if attempt == _ATTEMPTS or _is_of_disk(error):
                 raise
             time.sleep(_PAUSE_S * attempt)
-    raise AssertionError("the last attempt returns or raises")
+    raise AssertionError("unreachable, because the last attempt returns a result or raises an error")
 
 
 def _is_of_disk(error: BaseException) -> bool:

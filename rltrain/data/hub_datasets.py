@@ -1,15 +1,15 @@
-"""Data sets from the Hugging Face hub that the config gives by name: finding the commit of a name, and the rows of one
+"""Finds the commit of a data set that the config gives by its name on the Hugging Face hub, and reads the rows of one
 split.
 
-A name has the form `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`. In the name of a data set, a single word after the
-colon means a configuration if the data set has a configuration of that name, and otherwise a split. `ORG/NAME::SPLIT`
-names a split without a configuration. The name of a data set is *pinned* if it has all parts and its revision is the 40
-digits of a commit. The driver pins the name of each data set once, so that a run reads the same rows again when it is
-resumed.
+The name of a data set has the form `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`. In the name `ORG/NAME:WORD`, WORD
+means a configuration if the data set has a configuration of that name, and otherwise a split. `ORG/NAME::SPLIT` names a
+split without a configuration. The name of a data set is *pinned* if it has all parts and its revision is a complete
+commit hash of 40 digits. The driver pins the name of each data set once, so that a run reads the same rows again when
+it is resumed.
 
 A separate process (`rltrain.data.hub_dataset_download`) downloads with the library `datasets`. Ctrl-C ends the download
-process at once, the process reads the environment variables of the library (HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE) afresh, and the driver does not have to import pandas.
+process at once. The download process reads the environment variables of the library (HF_HOME, HF_TOKEN, HF_ENDPOINT,
+HF_HUB_OFFLINE) afresh. The driver does not have to import pandas.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ _START = (
     "main({repository!r}, {config!r}, {split!r}, {revision!r}, key={key!r})"
 )
 _QUIET = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-# Arrow files of the data sets that this process has fetched, by name with all parts and the commit.
+# Maps the pinned name of each data set that this process has fetched to the paths of its Arrow files.
 _files: dict[str, list[str]] = {}
 
 
@@ -48,9 +48,9 @@ class DatasetName:
     """Name of a data set on the Hugging Face hub.
 
     Attributes:
-        repository: name of the data set without its other parts: `ORG/NAME`.
-        config: name of the configuration; None for the only configuration. If `split` is None and the data set has no
-            configuration called `config`, `config` is the name of a split.
+        repository: name of the data set without configuration, split and revision: `ORG/NAME`.
+        config: name of the configuration; None for the configuration "default" or the only configuration. If `split` is
+            None and the data set has no configuration called `config`, `config` is the name of a split.
         split: name of the split; None if the user named no split, or named the split without a configuration, as in
             `ORG/NAME:SPLIT`.
         revision: branch, tag or commit of the data set; None for the main branch.
@@ -68,11 +68,11 @@ class DatasetName:
 
     @property
     def pinned(self) -> bool:
-        """Whether the data set's name has all parts, with a complete commit hash as its revision."""
+        """Whether the data set's name has a configuration, a split and a complete commit hash as its revision."""
         return bool(self.config and self.split and self.revision and _COMMIT.fullmatch(self.revision))
 
     def may_mean(self, pinned: "DatasetName") -> bool:
-        """Return whether the name has no revision and can refer to the same split as the pinned name `pinned`."""
+        """Return whether this name has no revision and can refer to the same split as the pinned name `pinned`."""
         if self.repository != pinned.repository or self.revision is not None or not pinned.pinned:
             return False
         if self.split is not None:
@@ -81,7 +81,7 @@ class DatasetName:
 
 
 def dataset_name(source: str) -> DatasetName | None:
-    """Return the parsed name if `source` has the form of a data set's name on the hub; otherwise None."""
+    """Parse `source` as the name of a data set on the hub; return None if `source` does not have that form."""
     found = _NAME.fullmatch(source)
     if found is None or source.endswith(":"):
         return None
@@ -104,12 +104,12 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
     Return the data set's name with all parts and its commit.
 
     No network is needed if the data set's name has all parts and a commit, and the split is in the cache. If the name
-    lacks a part or the split is not in the cache, the hub is asked for the commit and the missing parts.
+    lacks a part, or the split is not in the cache, the hub is queried. In offline mode, only the cache is used.
 
     Args:
         name: name of the data set on the hub.
         where: start of error messages: the config key and its value.
-        key: `train` or `val`, which determines the split if the name contains no split.
+        key: the config key, `train` or `val`, which determines the split if the name contains no split.
 
     Raises:
         ConfigError: the data set can be neither found nor downloaded. The error message names the cause and a remedy.
@@ -140,17 +140,17 @@ def _table(files: Sequence[str], where: str) -> Any:
     try:
         parts = [pyarrow.ipc.open_stream(pyarrow.memory_map(file)).read_all() for file in files]
         return pyarrow.concat_tables(parts)
-    except Exception as error:  # pyarrow raises many exception types for a damaged file
+    except Exception as error:  # Pyarrow raises many exception types for a damaged file.
         folder = os.path.dirname(files[0]) if files else "the cache"
         raise ConfigError(
-            f"{where}: the files in {folder} cannot be read ({one_line(str(error))}); remove them, and start again"
+            f"{where}: the files in {folder} cannot be read ({one_line(str(error))}); remove the files, and start again"
         ) from None
 
 
 def _download(name: DatasetName, where: str, key: str) -> dict[str, Any]:
     parts = {"repository": name.repository, "config": name.config, "split": name.split, "revision": name.revision}
     code = _START.format(path=sys.path, key=key, **parts)
-    shown = sys.stderr.isatty()  # progress bars
+    shown = sys.stderr.isatty()  # Progress bars are shown only in a terminal.
     environment = {**os.environ, **({} if shown else _QUIET)}
     environment.pop("TQDM_DISABLE", None)
     with tempfile.TemporaryFile("w+", errors="replace") as complaints:

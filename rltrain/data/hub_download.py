@@ -15,16 +15,16 @@ from typing import Any
 
 from rltrain.base.errors import described, one_line
 
-# Only files at the top of a repository are downloaded.
-# Folders of a repository hold the same model for other programs (onnx, original, gguf).
+# Only files in the top folder of a model repository are downloaded. Subfolders of a model repository (onnx, original,
+# gguf) hold the same model in formats for other programs.
 _SMALL = ["*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken"]
 _SAFETENSORS = ["model.safetensors", "model-*.safetensors"]
 _TORCH = ["pytorch_model.bin", "pytorch_model-*.bin"]
 _FOLDERS = ["*/*"]
 _ATTEMPTS, _PAUSE_S = 3, 1.0
-_EVERY_S = 0.2  # minimum number of seconds between messages about progress
+_EVERY_S = 0.2  # Minimum time between two progress messages, in seconds.
 _OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-_QUERY = re.compile(r"\?[^\s'\"]*")  # the query of a URL, which may contain a signature
+_QUERY = re.compile(r"\?[^\s'\"]*")  # Matches the query of a URL, which may contain a signature.
 
 
 def main(model: str, revision: str | None) -> None:
@@ -36,7 +36,7 @@ def main(model: str, revision: str | None) -> None:
 
 
 def snapshot(model: str, revision: str | None, **options: Any) -> Path:
-    """Download the files of a model's commit that a run needs, and return the commit's folder in the cache.
+    """Download those files of a model that a run needs, and return the model's snapshot folder in the cache.
 
     The weights are downloaded as safetensors files. Older torch files are used only if the model has no safetensors
     files.
@@ -76,20 +76,21 @@ def _persistently(model: str, revision: str | None) -> Path:
         try:
             return snapshot(model, revision, tqdm_class=_progress_class())
         except (HfHubHTTPError, LocalEntryNotFoundError, ValueError):
-            # The hub has answered, or there is no connection and huggingface_hub has already tried several times.
+            # A further attempt would not help: the hub has answered, or huggingface_hub has already tried several
+            # times.
             raise
         except Exception as error:
             if attempt == _ATTEMPTS or _is_of_disk(error):
                 raise
             time.sleep(_PAUSE_S * attempt)
-    raise AssertionError("the last attempt returns or raises")
+    raise AssertionError("unreachable, because the last attempt returns a result or raises an error")
 
 
 def _progress_class() -> type:
     """Return a progress-bar class that writes messages instead of displaying bars.
 
-    huggingface_hub creates several progress bars: one bar counts files, and the other bars count bytes. The same byte
-    may be counted twice, once when the byte is received and once when the byte is written.
+    huggingface_hub creates several progress bars: one bar counts files, and the other bars count bytes. Two progress
+    bars may count the same byte: one when the byte is received, and one when the byte is written.
     """
     from tqdm.auto import tqdm
 
@@ -164,7 +165,7 @@ def _explained(error: Exception, model: str, revision: str | None) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the message of the first cause of an error, on one line and without queries of URLs."""
+    """Return the message of the root cause of an error, on one line and without the queries of URLs."""
     while error.__cause__ is not None:
         error = error.__cause__
     return one_line(_QUERY.sub("", described(error, 400)), 200)

@@ -10,10 +10,10 @@ from rltrain.data.model_weights import check_weights, read_json, weight_files
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-# keys of a model's config that may hold the number of positions
+# Keys of a model's config that may hold the maximum number of positions.
 _POSITIONS = ("max_position_embeddings", "n_positions")
-_LAYERS = ("layer_types", "layers_block_type")  # keys of a model's config that may hold the type of each layer
-# names of the layer types with attention
+_LAYERS = ("layer_types", "layers_block_type")  # Config keys that may hold the type of each layer.
+# Names of the layer types with attention.
 _ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
 
@@ -95,8 +95,8 @@ def check_critic(path: str) -> None:
 def longest_row(path: str | Path) -> int | None:
     """Return the maximum number of tokens in a row (prompt and answer), or None if the model sets no limit.
 
-    The maximum row length is the smallest of three numbers: the model's number of positions, its attention windows and
-    its RoPE limit.
+    The maximum row length is the smallest of the following limits of the model: the number of positions, the attention
+    windows and the RoPE limit.
     """
     model = model_config(path)
     limits = [*(model.get(name) for name in _POSITIONS), *_windows(model).values(), _rope_limit(model)]
@@ -154,8 +154,8 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
 def _check_layers(where: str, model: Mapping[str, Any]) -> None:
     """Raise ConfigError if the model has layers that mix tokens by means other than attention.
 
-    Training packs several rows into one sequence and separates the rows only in attention. In layers without attention,
-    the rows would affect each other.
+    Training packs several rows into one sequence and separates the rows only in attention. In a layer that mixes tokens
+    without attention, packed rows would affect each other.
     """
     kinds = {kind for name in _LAYERS for kind in model.get(name) or ()}
     other = ", ".join(sorted(kinds - {*_ATTENTION}))
@@ -167,9 +167,9 @@ def _check_layers(where: str, model: Mapping[str, Any]) -> None:
 
 
 def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
-    """Raise ConfigError for attention windows and logit caps that training does not compute.
+    """Raise ConfigError if the model has attention windows or logit caps that training would ignore.
 
-    For a model with attention windows or logit caps, training would compute the log-probs of a different model.
+    If training ignored an attention window or a logit cap, it would compute the log-probs of a different model.
     """
     for key, window in _windows(model).items():
         require(
@@ -184,7 +184,9 @@ def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
 
 
 def _windows(model: Mapping[str, Any]) -> dict[str, int]:
-    """Return the attention windows of the model's layers in tokens, by config key; empty if no layer has a window."""
+    """Return the attention windows of the model's layers in tokens, by config key; the dict is empty if no layer has a
+    window.
+    """
     found = {"attention_chunk_size": model.get("attention_chunk_size")}
     if model.get("use_sliding_window", True):
         found["sliding_window"] = model.get("sliding_window")
@@ -194,9 +196,9 @@ def _windows(model: Mapping[str, Any]) -> dict[str, int]:
 def _rope_limit(model: Mapping[str, Any]) -> int | None:
     """Return the row length up to which RoPE uses the same frequencies for all rows; None if there is no such limit.
 
-    The RoPE limit holds for training and for engines. Among the RoPE types, only longrope limits the row length. The
-    RoPE type dynamic needs no limit: the frequencies change only beyond the model's number of positions, and no row is
-    that long.
+    The RoPE limit applies to training and to rollout engines. Among the RoPE types, only `longrope` limits the row
+    length. The RoPE type `dynamic` needs no limit, because its frequencies change only in rows that are longer than the
+    model's number of positions, and `check_limits` forbids such rows.
     """
     rope = model.get("rope_parameters") or {}
     # Some configs hold one dict of RoPE parameters per layer type.
@@ -219,7 +221,7 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(local_directory(path)), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # parsers raise many exception types for broken files
+    except Exception as error:  # Parsers raise many exception types for broken files.
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
             f"{key}={path}: its tokenizer does not load ({type(error).__name__}: {reason}); save it again with "
@@ -230,7 +232,7 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
 def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
     """Raise an error if the tokenizer has ids for which the model has no embeddings.
 
-    Added tokens are not checked: some models have one more added token than embeddings, for inputs that are not text.
+    Added tokens are not checked, because in some models an added token for inputs other than text has no embedding.
 
     Args:
         path: the model's directory.
@@ -301,7 +303,7 @@ def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
 
 
 def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
-    """Return the config of the language model in a directory.
+    """Return the config of the language model in a model directory.
 
     If config.json leaves out a value, transformers' default value is used.
 
@@ -316,7 +318,7 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 
     try:
         whole = AutoConfig.from_pretrained(str(local_directory(path)), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # raised for unknown model types, and for configs that do not fit their model type
+    except Exception as error:  # The model type is unknown, or the config does not fit it.
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
             f"{key}={path}: its config.json does not load ({type(error).__name__}: {reason}); use a model of a type "

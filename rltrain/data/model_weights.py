@@ -1,10 +1,9 @@
-"""The weight files of a model directory, and checks that they hold the complete model.
+"""Finds the weight files of a model directory, and checks that the files hold the complete model.
 
 If the weight files lack a parameter, transformers initializes it with random numbers and only logs a message. This
-module therefore checks the tensor names and shapes in the file headers: it passes them through transformers' own
-loading code on the meta device, which renames, ties and merges tensors. The check of the tensor names and shapes reads
-no weights and allocates no memory for them. The check finds the name of every tensor that is missing, unexpected or of
-another shape.
+module therefore passes the tensor names and shapes in the file headers through transformers' own loading code, which
+renames, ties and merges tensors. The loading code runs on the meta device, so the check reads no weights and allocates
+no memory for them. The check finds the name of every tensor that is missing, unexpected or of the wrong shape.
 """
 
 import contextlib
@@ -23,16 +22,16 @@ from rltrain.settings.typed import require
 BUILTIN_MODEL = "builtin"
 SAFETENSORS, TORCH, INDEX = ".safetensors", ".bin", ".index.json"
 NAMES = (f"model{SAFETENSORS}", f"model{SAFETENSORS}{INDEX}", f"pytorch_model{TORCH}", f"pytorch_model{TORCH}{INDEX}")
-NOT_FOR_ENGINES = ("training_args.bin", "optimizer.bin")  # files that vLLM does not read as weights
+NOT_FOR_ENGINES = ("training_args.bin", "optimizer.bin")  # Files that vLLM does not read as weights.
 AGAIN = "copy or download it again, or save the model again with save_pretrained"
 _FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
-# a line of transformers' loading report about a failed conversion
+# Matches a line of transformers' loading report about a failed conversion of tensors.
 _CONVERSION = re.compile(r"^(\S+) +\| +\S*CONVERSION", re.MULTILINE)
-# Names of buffers with causal masks, positions or RoPE frequencies, which older versions of transformers saved.
+# Matches names of buffers with causal masks, positions or RoPE frequencies, which older versions of transformers saved.
 # Buffers with masks, positions or RoPE frequencies are optional in weight files, because transformers computes them.
 _OLD_BUFFER = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids|attn\.(attention\.)?(masked_)?bias)$")
-_SHOWN = 3  # maximum number of tensor names of each kind in an error message
+_SHOWN = 3  # Maximum number of tensor names in one list of an error message.
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,8 @@ class StoredTensor:
 
     Attributes:
         file: the file that holds the tensor.
-        dtype: name of the data type in the file's own notation, such as F32 or torch.int8.
+        dtype: name of the data type in the notation of the file format, such as F32 in safetensors files or torch.int8
+            in torch files.
         shape: the tensor's shape.
     """
 
@@ -76,7 +76,7 @@ def weight_files(folder: Path, where: str) -> list[Path]:
         where: start of error messages: the config key and the path.
 
     Raises:
-        ConfigError: the directory has no weight files, or an index is broken or names a file that does not exist.
+        ConfigError: the directory has no weight files, or an index file is broken or names a file that does not exist.
     """
     own = read_json(folder / "config.json").get("transformers_weights")
     require(
@@ -144,7 +144,7 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
     Args:
         file: the safetensors file.
         where: start of error messages: the config key and the path.
-        framework: the framework whose tensors `safe_open` shall return, such as "pt".
+        framework: the framework whose tensors `safe_open` shall return, such as "pt" for PyTorch.
 
     Raises:
         ConfigError: the file is truncated, corrupt or unreadable.
@@ -153,14 +153,14 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
 
     try:
         return safe_open(file, framework)
-    except Exception as error:  # SafetensorError, OSError
+    except Exception as error:  # Raised by safetensors: SafetensorError or OSError.
         reason = one_line(" ".join(str(error).split()), 160)
         raise ConfigError(f"{where}: {file.name} is not a complete safetensors file ({reason}); {AGAIN}") from None
 
 
 def _safetensors(file: Path, where: str) -> dict[str, StoredTensor]:
-    # With the framework "pt", `safe_open` would map the whole file for writing.
-    # A machine whose memory is smaller than the file would refuse to map it for writing.
+    # With the framework "pt", `safe_open` would map the whole weight file into memory for writing. Such a mapping fails
+    # on a machine whose memory is smaller than the weight file.
     with open_safetensors(file, where, "numpy") as content:
         parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (`content` is not a mapping)
         return {name: StoredTensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
@@ -171,8 +171,9 @@ def _torch_file(file: Path, where: str) -> dict[str, StoredTensor]:
 
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
-    except Exception as error:  # a corrupt pickle can raise many exception types
-        # The message omits torch's own text, because that text advises the user to run the code in the pickle.
+    except Exception as error:  # Loading a corrupt pickle can raise many exception types.
+        # The error message omits torch's own text, which advises the user to load the pickle in a way that runs its
+        # code.
         raise ConfigError(
             f"{where}: {file.name} is not a complete torch file of plain tensors ({type(error).__name__}); copy or "
             "download it again, or save the model again with save_pretrained, which writes safetensors"
@@ -189,8 +190,8 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
 
     Args:
         path: the model's directory, or "builtin" for the built-in model.
-        kind: the transformers Auto class that builds the model; by default, the one for causal language models.
-            Classifiers get one output.
+        kind: the transformers Auto class that builds the model; by default, `AutoModelForCausalLM`. A classifier is
+            built with one output.
         where: start of error messages: the config key and the path. Without `where`, error messages start with
             `model.path=PATH`.
 
@@ -210,7 +211,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
             folder, heads = local_directory(path), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **heads)
             return kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
-        except Exception as error:  # raised for unknown model types, and for configs that do not fit their model type
+        except Exception as error:  # The model type is unknown, or the config does not fit it.
             raise ConfigError(
                 f"{where or f'model.path={path}'}: transformers cannot create {kind.__name__} from its config.json "
                 f"({type(error).__name__}: {one_line(' '.join(str(error).split()), 160)}); use a model of a type that "
@@ -234,7 +235,7 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
     Args:
         path: the model's directory.
         where: start of error messages: the config key and the path.
-        kind: the transformers Auto class of the model to check; by default, the one for causal language models.
+        kind: the transformers Auto class of the model to check; by default, `AutoModelForCausalLM`.
         new_head: whether training starts with new random values for the parameters outside the base model. If
             `new_head` is true, the files may lack the parameters outside the base model, or hold the head of another
             model.
@@ -305,19 +306,19 @@ def _loaded_without_weights(model: Any, tensors: Mapping[str, StoredTensor], whe
 
 
 def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kwargs: Any) -> Any:
-    """Load the model of a directory, and check that each of its parameters comes from the files.
+    """Load the model in a directory, and check that every parameter of the model was read from the weight files.
 
-    Transformers models are loaded only through this function.
+    Every transformers model whose weights a run uses is loaded with `load_whole`.
 
     Args:
         kind: the transformers Auto class that loads the model.
         path: the model's directory.
         where: start of error messages: the config key and the path.
-        new_head: whether the head may be missing from the files, as for `check_weights`.
+        new_head: whether the model's head may be missing from the weight files, as for `check_weights`.
         **kwargs: further arguments for `from_pretrained`.
 
     Raises:
-        ConfigError: `check_weights` fails, or the loaded model lacks tensors or has unexpected ones.
+        ConfigError: `check_weights` fails, or the weight files lack tensors or hold unexpected tensors.
     """
     check_weights(path, where, kind, new_head=new_head)
     with reported(where):
@@ -340,10 +341,11 @@ def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head:
         model: the loaded model.
         found: the loading report, as returned by `from_pretrained(output_loading_info=True)`.
         where: start of error messages: the config key and the path.
-        new_head: whether the head may be missing from the files, as for `check_weights`.
+        new_head: whether the model's head may be missing from the weight files, as for `check_weights`.
 
     Raises:
-        ConfigError: tensors are missing, unexpected or of another shape. The error message names the affected tensors.
+        ConfigError: tensors are missing, unexpected or of the wrong shape. The error message names the affected
+            tensors.
     """
     body = f"{model.base_model_prefix}."
 
@@ -404,7 +406,7 @@ def reported(where: str) -> Iterator[None]:
 
 
 def check_engine_files(path: str, where: str) -> None:
-    """Raise an error if vLLM would read the weights from other files of a directory than transformers does.
+    """Raise an error if vLLM and transformers would read a model's weights from different files of a directory.
 
     Raises:
         ConfigError: vLLM and transformers would read different files. The error message names the files that only one
@@ -426,7 +428,7 @@ def check_engine_files(path: str, where: str) -> None:
 
 
 def _some(names: Any) -> str:
-    """Return the first few names as text, followed by the number of names that are left out."""
+    """Return the first few names as text, followed by the number of omitted names."""
     names = [one_line(str(name)) for name in names]
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest

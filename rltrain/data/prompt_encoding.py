@@ -20,7 +20,7 @@ class Overlong:
     """Number of tokens in a prompt that has more tokens than allowed.
 
     Attributes:
-        tokens: number of tokens in the prompt, or a lower bound of it if `exact` is false.
+        tokens: number of tokens in the prompt, or a lower bound on that number if `exact` is false.
         exact: whether `tokens` is the exact number and not only a lower bound.
     """
 
@@ -52,11 +52,12 @@ class PromptEncoder:
     def encode(
         self, prompts: Mapping[int, Any], place: Callable[[int], str], max_length: int
     ) -> Iterator[tuple[int, list[int] | Overlong]]:
-        """Yield the row number and the token ids of each prompt, in order. Prompts are never truncated.
+        """Yield the row number and the token ids of each prompt, in the order of `prompts`. Prompts are never
+        truncated.
 
         Args:
             prompts: maps each row number to its prompt, which is text or chat messages as in the data.
-            place: returns the location of a row for error messages, given its number.
+            place: function that returns, for a row number, the location of that row for error messages.
             max_length: maximum number of tokens in a prompt. For a prompt with more than `max_length` tokens, an
                 `Overlong` is yielded instead of the ids.
 
@@ -116,13 +117,13 @@ class PromptEncoder:
             try:
                 text = next(rendered) if row in chats else prompt
             except TemplateError as error:
-                raise ConfigError(f"{place(list(chats)[error.chat])}: the chat template {error}") from error
+                raise ConfigError(f"{place(list(chats)[error.chat])}: {error}") from error
             yield row, unicode(text, place(row))
 
     def _encoded(self, texts: Mapping[int, str], *, add_special_tokens: bool) -> dict[int, list[int]]:
         if not texts:
             return {}
-        # Truncation is switched off explicitly, because a saved tokenizer may have it enabled.
+        # Truncation is switched off explicitly, because a saved tokenizer may have truncation enabled.
         batch = self.tokenizer(
             list(texts.values()),
             add_special_tokens=add_special_tokens,
@@ -134,7 +135,7 @@ class PromptEncoder:
         return dict(zip(texts, batch["input_ids"], strict=True))
 
     def _as_text(self, prompt: Any, text: str, what: str) -> list[int]:
-        """Encode a prompt so that the control-token names in it stay ordinary text."""
+        """Encode a prompt so that control-token names in the prompt stay ordinary text."""
 
         def write(prompt: Any) -> str:
             return next(self._templates.render(self.tokenizer, [prompt], add_generation_prompt=True))
@@ -160,19 +161,21 @@ class PromptEncoder:
 def unicode(text: str, place: str, what: str = "the prompt") -> str:
     """Return the text unchanged, or raise ConfigError if it contains an unpaired surrogate (half of a UTF-16 pair).
 
-    JSON strings can contain an unpaired surrogate, but no tokenizer accepts one.
+    JSON strings can contain unpaired surrogates, but no tokenizer accepts unpaired surrogates.
     """
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise ConfigError(f"{place}: {what} is not valid Unicode ({error.reason}); remove that character") from None
+        raise ConfigError(
+            f"{place}: {what} is not valid Unicode ({error.reason}); remove the invalid character"
+        ) from None
     return text
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
     """Remove all but one of the begin tokens at the start of a prompt's token ids.
 
-    Several begin tokens occur if the text starts with one and the tokenizer adds another.
+    A prompt starts with several begin tokens if its text starts with a begin token and the tokenizer adds another.
     """
     extra = 0
     while bos is not None and ids[extra : extra + 2] == [bos, bos]:
@@ -198,8 +201,8 @@ def _require_prompt(prompt: Any, tokenizer: Any, place: str) -> None:
 def _tokens_added_after(tokenizer: Any) -> int:
     """Return the number of tokens that the tokenizer appends to a text.
 
-    The encoder removes tokens that the tokenizer appends, because a prompt that ends with an end token is already
-    complete.
+    `PromptEncoder` removes the tokens that the tokenizer appends, because a model would not continue a prompt that ends
+    with an end token.
     """
     plain = tokenizer("a", add_special_tokens=False)["input_ids"]
     full = tokenizer("a", add_special_tokens=True)["input_ids"]

@@ -1,17 +1,18 @@
 """Rules that turn the rows of a data set into prompts: which columns are read, and how a row becomes a prompt.
 
 The config key `data.prompt` names a column, or is a template such as `{question} Think step by step.`. If `data.prompt`
-is not set, the names of the data's columns decide what becomes the prompt. The prompt comes from the first of the
-following columns that the data has:
+is not set, the names of the data's columns decide what becomes the prompt. The prompt comes from the first column in
+the following list that the data has:
 
-- `prompt`: text or chat messages, which are used as they are;
-- `messages`, `conversations`: chat messages; if the last message is the assistant's, it is left out;
-- `question`, `problem`, `instruction`: text. If a row with an instruction also has a value in the column `input`, the
-  value is appended to the instruction.
+- The column `prompt` holds text or chat messages, which are used unchanged.
+- The columns `messages` and `conversations` hold chat messages. If the assistant wrote the last message, the last
+  message is left out.
+- The columns `question`, `problem` and `instruction` hold text. If a row with an instruction also has a value in the
+  column `input`, the value is appended to the instruction.
 
-Text in the column `prompt` is used as the complete prompt, even for a chat model. Text from another column or a
-template becomes a user message if the tokenizer has a chat template. The config key `data.chat` can forbid chat
-messages, or turn all text into user messages.
+Text in the column `prompt` is used as the complete prompt, even for a chat model. Text from a column other than
+`prompt`, or from a template, becomes a user message if the tokenizer has a chat template. The config key `data.chat`
+can forbid chat messages, or turn all text into user messages.
 
 Reward functions get all columns of the data as arguments of the same name. Reward functions also get the assistant's
 last message as `completion`, and the column `solution` or `output` as `answer`, unless the data itself has a column
@@ -40,7 +41,7 @@ COMPLETION = "completion"
 # Maps the names of speakers, including those of ShareGPT, to the roles that chat templates know.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 _BRACES = "write each column as {COLUMN}, and a brace that is text as {{ or }}"
-_SHOWN = 60  # maximum number of characters of a template that are shown in error messages
+_SHOWN = 60  # Maximum number of characters of a template that an error message shows.
 
 
 class RowError(ValueError):
@@ -64,7 +65,7 @@ class Derived:
     """A column that is computed from the data's columns for the reward functions.
 
     Attributes:
-        source: description of where the values come from, for messages to the user.
+        source: description of the origin of the values, for messages to the user.
         value: function that returns the column's value for a row.
     """
 
@@ -85,8 +86,8 @@ class PromptForm:
         chat: value of the config key `data.chat`: "auto", "always" or "never".
         derived: columns that reward functions get in addition to the columns of the data, by name.
         read: function that returns the prompt of a row: text or chat messages. The type of the value that `read`
-            returns is checked later. Raises RowError if a column that the template needs has no value, or if a message
-            has an unknown speaker.
+            returns is checked later. `read` raises RowError if a column that the template needs has no value, or if a
+            message has an unknown speaker.
     """
 
     reads: tuple[str, ...]
@@ -106,20 +107,22 @@ class PromptForm:
                 `data.system_prompt`.
         """
         if isinstance(value, list) and self.chat == "never":
-            raise RowError("chat messages, which data.chat=never forbids; use data.chat=auto, or a column of text")
+            raise RowError(
+                "the row has chat messages, which data.chat=never forbids; use data.chat=auto or a text column"
+            )
         if self.as_user and isinstance(value, str) and value:
             value = [{"role": "user", "content": value}]
         if self.system is None or not isinstance(value, list) or not value:
             return value
         if isinstance(value[0], Mapping) and value[0].get("role") == "system":
             raise RowError(
-                "the messages begin with a system message of their own, besides data.system_prompt; leave "
-                "data.system_prompt out, or remove that message"
+                "the chat messages begin with a system message, but data.system_prompt is set too; leave "
+                "data.system_prompt out, or remove the system message from the data"
             )
         return [{"role": "system", "content": self.system}, *value]
 
     def values(self, row: Row) -> dict[str, Any]:
-        """Return the values of a row that reward functions get, by the names in `columns`; None for a missing value."""
+        """Return the values that reward functions get for a row, by the names in `columns`; a missing value is None."""
         return {name: self.derived[name].value(row) if name in self.derived else row.get(name) for name in self.columns}
 
     def described(self, chats: int, total: int) -> str:
@@ -150,11 +153,11 @@ def prompt_form(
 
     Raises:
         ConfigError: a column that `data.prompt` names is missing, no column can be recognised as the prompt, or the
-            tokenizer lacks the chat template that the user's choices need.
+            tokenizer lacks the chat template that `data.chat` or `data.system_prompt` needs.
     """
     _require_template(options, has_template)
     reads, read, source = _reader(columns, options.prompt, where)
-    complete = read is _whole_prompt  # a complete prompt is not wrapped in a user message
+    complete = read is _whole_prompt  # By default, a complete prompt does not become a user message.
     derived: dict[str, Derived] = {}
     if not complete and COMPLETION not in columns and any(isinstance(row.get(reads[0]), list) for row in sample):
         derived[COMPLETION] = Derived("the assistant's last turn", _completion_of(reads[0]))
@@ -231,10 +234,12 @@ def _require_column(name: str, columns: Sequence[str], given: str, where: str, m
 def template_parts(template: str) -> list[tuple[str, str | None]]:
     """Split a prompt template into pairs of text and column name.
 
-    In each pair, the text comes before the column; the last column name is None if the template ends with text.
+    In each pair, the text is the part of the template before the column. The last column name is None if the template
+    ends with text.
 
     Raises:
-        ConfigError: a brace is unmatched, or braces enclose something other than the name of a column.
+        ConfigError: a brace is unmatched, braces enclose something other than the name of a column, or the template
+            names no column.
     """
     given = f"data.prompt={_shown(template)}"
     try:
@@ -265,7 +270,7 @@ def _text_of(value: Any, name: str) -> str:
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
         return str(value)
     kind = "no value" if value is None else f"a value of type {type(value).__name__}"
-    raise RowError(f"{kind} in column '{name}', which data.prompt writes as text; give it text or a number")
+    raise RowError(f"{kind} in column '{name}', which data.prompt inserts as text; give it text or a number")
 
 
 def _whole_prompt(row: Row) -> Any:
@@ -276,7 +281,7 @@ def _column(name: str) -> Reader:
     def read(row: Row) -> Any:
         value = row.get(name)
         if value is None:
-            raise RowError(f"no prompt in column '{name}'; give each row text or a list of messages there")
+            raise RowError(f"no prompt in column '{name}'; give each row text or a list of messages in that column")
         return _before_answer(_messages(value)) if isinstance(value, list) else value
 
     return read

@@ -11,17 +11,19 @@ from rltrain.settings.typed import require
 
 
 class PromptOrder:
-    """The order in which prompts are used. The state of the prompt order can be saved and loaded.
+    """The order in which training uses the prompts. The state of the prompt order can be saved and loaded.
 
     Each epoch uses every prompt index once, in a new permutation.
     """
 
     def __init__(self, size: int, seed: int, shuffle: bool) -> None:
-        """Create an order of the indices 0..size-1. Without `shuffle`, the prompt indices ascend in every epoch."""
-        assert size > 0, "an order needs at least one prompt"
+        """Create an order of the prompt indices 0..size-1. If `shuffle` is false, the prompt indices ascend in every
+        epoch.
+        """
+        assert size > 0, "a prompt order needs at least one prompt"
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._drawn = 0
-        # pair of the epoch number and the indices in the order of that epoch
+        # `_permutation` is a pair: an epoch number, and the prompt indices in the order of that epoch.
         self._permutation: tuple[int, Sequence[int]] = (-1, ())
 
     def next(self, count: int) -> list[int]:
@@ -31,14 +33,14 @@ class PromptOrder:
         return taken
 
     def at(self, position: int) -> int:
-        """Return the prompt index at a position of the order; positions are counted over all epochs.
+        """Return the prompt index at a position of the prompt order; positions are counted over all epochs.
 
         The method accepts any position, even one that `next` has not reached yet.
         """
         return self._of_epoch(position // self._size)[position % self._size]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the order as plain values, which `load_state_dict` accepts."""
+        """Return the state of the prompt order as plain values, which `load_state_dict` accepts."""
         return {"size": self._size, "seed": self._seed, "shuffle": self._shuffle, "drawn": self._drawn}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -50,7 +52,7 @@ class PromptOrder:
         for name, value in self.state_dict().items():
             require(
                 name == "drawn" or state[name] == value,
-                f"{name}={value}: the checkpoint's prompts were ordered with {name}={state[name]}, so that order "
+                f"{name}={value}: the checkpoint's prompts were ordered with {name}={state[name]}, so their order "
                 "cannot be continued; use the data and seed of the checkpoint, or start a new run",
             )
         self._drawn = state["drawn"]

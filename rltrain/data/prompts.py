@@ -22,10 +22,10 @@ from rltrain.data.rows import Rows
 from rltrain.data.tokenizer_round_trip import loss
 from rltrain.settings.typed import require
 
-# names that no data column may have, because reward functions get parts of the scored answer under these names
+# No data column may have one of these names, because reward functions get parts of the scored answer under these names.
 RESERVED_COLUMNS = ("response", "finish_reason", "prompt_messages", "response_ids")
-_BATCH = 1024  # number of prompts that are tokenized in one call
-_ROUND_TRIPS = 64  # number of prompts for which the decoded ids are compared with the original text
+_BATCH = 1024  # Maximum number of prompts that are tokenized in one call.
+_ROUND_TRIPS = 64  # Number of prompts whose decoded token ids are compared with the original text.
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Prompt:
             without control tokens if `data.special_tokens` is "allow". For chat messages, `text` is the output of the
             chat template, without control tokens.
         ids: the exact token ids that the engine receives.
-        columns: the values of all other columns of the row; None for a missing value.
+        columns: values of the row's other columns, by column name; a missing value is None.
         messages: the chat messages; None if the prompt is text.
     """
 
@@ -56,7 +56,7 @@ class PromptSet(Sequence[Prompt]):
 
     Attributes:
         source: the source of the prompts, as written in the config.
-        where: the config key and the source, as error messages show them.
+        where: the config key and the source, in the form that error messages show.
         columns: names of the data columns that reward functions get.
         filtered: number of prompts left out because they are too long.
         notes: one-line messages for the user about the prompts.
@@ -87,7 +87,8 @@ class PromptSet(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        index = range(len(self))[index]  # converts a negative index, and raises IndexError for an index out of range
+        # A negative index is converted to a positive index, and an index out of range raises IndexError.
+        index = range(len(self))[index]
         ids = self._ids[self._ends[index] : self._ends[index + 1]].tolist()
         row = self._rows.row(self._kept[index])
         text = self._form.finished(self._form.read(row))
@@ -97,14 +98,14 @@ class PromptSet(Sequence[Prompt]):
         return Prompt(index, text, ids, self._form.values(row), chat)
 
     def fingerprint(self) -> int:
-        """Return a checksum of the prompts' token ids, of their order, and of the values in all other columns."""
+        """Return a checksum of the prompts: of their token ids, their order, and the values in their other columns."""
         crc = zlib.crc32(self._ends, zlib.crc32(self._ids))
         for row in map(self._rows.row, self._kept if self.columns else ()):
             crc = zlib.crc32(repr([*self._form.values(row).values()]).encode(), crc)
         return crc
 
     def rows(self, count: int) -> list[int]:
-        """Return the row numbers of the first `count` prompts in the source."""
+        """Return the numbers of the source's rows from which the first `count` prompts were made."""
         return self._kept[:count].tolist()
 
     def largest_id(self) -> int:
@@ -112,7 +113,7 @@ class PromptSet(Sequence[Prompt]):
         return max(self._ids)
 
     def append(self, row: int, ids: Sequence[int]) -> None:
-        """Add a prompt to the set: its token ids, and the number of its row in the source."""
+        """Add a prompt, given as token ids, that was made from row number `row` of the source."""
         self._kept.append(row)
         self._ids.extend(ids)
         self._ends.append(len(self._ids))
@@ -154,8 +155,8 @@ def load_prompts(
         lossy_tokenizer: "allow" accepts a tokenizer that loses parts of the text, as defined in
             `rltrain.data.tokenizer_round_trip`. "refuse" raises an error if the tokenizer damages one of the first
             prompts.
-        limit: maximum number of prompts to load. If the source has more prompts, the first prompts that are not too
-            long are kept.
+        limit: maximum number of prompts to load. If the source has more prompts, the first `limit` prompts that are not
+            too long are kept.
 
     Raises:
         ConfigError: the data is invalid. The error message is one line that names the file, the row, the problem and
@@ -166,7 +167,7 @@ def load_prompts(
     for name in RESERVED_COLUMNS:
         require(
             name not in rows.columns,
-            f"{where}: column '{name}' has a name that is reserved for the sample itself; rename it",
+            f"{where}: column '{name}' has a name that is reserved for the sample itself; rename the column",
         )
     has_template, sample = bool(tokenizer.chat_template), rows.read(0, _BATCH, rows.columns)
     form = prompt_form(rows.columns, options, where=where, has_template=has_template, sample=sample)
@@ -190,7 +191,7 @@ def load_prompts(
 def _encode(
     rows: Rows, form: PromptForm, prompts: PromptSet, encoder: PromptEncoder, max_length: int, limit: int | None
 ) -> tuple[dict[int, Overlong], int]:
-    """Encode the rows and append the prompts to the set, until it holds `limit` prompts.
+    """Encode the rows and append the prompts to the prompt set, until the set holds `limit` prompts.
 
     Returns:
         The prompts that are too long, by row number, and the number of rows that hold chat messages.
@@ -225,14 +226,15 @@ def _prompts(rows: Rows, form: PromptForm, start: int) -> tuple[dict[int, Any], 
 
 
 def _require_round_trips(rows: Rows, form: PromptForm, kept: Sequence[int], tokenizer: Any) -> None:
-    """Raise ConfigError if the tokenizer loses a part of the prompts of the rows `kept`."""
+    """Raise ConfigError if the tokenizer loses a part of a prompt in one of the rows `kept`."""
     control = ControlTokens(tokenizer)
     prompts = [(row, form.finished(form.read(rows.row(row)))) for row in kept]
     texts = [
         (row, text)
         for row, prompt in prompts
         for text in ([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt])
-        if not control.spells_added(text)  # white space that added tokens absorb does not count as lost
+        # Text with names of added tokens is not checked, because such tokens may absorb white space.
+        if not control.spells_added(text)
     ]
     if lost := loss([text for _, text in texts], tokenizer):
         number, difference = lost
@@ -276,6 +278,6 @@ def _overlong_error(rows: Rows, too_long: dict[int, Overlong], limit: int) -> Co
 def _nothing_left(where: str, too_long: dict[int, Overlong], limit: int) -> str:
     shortest = min((found.tokens for found in too_long.values()), default=0)
     return (
-        f"{where}: no prompt is left, all {len(too_long)} are longer than rollout.max_prompt_length={limit}; raise it "
-        f"to at least {shortest}"
+        f"{where}: no prompt is left, all {len(too_long)} are longer than rollout.max_prompt_length={limit}; raise "
+        f"rollout.max_prompt_length to at least {shortest}"
     )

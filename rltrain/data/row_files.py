@@ -16,8 +16,8 @@ from rltrain.data.prompt_encoding import ROW_HELP, unicode
 from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # JSON escape of a surrogate code point, paired or unpaired
-_CSV_BLOCK = 1 << 26  # maximum number of bytes that are parsed at once, and thus maximum length of a row
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # Matches the JSON escape of a surrogate, paired or unpaired.
+_CSV_BLOCK = 1 << 26  # A CSV file is parsed in blocks of this many bytes, and a row cannot be longer than a block.
 SOURCE_HELP = "a data set of the hub is written ORG/NAME, and a function package.module:function or file.py:function"
 
 
@@ -50,7 +50,7 @@ def _folder_rows(folder: Path, where: str) -> Rows:
     try:
         inside = sorted(path for path in folder.iterdir() if not path.name.startswith("."))
     except OSError as error:
-        raise ConfigError(f"{where}: cannot be read ({error.strerror}); check its permissions") from None
+        raise ConfigError(f"{where}: the path cannot be read ({error.strerror}); check the permissions") from None
     files = [path for path in inside if path.suffix in ENDINGS and path.is_file()]
     folders = [path.name for path in inside if path.is_dir()]
     instead = f"name one of its folders: {', '.join(folders[:5])}" if folders else "name another folder, or a file"
@@ -64,9 +64,9 @@ def _folder_rows(folder: Path, where: str) -> Rows:
     parts = [_file_rows(path, f"{where.rstrip('/')}/{path.name}") for path in files]
     try:
         return Rows.joined(parts)
-    except Exception as error:  # pyarrow raises several exception types for tables whose columns do not match
+    except Exception as error:  # Pyarrow raises several exception types for tables whose columns do not match.
         raise ConfigError(
-            f"{where}: the files have columns of different types ({_reason(error)}); write them with one schema"
+            f"{where}: the files have columns of different types ({_reason(error)}); write all files with one schema"
         ) from None
 
 
@@ -92,9 +92,9 @@ def _missing(path: Path, where: str) -> str:
 
 def _json_rows(path: Path, where: str) -> Rows:
     try:
-        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # removes the UTF-8 byte-order mark
+        content = path.read_bytes().removeprefix(b"\xef\xbb\xbf")  # The UTF-8 byte-order mark is removed.
     except OSError as error:
-        raise ConfigError(f"{where}: cannot be read ({error.strerror}); check its permissions") from None
+        raise ConfigError(f"{where}: the path cannot be read ({error.strerror}); check the permissions") from None
     is_array = path.suffix == ".json" and content.lstrip().startswith(b"[")
     return _array_rows(content, where) if is_array else _line_rows(content, where)
 
@@ -111,7 +111,7 @@ def _line_rows(content: bytes, where: str) -> Rows:
 def _object(line: bytes, place: str) -> dict[str, Any]:
     value = _json(line, place)
     if not isinstance(value, dict):
-        raise ConfigError(f"{place}: {type(value).__name__} where an object was expected; {ROW_HELP}")
+        raise ConfigError(f"{place}: found {type(value).__name__} where a JSON object was expected; {ROW_HELP}")
     if _SURROGATE.search(line):
         unicode(json.dumps(value, ensure_ascii=False), place, "the row")
     return value
@@ -121,11 +121,13 @@ def _json(content: bytes, place: str) -> Any:
     try:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{place}: not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from None
-    # ValueError is raised for invalid JSON, and for a number with thousands of digits
+        raise ConfigError(f"{place}: the text is not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from None
+    # ValueError is raised for invalid JSON, and for a number with thousands of digits.
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]
-        raise ConfigError(f"{place}: not valid JSON ({reason}); put one object on each line of a .jsonl file") from None
+        raise ConfigError(
+            f"{place}: the text is not valid JSON ({reason}); put one object on each line of a .jsonl file"
+        ) from None
 
 
 def _array_rows(content: bytes, where: str) -> Rows:
@@ -135,7 +137,9 @@ def _array_rows(content: bytes, where: str) -> Rows:
     suspect = _SURROGATE.search(content)
     for index, row in enumerate(rows := _json(content, where)):
         if not isinstance(row, dict):
-            raise ConfigError(f"{place(index)}: {type(row).__name__} where an object was expected; {ROW_HELP}")
+            raise ConfigError(
+                f"{place(index)}: found {type(row).__name__} where a JSON object was expected; {ROW_HELP}"
+            )
         if suspect:
             unicode(json.dumps(row, ensure_ascii=False), place(index), "the row")
     return Rows.of_dicts(rows, place)
@@ -148,8 +152,8 @@ def _parquet_rows(path: Path, where: str) -> Rows:
         with parquet.ParquetFile(path) as file:
             table = file.read()
             table.column_names  # noqa: B018 (the access raises an exception for names that are not UTF-8)
-    except Exception as error:  # pyarrow raises many exception types for a damaged file
-        raise ConfigError(f"{where}: not a readable parquet file ({_reason(error)}); write it again") from None
+    except Exception as error:  # Pyarrow raises many exception types for a damaged file.
+        raise ConfigError(f"{where}: not a readable parquet file ({_reason(error)}); write the file again") from None
     return table_rows(table, where)
 
 
@@ -169,7 +173,7 @@ def _csv_rows(path: Path, where: str) -> Rows:
             parse_options=arrow_csv.ParseOptions(newlines_in_values=True),
             convert_options=arrow_csv.ConvertOptions(column_types=dict.fromkeys(names, pyarrow.string())),
         )
-    except Exception as error:  # pyarrow raises many exception types for a damaged file
+    except Exception as error:  # Pyarrow raises many exception types for a damaged file.
         raise ConfigError(
             f"{where}: not a readable CSV file ({_reason(error)}); write the column names into the first line, and "
             "the same number of values into each line after it"

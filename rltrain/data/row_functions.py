@@ -16,12 +16,13 @@ MAX_ROWS = 1_000_000
 ARGUMENTS = ("split", "seed")
 _ROW_HELP = 'return or yield dicts such as {"prompt": "2+2=", "answer": "4"}'
 _VALUE_HELP = "use text, numbers, lists and dicts, which are the same in every process and every run"
-_PLAIN = (bool, int, float, str, bytes, date, time, timedelta, Decimal)  # `datetime` is a subclass of `date`
-_MAX_BITS = 10_000  # Python refuses by default to write integers with thousands of digits as text
+# `datetime` is not listed, because it is a subclass of `date`.
+_PLAIN = (bool, int, float, str, bytes, date, time, timedelta, Decimal)
+_MAX_BITS = 10_000  # By default, Python cannot convert integers with more than 4,300 digits to text.
 
 
 def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
-    """Call the user's function and return its rows.
+    """Call the user's function and return the rows that the function gives.
 
     Args:
         source: the function to call, as `package.module:function` or `file.py:function`. The user's function returns or
@@ -42,7 +43,7 @@ def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
         place = f"{where}, row {len(found) + 1}"
         require(len(found) < MAX_ROWS, f"{where}: gives more than {MAX_ROWS:,} rows; {_end_help(function)}")
         if not isinstance(row, Mapping) or not all(isinstance(name, str) for name in row):
-            raise ConfigError(f"{place}: {type(row).__name__} where a dict of columns was expected; {_ROW_HELP}")
+            raise ConfigError(f"{place}: found {type(row).__name__} where a dict of columns was expected; {_ROW_HELP}")
         found.append({str(name): _plain_value(value, place, str(name)) for name, value in row.items()})
     return Rows.of_dicts(found, lambda i: f"{where}, row {i + 1}", own_splits="split" in given)
 
@@ -66,7 +67,9 @@ def _parameters(function: Callable[..., Any], where: str) -> list[str]:
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
-        raise ConfigError(f"{where}: its parameters cannot be read; wrap it in a function of your own") from None
+        raise ConfigError(
+            f"{where}: the parameters of the function cannot be read; wrap the function in one of your own"
+        ) from None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     names = [parameter.name for parameter in parameters if parameter.kind in by_name]
@@ -88,12 +91,14 @@ def _results(function: Callable[..., Any], given: Mapping[str, Any], where: str)
     try:
         result = function(**given)
         if isinstance(result, str | bytes | Mapping) or not isinstance(result, Iterable):
-            raise ConfigError(f"{where}: returned {type(result).__name__} where rows were expected; {_ROW_HELP}")
+            raise ConfigError(
+                f"{where}: the function returned {type(result).__name__} where rows were expected; {_ROW_HELP}"
+            )
         yield from result
     except (ConfigError, KeyboardInterrupt, GeneratorExit):
         raise
-    except BaseException as error:  # a user's function may raise any exception, including SystemExit
-        raise ConfigError(f"{where}: the function raised {described(error)}; fix it first") from error
+    except BaseException as error:  # A user's function may raise any exception, including SystemExit.
+        raise ConfigError(f"{where}: the function raised {described(error)}; fix the function first") from error
 
 
 def _end_help(function: Callable[..., Any]) -> str:
@@ -104,7 +109,7 @@ def _end_help(function: Callable[..., Any]) -> str:
 def _plain_value(value: Any, place: str, name: str) -> Any:
     """Return a value of a row as plain Python data, such as text, numbers, lists and dicts.
 
-    Values of numpy are converted to Python values.
+    NumPy arrays and scalars are converted to Python values.
 
     Raises:
         ConfigError: the value is an object of a type that is not plain data, or is text that is not valid Unicode.
@@ -112,7 +117,9 @@ def _plain_value(value: Any, place: str, name: str) -> Any:
     try:
         return _plain(value, f"{place}, column '{name}'")
     except RecursionError:
-        raise ConfigError(f"{place}, column '{name}': lists or dicts nested without end; {_VALUE_HELP}") from None
+        raise ConfigError(
+            f"{place}, column '{name}': the value has lists or dicts nested without end; {_VALUE_HELP}"
+        ) from None
 
 
 def _plain(value: Any, place: str) -> Any:
@@ -127,7 +134,7 @@ def _plain(value: Any, place: str) -> Any:
         return int(value)
     if value is None or isinstance(value, _PLAIN):
         return float(value) if isinstance(value, float) else value
-    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # a numpy array or scalar
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # The value is a numpy array or scalar.
         listed = value.tolist()
         require(not hasattr(listed, "dtype"), _refusal(value, place))
         return _plain(listed, place)

@@ -2,11 +2,11 @@
 
 The kind of a source is the first of the following forms that fits:
 
-- `builtin:NAME`: a built-in task;
-- the path of a file or folder that exists;
-- `package.module:function` or `file.py:function`: a function that gives rows;
-- `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`: a data set of the hub;
-- the path of a file or folder.
+- `builtin:NAME` names a built-in task.
+- The path of an existing file or folder names that file or folder.
+- `package.module:function` or `file.py:function` names a Python function that gives rows.
+- `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]` names a data set of the Hugging Face hub.
+- Any other text is taken for the path of a file or folder that does not exist.
 """
 
 import re
@@ -28,7 +28,8 @@ _FUNCTION = re.compile(r"(?:.*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 
 def kind_of(source: str, where: str) -> Kind:
-    """Return the kind of a source. The docstring of the module lists the kinds and their forms.
+    """Return the kind of a source. The docstring of `rltrain.data.row_sources` lists the kinds of sources and their
+    forms.
 
     Raises:
         ConfigError: the source is a path that cannot be accessed.
@@ -62,7 +63,7 @@ def load_rows(source: str, where: str, *, split: Split, seed: int, limit: int | 
     """Read the rows of a source.
 
     Args:
-        source: the source, in one of the forms that the module's docstring lists.
+        source: the source, in one of the forms that the docstring of `rltrain.data.row_sources` lists.
         where: start of the error message: the config key and the source.
         split: the config key under `data` that names the source. Built-in tasks and functions may have different rows
             for training and for evaluation.
@@ -81,7 +82,7 @@ def load_rows(source: str, where: str, *, split: Split, seed: int, limit: int | 
             rows = dataset_rows(source, where, key=split)
         case "path":
             rows = path_rows(source, where)
-    require(len(rows) > 0, f"{where}: holds no rows; give it at least one prompt")
+    require(len(rows) > 0, f"{where}: holds no rows; give the source at least one prompt")
     return rows
 
 

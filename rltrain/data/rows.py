@@ -14,7 +14,7 @@ class Rows:
     Attributes:
         content: the rows, as a list of dicts or a `pyarrow.Table`.
         columns: the names of all columns, in the order in which they first occur.
-        place: returns the location of a row for error messages, given its index.
+        place: function that returns, for a row index, the location of that row for error messages.
         own_splits: whether the same source gives different rows for training and for evaluation.
     """
 
@@ -25,7 +25,7 @@ class Rows:
 
     @classmethod
     def of_dicts(cls, rows: list[dict[str, Any]], place: Callable[[int], str], *, own_splits: bool = False) -> "Rows":
-        """Return a `Rows` object that holds the given dicts. A row's dict may lack some of the columns."""
+        """Return a `Rows` object that holds the given dicts. A dict may lack some of the columns."""
         return cls(rows, tuple(dict.fromkeys(name for row in rows for name in row)), place, own_splits)
 
     def __len__(self) -> int:
@@ -38,9 +38,9 @@ class Rows:
         return row
 
     def read(self, start: int, stop: int, columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Return the rows from index `start` up to `stop`.
+        """Return the rows with the indices `start` to `stop - 1`.
 
-        Each row has at least the given columns, except columns that the data lacks.
+        A returned row has at least those of the given columns that the row has in the source.
         """
         if isinstance(self.content, list):
             return self.content[start:stop]
@@ -54,7 +54,7 @@ class Rows:
         Either all parts hold their rows as dicts, or all parts hold Arrow tables.
 
         Raises:
-            pyarrow.ArrowException: a column has different types in two tables, which cannot be combined.
+            pyarrow.ArrowException: a column has types in two tables that cannot be combined.
         """
         if len(parts) == 1:
             return parts[0]

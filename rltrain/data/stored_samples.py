@@ -1,7 +1,7 @@
-"""Finds the samples that a run has stored: the parquet tables in the folder `rollouts` of its output folder.
+"""Finds the samples that a run has stored: the parquet tables in the subfolder `rollouts` of the run's output folder.
 
-`rltrain.monitoring.sample_files` writes the tables. Each table has one row per sample of a training step. The rows of a
-prompt group follow each other, in the order of their sample numbers.
+`rltrain.monitoring.sample_files` writes the parquet tables. Each parquet table has one row per sample of a training
+step. The rows of a prompt group are adjacent, in the order of their sample numbers.
 """
 
 import re
@@ -14,18 +14,18 @@ import pyarrow.parquet as pq
 
 from rltrain.base.errors import ConfigError, described
 
-ROLLOUTS = "rollouts"  # subfolder of a run's output folder
+ROLLOUTS = "rollouts"  # Name of the subfolder of a run's output folder that holds the sample tables.
 _TABLE = re.compile(r"(step|failed)_(\d+)\.parquet")
 
 
 @dataclass(frozen=True)
 class SampleFile:
-    """A table of samples.
+    """A parquet table with the samples of one training step.
 
     Attributes:
         path: path of the parquet file.
         step: number of the training step.
-        failed: True if the step was not trained on, because too many rewards failed.
+        failed: whether the training step made no optimizer step, because too many rewards failed.
     """
 
     path: Path
@@ -34,7 +34,7 @@ class SampleFile:
 
 
 def sample_files(folder: Path) -> list[SampleFile]:
-    """Return the tables of samples of a run, in the order of their steps; [] if the run has stored none."""
+    """Return the sample tables of a run, in the order of their steps; [] if the run has stored no samples."""
     rollouts = folder / ROLLOUTS
     names = [path.name for path in rollouts.iterdir()] if rollouts.is_dir() else []
     found = [match for name in names if (match := _TABLE.fullmatch(name))]
@@ -47,9 +47,9 @@ class StoredGroup:
     """The samples of one prompt group, which are adjacent rows of a table.
 
     Attributes:
-        path: path of the table.
-        first: number of the first row.
-        size: number of samples.
+        path: path of the parquet table.
+        first: index of the group's first row in the table.
+        size: number of samples in the prompt group.
     """
 
     path: Path
@@ -58,18 +58,18 @@ class StoredGroup:
 
 
 def stored_groups(folder: Path) -> Mapping[int, StoredGroup]:
-    """Find the prompt groups whose samples a run has stored, by their numbers (`uid`).
+    """Return the prompt groups whose samples a run has stored, by group number (`uid`).
 
     Raises:
-        ConfigError: a table cannot be read.
+        ConfigError: a sample table cannot be read.
     """
     groups: dict[int, StoredGroup] = {}
-    # A step that failed and was repeated after a resume has two tables.
-    # Of the two tables, `sample_files` returns the table of trained samples first.
+    # A training step that failed and was repeated after a resume has two tables. `sample_files` returns the table of
+    # trained samples before the table of the failed step.
     for file in sample_files(folder):
         try:
             uids: list[int] = pq.read_table(file.path, columns=["uid"])["uid"].to_pylist()
-        except Exception as error:  # the reader may raise any exception on a damaged file
+        except Exception as error:  # Pyarrow may raise any exception on a damaged file.
             raise ConfigError(
                 f"{file.path}: cannot be read ({described(error, 120)}); copy the run's folder again"
             ) from None

@@ -1,8 +1,8 @@
 """The process that compiles and renders chat templates for `rltrain.data.chat_templates`, within resource limits.
 
 A chat template is a program that comes with a model directory. Jinja's sandbox denies a chat template access to files
-and processes. Jinja's sandbox prevents neither endless loops nor huge strings, whether at run time or while Jinja folds
-constants. If a template exceeds the resource limits, only the rendering process ends, and not its parent process.
+and processes. Inside the sandbox, a template can still loop endlessly or build huge strings, even while Jinja only
+folds constants. If a template exceeds the resource limits, only the rendering process ends, and not its parent process.
 
 The parent process sends rendering requests to this process. A rendering request is a pickle of the tuple (template,
 variables, pickles of chats). The answer to a rendering request is the JSON array [texts, error]. In the answer, `error`
@@ -24,10 +24,10 @@ from typing import Any
 
 from rltrain.base.process_limits import limit_memory
 
-# The limit on the processor time, in seconds, from the start of a request to the end of its chat i is
-# chat_seconds + i * MEAN_SECONDS.
+# When chat i (counted from 0) of a request ends, the whole request may have used at most chat_seconds + i *
+# MEAN_SECONDS seconds of processor time.
 MEAN_SECONDS = 0.02
-OUT_OF_MEMORY = 77  # exit status
+OUT_OF_MEMORY = 77  # Exit status of a rendering process that runs out of memory.
 
 
 def main(descriptor: int, progress: int, chat_seconds: int, memory_mb: int) -> None:
@@ -70,7 +70,7 @@ def _rendered(
             rendered: Any = render_jinja_template([pickle.loads(chat)], chat_template=template, **variables)
         except MemoryError:
             raise
-        except Exception as error:  # a template can raise any exception
+        except Exception as error:  # A template can raise any exception.
             return texts, str(error)[:1000]
         texts += rendered[0]
     return texts, None
@@ -79,7 +79,8 @@ def _rendered(
 def _limit_processor_time(seconds: float) -> None:
     """Limit the total processor time of this process.
 
-    The limit is in seconds and is rounded up. When the process reaches the limit, the kernel kills it with SIGXCPU.
+    The limit is in seconds and is rounded up. When the process reaches the limit, the kernel kills the process with
+    SIGXCPU.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), resource.getrlimit(resource.RLIMIT_CPU)[1]))
 

@@ -1,4 +1,4 @@
-"""A lower bound on the number of tokens in a text, computed without tokenizing it.
+"""A lower bound on the number of tokens in a text, computed without tokenizing the text.
 
 The lower bound is computed by counting characters, because tokenizing megabytes of text takes minutes.
 """
@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-SHORT = 100_000  # texts of at most this many characters get no bound, because tokenizing them is fast
+SHORT = 100_000  # No bound is computed for a text of at most 100,000 characters, because tokenizing it is fast.
 # Names of pre-tokenizers that keep every character.
 _LOSSLESS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
 # Names of pre-tokenizers that drop only white space.
@@ -27,7 +27,7 @@ class _Counting:
 
     Attributes:
         longest: largest number of units that one token covers.
-        units: returns how many units one character counts.
+        units: function that returns the number of units of one character.
         normalize: function that applies the tokenizer's normalizer to a text.
     """
 
@@ -40,16 +40,16 @@ class TokenBound:
     """Computes a lower bound on the number of tokens in a text.
 
     A token covers a piece of the normalized text, and no piece is longer than the longest vocabulary entry. A text of n
-    characters has at least n / L tokens if the longest vocabulary entry has L characters. The count of characters
-    leaves out characters that may have no token of their own:
+    characters has at least n / L tokens if the longest vocabulary entry has L characters. Characters that may
+    have no token of their own are not counted:
 
-    - Characters that are not in the vocabulary. The tokenizer may drop such characters, or merge several into one
-      unknown token.
-    - White space, if any part of the tokenizer drops it.
-    - Begin tokens at the start of the text, because the prompt encoder keeps only one of them.
+    - A character that is not in the vocabulary is not counted, because the tokenizer may drop such characters or merge
+      several of them into one unknown token.
+    - White space is not counted if any part of the tokenizer drops white space.
+    - Begin tokens at the start of the text are not counted, because the prompt encoder keeps only one begin token.
 
-    The lower bound is 0 if one token can cover any text (word-level and WordPiece tokenizers), or if this module does
-    not know the tokenizer's pre-tokenizer.
+    The lower bound is 0 if one token can cover any text (word-level and WordPiece tokenizers), or if the type of the
+    tokenizer's pre-tokenizer is not known to this module.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -74,7 +74,7 @@ class TokenBound:
         backend: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         try:
             spec = json.loads(backend.to_str()) if backend is not None else {}
-        except Exception:  # a tokenizer with a component written in Python cannot be serialized
+        except Exception:  # A tokenizer with a component written in Python cannot be serialized.
             return None
         splitters, model = _flat(spec.get("pre_tokenizer"), "pretokenizers"), spec.get("model", {})
         if model.get("type") not in ("BPE", "Unigram") or not all(map(_keeps_all_but_space, splitters)):
@@ -91,8 +91,8 @@ class TokenBound:
 
 
 def _flat(part: Any, inner: str) -> list[dict[str, Any]]:
-    """Return the components of a tokenizer part, which may be a nested sequence, as a flat list; empty if the part is
-    None.
+    """Return the components of a part of a tokenizer as a flat list, even if sequences of components are nested. If the
+    part is None, the list is empty.
     """
     if part is None:
         return []
@@ -105,7 +105,7 @@ def _keeps_all_but_space(part: dict[str, Any]) -> bool:
 
 
 def _units(vocab: Collection[str], in_bytes: bool, fallback: bool, strips: bool, character: str) -> int:
-    """Return how many units (characters or bytes) a character counts in the lower bound.
+    """Return the number of units (characters or bytes) of a character that the lower bound counts.
 
     A character counts as 0 units if the tokenizer may drop the character or merge it with other characters.
     """

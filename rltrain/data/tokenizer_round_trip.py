@@ -4,19 +4,19 @@ import unicodedata
 from collections.abc import Iterable
 from typing import Any
 
-_LONGEST = 10_000  # number of characters at the start of each text that are compared
-_SHOWN = 24  # number of characters shown on each side of a difference
+_LONGEST = 10_000  # Only the first 10,000 characters of each text are compared.
+_SHOWN = 24  # Number of characters that are shown on each side of a difference.
 
 
 def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
     """Return the index of the first text that the tokenizer damages, and a description of the damage.
 
     The following changes do not count as damage: case, accents, the Unicode form of characters, the amount of white
-    space, and what the tokenizer's own normalizer changes. A tokenizer damages a text in any of the following cases:
+    space, and changes by the tokenizer's own normalizer. A tokenizer damages a text in any of the following cases:
 
     - Characters other than white space are missing, or differ by more than case, accents or Unicode form.
     - White space between two letters or digits is missing.
-    - White space is missing from all texts.
+    - All white space is missing from every text.
 
     Args:
         texts: the texts to check, which must not contain names of added tokens.
@@ -25,8 +25,8 @@ def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
     Returns:
         The index of the damaged text and the difference, or None if the tokenizer damages no text.
     """
-    gone: tuple[int, str] | None = None  # index and difference of the first text that lost all its white space
-    kept = False  # whether white space survived in any text
+    gone: tuple[int, str] | None = None  # Index and difference of the first text that lost all its white space.
+    kept = False  # Whether any text has kept white space.
     for number, text in enumerate(text[:_LONGEST] for text in texts):
         ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]
         back = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
@@ -46,7 +46,7 @@ def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
 
 
 def _plain(text: str) -> str:
-    """Return the text without case and accents, in Unicode form NFKD, with SentencePiece's "▁" as a space."""
+    """Return the case-folded text in Unicode form NFKD without accents, with a space for each "▁" of SentencePiece."""
     decomposed = unicodedata.normalize("NFKD", text.replace("▁", " ")).casefold()
     return "".join(character for character in decomposed if unicodedata.category(character) != "Mn")
 
@@ -69,8 +69,8 @@ def _normalized(text: str, tokenizer: Any) -> str:
 
 
 def _difference(text: str, back: str) -> str:
-    """Describe the first difference between two texts with its surroundings, ignoring white space at both ends of the
-    texts.
+    """Describe the first difference between two texts, together with the text around the difference. White space at
+    both ends of the texts is ignored.
     """
     text, back = text.strip(), back.strip()
     at = 0

@@ -95,7 +95,7 @@ class RewardModel:
             else:
                 ids = self._ids([prompt.text, response], self._plain, chat=False)
         except TemplateError as error:
-            return f"its chat template {error}"
+            return f"cannot read the sample: {error}"
         except ControlTokenError as error:
             return f"cannot encode control tokens in the text as plain text ({error})"
         row = tuple(one_bos(ids, self.tokenizer.bos_token_id))

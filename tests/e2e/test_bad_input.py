@@ -141,7 +141,7 @@ CASES = {
     ),
     "column that is no Unicode": (
         ["profile=demo", "model.path={files}/model", "data.train={files}/surrogate.jsonl"],
-        ["{files}/surrogate.jsonl:2", "not valid Unicode", "remove that character"],
+        ["{files}/surrogate.jsonl:2", "not valid Unicode", "remove the invalid character"],
     ),
     "model with capped attention": (
         ["profile=demo", "model.path={files}/capped"],

@@ -1,4 +1,4 @@
-"""Tests of background tasks, of waits that a failing task ends, and of waits for a change of state."""
+"""Tests of background tasks, of waits that end when a task fails, and of waits for a change of state."""
 
 import asyncio
 import contextvars
@@ -48,7 +48,7 @@ async def test_the_failure_of_a_task_ends_the_wait_and_cancels_what_was_waited_f
         try:
             await asyncio.Event().wait()
         finally:
-            await asyncio.sleep(0)  # the awaited coroutine can clean up before the caller gets the error
+            await asyncio.sleep(0)  # The awaited coroutine can clean up before the caller gets the error.
             ends.append("cancelled")
 
     async def main():
@@ -196,7 +196,7 @@ async def test_futures_that_are_done_are_left_alone_and_their_errors_count_as_se
     assert errors == []
 
 
-# Conditions
+# Tests of waits until a condition holds
 
 
 async def test_all_who_wait_check_again_and_each_goes_on_only_when_its_own_condition_holds():
@@ -212,7 +212,7 @@ async def test_all_who_wait_check_again_and_each_goes_on_only_when_its_own_condi
     assert log == []
     state["a"] = 1
     await turns()
-    assert log == []  # the state has changed, but `changes.notify()` was not called yet
+    assert log == []  # The state has changed, but `changes.notify()` was not called yet.
     changes.notify()
     await turns()
     assert log == [("a", 1), ("a", 1)]
@@ -230,7 +230,7 @@ async def test_a_condition_that_holds_is_not_waited_for():
     changes = Changes()
     waiting = changes.until(lambda: "there")
     with pytest.raises(StopIteration) as returned:
-        waiting.send(None)  # the condition is already true, so the coroutine finishes in its first step
+        waiting.send(None)  # The condition is already true, so the coroutine finishes in its first step.
     assert returned.value.value == "there"
 
 
@@ -248,7 +248,7 @@ async def test_one_who_is_cancelled_takes_nothing_from_the_others():
 
 
 async def test_a_change_between_the_check_and_the_wait_is_not_missed():
-    """A signal handler can run between any two instructions, and so also between the check of a state and the wait."""
+    """A signal handler can run between any two instructions, e.g. between the check of a condition and the wait."""
     changes, state = Changes(), []
 
     def checked_just_before_the_change():
@@ -270,7 +270,7 @@ async def test_changes_that_follow_each_other_before_anybody_runs_are_all_seen()
             seen.append(queue.pop(0))
 
     consumers = [asyncio.create_task(consume()) for _ in range(3)]
-    # the consumers need 100 items, and the two consumers that still wait after that need one more item each
+    # The consumers need 100 items. Then two consumers still wait, and each needs one more item to end.
     for number in range(102):
         queue.append(number)
         changes.notify()
@@ -316,7 +316,7 @@ async def test_in_the_block_code_may_run_event_loops_of_its_own_and_the_running_
         with outside_event_loop():
             assert asyncio.run(of_the_user()) == "here"
         assert (asyncio.get_running_loop(), asyncio.current_task()) == (loop, task)
-    assert await asyncio.wait_for(value(5), 10.0) == 5  # timers and new tasks of the running loop still work
+    assert await asyncio.wait_for(value(5), 10.0) == 5  # Timers and new tasks of the running event loop still work.
 
 
 async def test_an_error_in_the_block_is_raised_and_the_running_loop_is_back():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from rltrain.base.balanced_parts import least_largest_sum, partition, refined
 
 WEIGHTS = st.lists(st.integers(1, 40), min_size=1, max_size=7)
-OF_A_PLAN = 1.05  # allowed ratio of the largest load to a lower bound that holds for every plan
+OF_A_PLAN = 1.05  # Allowed ratio of a plan's largest load to a lower bound on the largest load of any plan.
 
 
 def largest(weights, parts):
@@ -22,10 +22,12 @@ def best(weights, parts):
 
 
 def test_exchanges_find_what_greedy_placing_misses():
-    """Greedy placement, heaviest first, gives 8 + 5 + 4 and 7 + 6, whereas the even split is 8 + 7 and 6 + 5 + 4."""
+    """Greedy placement from the heaviest to the lightest number gives the parts 8 + 5 + 4 and 7 + 6, but the parts 8 +
+    7 and 6 + 5 + 4 have equal sums.
+    """
     weights = [8, 7, 6, 5, 4]
     assert largest(weights, partition(weights, 2)) == 15
-    # greedy placement gives a largest load of 7
+    # Greedy placement gives a largest load of 7.
     assert largest([3, 3, 2, 2, 2], partition([3, 3, 2, 2, 2], 2)) == 6
 
 
@@ -34,7 +36,7 @@ def test_exchanges_find_what_greedy_placing_misses():
 def test_no_partition_is_below_the_bound_or_far_above_the_best(weights, parts):
     found, optimum = largest(weights, partition(weights, parts)), best(weights, parts)
     assert least_largest_sum(weights, parts) <= optimum <= found
-    # exchanges only improve on greedy placement, whose largest sum is at most 4/3 of the optimum
+    # Greedy placement has a largest sum of at most 4/3 of the optimum, and exchanges only lower that sum.
     assert 3 * found <= 4 * optimum
 
 
@@ -62,7 +64,7 @@ def test_no_part_holds_more_than_it_has_room_for_whatever_the_weights_ask(data, 
     weights = data.draw(st.lists(st.integers(1, 99), min_size=len(sizes), max_size=len(sizes)))
     found = partition(weights, parts, sizes=sizes, room=room)
     if found is None:
-        assert sum(sizes) > parts * (room - max(sizes))  # a plan may only be missing if all parts are nearly full
+        assert sum(sizes) > parts * (room - max(sizes))  # The result may be None only if all parts are nearly full.
     else:
         assert all(sum(sizes[index] for index in part) <= room for part in found)
         assert sorted(index for part in found for index in part) == list(range(len(sizes)))
@@ -78,7 +80,7 @@ def test_exchanges_start_from_any_parts_and_leave_those_that_they_were_given():
 def works(source, rows, square):
     """Return the estimated work of random rows of 32 to 512 tokens, log-uniform in length.
 
-    For a row of 512 tokens, attention costs `square` times as much as all other work.
+    In a row of 512 tokens, attention costs `square` times as much as all other operations together.
     """
     lengths = [int(32 * 16 ** source.random()) for _ in range(rows)]
     return [1000 * length + int(square * 1000 / 512 * length**2) for length in lengths]
@@ -86,7 +88,7 @@ def works(source, rows, square):
 
 @pytest.mark.parametrize(("rows", "bound"), [((8, 32), OF_A_PLAN), ((4, 8), OF_A_PLAN), ((1, 4), 4 / 3)])
 def test_of_random_plans_the_largest_load_is_near_what_no_plan_can_be_below(rows, bound):
-    """From 8 rows per rank on, the lower bound on the largest load is max(mean load, heaviest row).
+    """With at least 8 rows per rank, the lower bound on the largest load is max(mean load, heaviest row).
 
     With fewer than 8 rows per rank, the bound also accounts for rows that must share a rank.
     """

@@ -1,4 +1,4 @@
-"""Tests that the CPU cores of a process are the cores that it may use, not all cores of the machine."""
+"""Tests that a process counts the CPU cores that it may use, and not all cores of the machine."""
 
 import os
 import re
@@ -35,7 +35,7 @@ def write(machine, groups, **files):
 
 
 def test_without_limits_they_are_all(machine):
-    assert cpu_threads.cpu_cores() == 64  # a system without control groups
+    assert cpu_threads.cpu_cores() == 64  # The simulated system has no control groups.
     write(machine, "0::/\n", **{"cpu.max": "max 100000\n"})
     assert cpu_threads.cpu_cores() == 64
     write(machine, "4:cpu,cpuacct:/\n", **{"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"})
@@ -98,14 +98,20 @@ def test_idle_threads_sleep_unless_the_environment_says_otherwise(monkeypatch):
     ("overrides", "threads"),
     [
         (["placement=inprocess", "rollout=hf", "placement.threads_per_worker=3"], "'3'"),
-        # the driver keeps its own thread count of 5, because the setting applies to its workers
+        # The driver keeps its own thread count of 5, because the setting applies only to the workers.
         (["placement.threads_per_worker=3"], "'5'"),
     ],
 )
 def test_the_program_s_openmp_runtime_has_read_them_when_torch_is_loaded(overrides, threads):
     environment = os.environ | {"OMP_NUM_THREADS": "5", "OMP_DISPLAY_ENV": "true", "PYTHONPATH": str(ROOT)}
     environment.pop("OMP_WAIT_POLICY", None)
-    command = [sys.executable, "-m", "rltrain.main", *overrides, "--cfg"]  # importing `rltrain.main` also imports torch
+    command = [
+        sys.executable,
+        "-m",
+        "rltrain.main",
+        *overrides,
+        "--cfg",
+    ]  # Importing `rltrain.main` also imports torch.
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert done.returncode == 0, done.stderr
     read = dict(re.findall(r"(OMP_NUM_THREADS|OMP_WAIT_POLICY) = (\S+)", done.stderr))

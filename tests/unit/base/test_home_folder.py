@@ -12,7 +12,7 @@ import pytest
 from rltrain.base.home_folder import ensure_home
 
 VARIABLES = ("HOME", "HF_HOME", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "TRITON_CACHE_DIR")
-NOT_WRITABLE = "/proc/self"  # a folder that not even root can write to
+NOT_WRITABLE = "/proc/self"  # Not even root can write to this folder.
 NOT_THERE = "/proc/no/such/folder"
 
 
@@ -20,7 +20,7 @@ NOT_THERE = "/proc/no/such/folder"
 def temporary(tmp_path, monkeypatch):
     """Unset the home-folder variables, and use the test's own folder for temporary files."""
     for variable in VARIABLES:
-        # setenv makes monkeypatch restore the variable after the test, even if the tested code sets it
+        # After `setenv`, monkeypatch restores the variable at the end of the test, even if the tested code sets it.
         monkeypatch.setenv(variable, "")
         monkeypatch.delenv(variable)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
@@ -52,7 +52,7 @@ def test_a_user_whom_the_system_does_not_know_gets_a_private_folder(temporary, m
     assert private.stat().st_mode & 0o777 == 0o700
     assert Path.home() == private
     monkeypatch.delenv("HOME")
-    # the second call returns the same private folder, because the folder holds caches
+    # The second call returns the same private folder, because the folder holds caches.
     assert changed() == {"HOME": str(private)}
 
 

@@ -16,7 +16,7 @@ ENVIRONMENT = {
     "RAY_AUTH_TOKEN_PATH": "/root/.ray/auth_token", "MY_KEY": "short", "HOME": "somewhere-else",
 }  # fmt: skip
 BODY = base64.encodebytes(random.Random(0).randbytes(1200)).decode()
-# each marker is written in two parts, so that secret scanners do not report this file
+# Each marker of a private key is written in two parts, so that secret scanners do not report this file.
 BEGIN, END = "-----BEGIN " + "PRIVATE KEY-----", "-----END " + "PRIVATE KEY-----"
 PASSWORD = 'p@ss/w0rd "\\ü!'
 PEM = f"{BEGIN}\n{BODY}{END}\n"

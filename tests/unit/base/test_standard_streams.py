@@ -36,7 +36,7 @@ def python(*arguments, **options):
 
 @pytest.fixture
 def nobody():
-    """Yield the writing end of a pipe whose reading end is closed."""
+    """Yield the write end of a pipe whose read end is closed."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer

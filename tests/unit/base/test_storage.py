@@ -33,8 +33,8 @@ def test_a_path_need_not_exist_and_a_tilde_is_the_home_folder(tmp_path, monkeypa
 
 def test_what_the_system_takes_for_no_path_is_refused_with_its_reason(tmp_path):
     (tmp_path / "loop").symlink_to("loop")
-    assert refusal("x" * 300) == "cannot be accessed (File name too long); give another path"
-    assert refusal("x/" * 3000) == "cannot be accessed (File name too long); give another path"
+    assert refusal("x" * 300) == "the path cannot be accessed (File name too long); give another path"
+    assert refusal("x/" * 3000) == "the path cannot be accessed (File name too long); give another path"
     assert "(Too many levels of symbolic links)" in refusal(f"{tmp_path}/loop/x")
     assert "(embedded null byte)" in refusal("x\0y")
 
@@ -52,10 +52,10 @@ def test_a_tilde_without_a_home_folder_is_refused(monkeypatch):
 
 
 def test_a_name_that_is_not_utf8_is_refused_also_if_it_is_that_of_the_working_directory(tmp_path, monkeypatch):
-    assert refusal(f"/x/{LATIN_1}") == r"a name in '/x/caf\udce9' is not UTF-8; rename it"
+    assert refusal(f"/x/{LATIN_1}") == r"a name in '/x/caf\udce9' is not UTF-8; rename that file or folder"
     os.mkdir(os.fsencode(tmp_path / LATIN_1))
     monkeypatch.chdir(tmp_path / LATIN_1)
-    assert refusal("x").endswith(r"caf\udce9/x' is not UTF-8; rename it")
+    assert refusal("x").endswith(r"caf\udce9/x' is not UTF-8; rename that file or folder")
     assert local_path(str(tmp_path), "key") == tmp_path
 
 

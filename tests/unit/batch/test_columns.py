@@ -9,7 +9,7 @@ from rltrain.batch.jagged import jagged
 
 
 def stored(column: Column) -> Column:
-    """Return the column as another process receives it, with its values as read-only bytes."""
+    """Return the column as another process receives it, that is, with read-only bytes as its values."""
     values = column.own()
     memory = memory_of(values).copy()
     memory.flags.writeable = False
@@ -22,7 +22,7 @@ def rows_of(column: Column) -> list:
 
 @st.composite
 def parts(draw) -> list[dict[str, Column]]:
-    """Draw batch parts with two jagged columns that share their offsets, and one dense column.
+    """Draw batches (parts) that each have two jagged columns with shared offsets, and one dense column.
 
     Some parts hold their columns as received bytes instead of tensors.
     """
@@ -88,7 +88,7 @@ def test_stored_values_cannot_be_written_and_are_copied_once():
     memory = column.values.memory
     first = column.own()
     first.fill_(7)
-    assert column.own() is first  # the second call of `own` returns the same tensor object
+    assert column.own() is first  # The second call of `own` returns the same tensor object.
     assert memory.view(np.int64).tolist() == [0, 1, 2]
 
 

@@ -35,7 +35,7 @@ def plain(batch: DataProto) -> dict:
 def rows_of(batch: DataProto) -> list[tuple]:
     """Return the rows of the batch as comparable tuples, computed without the batch's offsets.
 
-    Tests use the tuples as an oracle.
+    Tests compare the results of batch methods with these tuples.
     """
     content = plain(batch)
     keys = sorted(content["tensors"]), sorted(content["others"])
@@ -58,7 +58,7 @@ def sent(batch: DataProto) -> tuple[bytes, list[pickle.PickleBuffer]]:
 def received(batch: DataProto) -> DataProto:
     """Return the batch as another process receives it from shared memory.
 
-    The values lie outside the pickle stream (protocol 5), in read-only buffers.
+    The values of the columns are in read-only buffers outside the pickle stream (protocol 5).
     """
     stream, buffers = sent(batch)
     return pickle.loads(stream, buffers=[bytes(buffer.raw()) for buffer in buffers])
@@ -78,7 +78,7 @@ def batches(draw, *, min_rows: int = 0) -> DataProto:
     return batch.with_values("responses", response_mask=mask)
 
 
-# Views
+# Tests of views of columns
 
 
 def test_padded_puts_rows_on_the_left_and_the_padding_behind():
@@ -108,7 +108,7 @@ def test_with_padded_reads_the_real_slots_only():
 
 
 def test_with_values_refuses_another_number_of_tokens():
-    with pytest.raises(ValueError, match="5 values for 'advantages', 6 in 'responses': give one value per token"):
+    with pytest.raises(ValueError, match="5 values for 'advantages', 6 values in 'responses': give one per token"):
         example().with_values("responses", advantages=torch.zeros(5))
 
 
@@ -117,11 +117,11 @@ def test_a_batch_without_rows_has_views_too():
     assert (len(empty), empty.padded("responses").shape, empty.values("responses").dtype) == (0, (0, 0), torch.int64)
 
 
-# Columns
+# Tests of methods that select or change columns
 
 
 def test_columns_of_different_heights_are_refused():
-    with pytest.raises(ValueError, match=r"columns differ in rows: \{'a': 2, 'b': 3\}"):
+    with pytest.raises(ValueError, match=r"numbers of rows differ: \{'a': 2, 'b': 3\}"):
         DataProto.from_dict({"a": torch.zeros(2)}, {"b": ["x"] * 3})
     with pytest.raises(ValueError, match=r"columns have \[1, 4\] rows"):
         DataProto(example().batch, {"b": np.array(["x"], dtype=object)}, {})
@@ -160,7 +160,7 @@ def test_rename_moves_values_and_refuses_one_name_for_two():
     swapped = example().rename({"prompts": "responses", "responses": "prompts"})
     assert swapped.values("prompts").tolist() == [1, 2, 3, 4, 5, 6]
     for clash in ({"uid": "responses"}, {"uid": "name"}, {"uid": "x", "name": "x"}):
-        with pytest.raises(ValueError, match="gives two columns one name"):
+        with pytest.raises(ValueError, match="would give two columns the same name"):
             example().rename(clash)
 
 
@@ -186,7 +186,7 @@ def test_union_accepts_equal_columns_and_refuses_different_ones():
     assert one.union(DataProto.from_dict({"y": torch.zeros(1)}, {}, {"f": 1, "g": 2})).meta_info == {"f": 1, "g": 2}
 
 
-# Rows
+# Tests of methods that select or reorder rows
 
 
 @pytest.mark.parametrize(
@@ -206,7 +206,7 @@ def test_indexing_picks_rows(index, expected):
 @pytest.mark.parametrize(
     ("index", "message"),
     [
-        ([4], "row 4 of a batch of 4 rows: rows go from -4 to 3"), ([0, -5], "row -5 of a batch"),
+        ([4], "row 4 of a batch of 4 rows: row numbers go from -4 to 3"), ([0, -5], "row -5 of a batch"),
         ([True, False], "a mask of 2 values for 4 rows"),
     ],
 )  # fmt: skip
@@ -289,7 +289,7 @@ def test_saving_and_sending_keep_everything(tmp_path_factory, batch):
         assert shares_one_offsets_object(copy)
 
 
-# No method changes its argument
+# Tests that no method changes its argument
 
 
 CALLS = {
@@ -339,12 +339,12 @@ def test_no_public_method_is_left_out_of_that():
     assert public - CALLS.keys() == {"from_dict", "load"}
 
 
-# Between processes
+# Tests of batches that are sent between processes
 
 
 def test_a_received_batch_may_be_written_without_another_reader_seeing_it():
     stream, buffers = sent(example())
-    # the memory is writable, so that a stray write changes the second batch instead of raising an error
+    # The memory is writable, so that an accidental write would change the second batch instead of raising an error.
     store = [bytearray(buffer.raw()) for buffer in buffers]
     first, second = (pickle.loads(stream, buffers=store) for _ in range(2))
     zero(first)
@@ -355,7 +355,7 @@ def test_a_received_batch_may_be_written_without_another_reader_seeing_it():
 def test_a_received_batch_does_not_alias_the_sender():
     batch = example()
     stream, buffers = sent(batch)
-    # the copy shares the sender's memory, as it does between threads of one process
+    # The copy shares the sender's memory, as between threads of one process.
     copy = pickle.loads(stream, buffers=buffers)
     for tensor in (copy.values("responses"), copy.batch["uid"], copy.offsets("prompts")):
         tensor.zero_()

@@ -35,9 +35,9 @@ def test_A7_minibatches_hold_whole_groups_and_each_epoch_every_row_once(uids, co
         assert sorted(row for rows in part for row in rows) == list(range(len(uids)))
         groups = [{uids[row] for row in rows} for rows in part]
         sizes = [len(found) for found in groups]
-        # some mini-batches are empty if there are fewer groups than mini-batches
+        # Some mini-batches are empty if there are fewer prompt groups than mini-batches.
         assert max(sizes) - min(sizes) <= 1
-        assert sum(map(len, groups)) == len(set(uids))  # no group is split over two mini-batches
+        assert sum(map(len, groups)) == len(set(uids))  # No prompt group is split over two mini-batches.
 
 
 def test_A7_minibatches_are_decided_before_ranks_and_budget_are_known():
@@ -116,7 +116,7 @@ def test_microbatches_fill_the_first_with_room_longest_first():
 
 
 def test_a_row_above_the_budget_is_refused():
-    with pytest.raises(ValueError, match="row 1 has 11 tokens, above the budget of 10; raise the budget"):
+    with pytest.raises(ValueError, match="row 1 has 11 tokens, above the token limit of 10; raise the token limit"):
         microbatches([10, 11], [0, 1], 10)
     assert microbatches([10, 11], [0], 10) == [[0]]
 
@@ -130,7 +130,9 @@ def test_A6_every_row_is_once_in_a_microbatch_within_budget_and_ranks_run_equall
     assert sorted(row for rank in plan for part in rank for row in part) == sorted(rows)
     assert all(sum(lengths[row] for row in part) <= budget for rank in plan for part in rank)
     assert len({len(rank) for rank in plan}) == 1
-    assert len(plan[0]) >= 1  # even a rank without rows has a micro-batch, because every rank joins the collectives
+    assert (
+        len(plan[0]) >= 1
+    )  # Even a rank without rows has a micro-batch, because every rank takes part in the collectives.
 
 
 @given(lengths=st.lists(st.integers(1, 12), max_size=8), budget=st.integers(12, 30))
@@ -154,14 +156,14 @@ def test_a_rank_has_an_empty_micro_batch_only_where_it_has_too_few_rows(lengths,
         rows = sum(map(len, rank))
         assert sum(not part for part in rank) == max(0, len(rank) - rows)
         costs = [sum(work[row] for row in part) for part in rank]
-        # the heaviest micro-batch comes first, so that all ranks run their heaviest micro-batches at the same time
+        # The heaviest micro-batch comes first, so that all ranks run their heaviest micro-batches at the same time.
         assert costs == sorted(costs, reverse=True)
 
 
 def test_a_rank_with_room_splits_its_micro_batch_rather_than_add_an_empty_one():
     """Rank 0 splits its rows into two micro-batches, because rank 1 needs two micro-batches.
 
-    The budget of 8 tokens would hold all 8 tokens of rank 0, but not the 12 tokens of rank 1.
+    A micro-batch of at most 8 tokens could hold all 8 tokens of rank 0, but not the 12 tokens of rank 1.
     """
     lengths, work = [4, 2, 2, 6, 6], [9, 1, 1, 6, 6]
     plan = assign_minibatch(lengths, [0, 1, 2, 3, 4], 2, 8, work=work)
@@ -169,7 +171,7 @@ def test_a_rank_with_room_splits_its_micro_batch_rather_than_add_an_empty_one():
 
 
 def test_micro_batches_of_a_rank_have_nearly_equal_work():
-    # first-fit packing would give loads of 20 and 2
+    # First-fit packing would give loads of 20 and 2.
     assert microbatches([10, 10, 1, 1], [0, 1, 2, 3], 20) == [[0, 2], [1, 3]]
     assert microbatches([5, 5, 5, 5], [0, 1, 2, 3], 10, work=[9, 8, 2, 1]) == [[0, 3], [1, 2]]
     assert microbatches([4, 4, 4], [0, 1, 2], 12, count=2) == [[0, 2], [1]]
@@ -177,16 +179,18 @@ def test_micro_batches_of_a_rank_have_nearly_equal_work():
 
 
 def test_a_budget_that_only_first_fit_can_keep_is_kept():
-    """Rows of 6, 5, 4, 3 and 2 tokens fit two budgets of 10 only as 6 + 4 and 5 + 3 + 2, despite uneven work."""
+    """Rows of 6, 5, 4, 3 and 2 tokens fit into two micro-batches of 10 tokens only as 6 + 4 and 5 + 3 + 2, even if the
+    work is then uneven.
+    """
     lengths = [6, 5, 4, 3, 2]
     found = microbatches(lengths, [0, 1, 2, 3, 4], 10, work=[1, 1, 9, 9, 9])
     assert [sum(lengths[row] for row in part) for part in found] == [10, 10]
 
 
 def test_over_random_plans_no_budget_is_exceeded_and_ranks_have_equal_loads_and_wait_little():
-    """The plans have rows of 32 to 512 tokens, log-uniform in length, and at least 8 rows per rank.
+    """The assignments have at least 8 rows per rank, and the row lengths are log-uniform between 32 and 512 tokens.
 
-    For a row of 512 tokens, attention is up to half of the work.
+    In a row of 512 tokens, attention is up to half of the work.
     """
     source = random.Random(0)
     for _ in range(100):

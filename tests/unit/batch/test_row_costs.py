@@ -40,7 +40,9 @@ def test_the_work_of_a_token_is_the_weights_of_the_layers_and_of_an_output_those
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_torch_counts_the_same_operations_where_every_token_attends_to_every_token(name):
-    """Eager attention computes the full T x T square, whereas causal attention only needs the pairs of a triangle."""
+    """For a row of T tokens, eager attention computes all T * T token pairs, whereas causal attention needs only T * (T
+    + 1) / 2 pairs.
+    """
     model, tokens = model_of(name), 24
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=False)
@@ -48,7 +50,7 @@ def test_torch_counts_the_same_operations_where_every_token_attends_to_every_tok
     ((window, pair),) = work.attention
     assert window is None
     square = tokens * (work.token + work.output) + pair * tokens**2
-    # the rotary position embedding computes its angles with a small matrix product
+    # The rotary position embedding computes its angles with a small matrix product.
     rotations = counter.get_total_flops() / 2 - square
     assert 0 <= rotations <= 0.002 * square
     assert work.of(tokens, tokens) == square - pair * (tokens**2 - tokens * (tokens + 1) // 2)

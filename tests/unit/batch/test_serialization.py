@@ -20,7 +20,7 @@ def example(rows: int = 4, *, tokens: int = 3) -> DataProto:
 
 
 class Store:
-    """Fake shared memory that holds the bytes of a sent batch once, read-only, for all readers."""
+    """Fake shared memory that holds one read-only copy of the bytes of a sent batch for all readers."""
 
     def __init__(self, batch: DataProto) -> None:
         sent: list[pickle.PickleBuffer] = []
@@ -32,14 +32,14 @@ class Store:
 
 
 def unread(batch: DataProto) -> set[str]:
-    """Return the names of the columns whose data was not yet copied out of the received bytes."""
+    """Return the names of the columns whose data has not yet been copied out of the received bytes."""
     tensors = {key for key, column in batch._columns.items() if isinstance(column.values, Stored)}
     return tensors | {key for key, column in batch._others.items() if isinstance(column, Text)}
 
 
 def test_a_received_batch_is_copied_only_where_it_is_read():
     received = Store(example()).read()
-    # the column `error` does not only hold strings, so it is unpickled at once
+    # The column `error` also holds objects that are not strings, so it is unpickled at once.
     every = {"responses", "old_log_probs", "uid", "name"}
     assert unread(received) == every
     assert (len(received), received.lengths("responses").tolist()) == (4, [0, 1, 2, 0])
@@ -78,11 +78,11 @@ def test_no_write_to_a_received_batch_reaches_the_store(write):
     sent = example()
     store = Store(sent)
     before = [bytes(buffer) for buffer in store.buffers]
-    # the memory is writable, so that a stray write would change the bytes instead of raising an error
+    # The memory is writable, so that an accidental write would change the bytes instead of raising an error.
     store.buffers = [bytearray(buffer) for buffer in store.buffers]
     WRITES[write](store.read())
     assert [bytes(buffer) for buffer in store.buffers] == before
-    assert store.read().union(sent).keys() == sent.keys()  # `union` compares the columns that both batches have
+    assert store.read().union(sent).keys() == sent.keys()  # `union` compares the columns that both batches have.
 
 
 def test_what_was_written_into_ones_own_copy_stays_there():
@@ -96,7 +96,9 @@ def test_what_was_written_into_ones_own_copy_stays_there():
     assert "old_log_probs" not in received
 
 
-TEXT = st.text(st.characters(codec=None), max_size=6)  # text of arbitrary code points, including lone surrogates
+TEXT = st.text(
+    st.characters(codec=None), max_size=6
+)  # The text consists of arbitrary code points, including unpaired surrogates.
 
 
 @given(st.lists(TEXT, max_size=6), st.lists(st.integers(0, 5), max_size=4))
@@ -105,7 +107,9 @@ def test_any_string_arrives_as_it_was_sent(strings, rows):
     sent = DataProto.from_dict({}, {"text": strings})
     received, rows = Store(sent).read(), [row for row in rows if row < len(strings)]
     assert received[rows].non_tensor_batch["text"].tolist() == [strings[row] for row in rows]
-    forwarded = Store(received[rows]).read()  # the received batch is sent on before its text column is read
+    forwarded = Store(
+        received[rows]
+    ).read()  # The received batch is sent to another process before its text column is read.
     assert forwarded.non_tensor_batch["text"].tolist() == [strings[row] for row in rows]
     assert received.non_tensor_batch["text"].tolist() == strings
 
@@ -128,7 +132,9 @@ def test_concat_puts_the_rows_of_received_parts_in_order_with_one_copy():
     whole = DataProto.concat(parts, rows=order)
     assert whole.batch["uid"].tolist() == [0, 1, 2, 3, 4, 5]
     assert whole.union(sent).values("old_log_probs").tolist() == sent.values("old_log_probs").tolist()
-    assert all("responses" in unread(part) for part in parts)  # sending on a received part does not unpack its columns
+    assert all(
+        "responses" in unread(part) for part in parts
+    )  # Sending a received batch to another process does not unpack the columns of the batch.
     text = [Store(sent[rows].select(["name", "error"])).read() for rows in ([2, 3], [0, 1])]
     joined = DataProto.concat(text, rows=torch.tensor([2, 3, 0, 1])).non_tensor_batch
     assert (joined["name"].tolist(), joined["error"].tolist()) == (

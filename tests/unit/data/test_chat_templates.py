@@ -64,30 +64,30 @@ def test_a_refused_chat_is_told_by_its_number_and_those_before_it_have_their_tex
     chosen = tokenizer("{% if '457' in messages[0].content %}{{ raise_exception('no') }}{% endif %}ok")
     rendered = templates.render(chosen, CHATS, add_generation_prompt=True)
     assert [next(rendered) for _ in range(457)] == ["ok"] * 457
-    with pytest.raises(TemplateError, match=r"^refuses these messages \(no\)") as caught:
+    with pytest.raises(TemplateError, match=r"^the chat template refuses these messages \(no\)") as caught:
         next(rendered)
     assert caught.value.chat == 457
 
 
 def test_a_template_that_eats_memory_is_refused_and_after_three_no_process_is_started():
     bombs = [
-        "{{ 'a' * 2000000000 }}",  # Jinja evaluates constant expressions when it compiles a template
+        "{{ 'a' * 2000000000 }}",  # Jinja evaluates constant expressions while it compiles a template.
         "{{ messages[0].content | center(10 ** 10) }}",
         "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}",
     ]
     with ChatTemplates(memory_mb=100) as templates:
         for bomb in bombs:
             assert str(refusal(templates, bomb)).startswith(
-                "takes more than 100 MB of memory for these messages; use text prompts, or another template"
+                "the chat template takes more than 100 MB of memory for these messages; use text prompts, or another"
             )
-        assert str(refusal(templates, "hi")).startswith("has made 3 rendering processes fail")
+        assert str(refusal(templates, "hi")).startswith("the chat template has made 3 rendering processes fail")
 
 
 def test_a_template_that_loops_for_one_chat_is_refused_with_that_chat_and_others_are_rendered():
     template = "{% if '300' in messages[0].content %}" + LOOPS + "{% endif %}ok"
     with ChatTemplates(chat_seconds=1) as templates:
         error = refusal(templates, template, CHATS)
-        assert str(error).startswith("takes more than 1 s of processor time for these messages")
+        assert str(error).startswith("the chat template takes more than 1 s of processor time for these messages")
         assert error.chat == 300
         assert next(templates.render(tokenizer("hi"), CHATS[:1], add_generation_prompt=True)) == "hi"
 

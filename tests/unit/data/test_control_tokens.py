@@ -1,4 +1,4 @@
-"""Tests that text which spells a control token stays text, and that control tokens of a chat template become tokens.
+"""Tests that control-token names in the data stay text, and that control-token names in a chat template become tokens.
 
 The tests cover every kind of tokenizer.
 """
@@ -47,7 +47,7 @@ def test_where_the_data_spells_no_control_token_the_ids_are_the_tokenizers_own(k
     control, refused = ControlTokens(tokenizer), 0
     for contents in drawn(0, WORDS):
         text = chatml(contents)
-        # two adjacent contents, such as "</" and "s>", can together spell a control token
+        # Two adjacent contents, such as "</" and "s>", can together spell a control token.
         if control.first_in(contents):
             continue
         try:
@@ -71,7 +71,7 @@ def test_what_the_data_spells_is_text_and_what_the_template_writes_is_a_token(ki
             refused += 1
             continue
         assert control_ids(tokenizer, ids) == control_ids(tokenizer, tokenizer(plain)["input_ids"])
-        if kind == "byte_level" and flags != "strip":  # byte-level tokenizers do not lose any characters
+        if kind == "byte_level" and flags != "strip":  # Byte-level tokenizers do not lose any characters.
             assert tokenizer.decode(ids, clean_up_tokenization_spaces=False) == text
     assert refused == 0 or (kind, flags) == ("word_piece", "normalized")
 
@@ -128,17 +128,22 @@ def test_a_template_that_looks_at_what_is_spelled_is_not_guessed_at():
     def write(content: str) -> str:
         return content.split("</s>")[0]
 
-    with pytest.raises(ControlTokenError, match="the chat template renders it differently"):
+    with pytest.raises(ControlTokenError, match="the chat template renders control-token names differently"):
         control.encode("a</s>b", write, written="a", add_special_tokens=False)
 
 
 @pytest.mark.parametrize(
     ("kind", "flags", "text", "said"),
     [
-        ("unigram", {}, "a</s>b", "vocabulary also contains it as an ordinary token"),
-        ("byte_level", {"single_word": True}, "a </s> b<s>", "text around it would change"),
+        ("unigram", {}, "a</s>b", "vocabulary also contains the control-token name as ordinary text"),
+        ("byte_level", {"single_word": True}, "a </s> b<s>", "text around the control-token name would change"),
         ("byte_level", {}, "a</s>\U000f0000", "private-use characters"),
-        ("word_piece", {"normalized": True}, "a </S> b", "normalisation turns other text into </s>"),
+        (
+            "word_piece",
+            {"normalized": True},
+            "a </S> b",
+            "normalization turns other text into the name </s>",
+        ),
     ],
 )
 def test_what_cannot_be_kept_as_text_is_refused(kind, flags, text, said):

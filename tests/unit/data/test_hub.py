@@ -1,6 +1,6 @@
 """Tests of models given by their hub name, which the real hub client downloads from a local hub server.
 
-The client runs in its own process.
+The hub client runs in a separate process.
 """
 
 import os
@@ -174,7 +174,7 @@ def test_a_snapshot_of_which_nobody_knows_the_files_is_completed(hub, client, tm
     push(hub, tmp_path, SMALL | {"model.safetensors": b"w"})
     pinned = client("org/model")
     (local_directory(pinned) / "chat_template.jinja").unlink()
-    # a cache has no list of files if other programs filled it by downloading single files
+    # A cache that other programs filled by downloading single files has no list of files.
     shutil.rmtree(local_directory(pinned).parents[1] / "trees")
     forget()
     assert files_in(client(pinned)) == sorted([*SMALL, "model.safetensors"])
@@ -213,7 +213,7 @@ def test_ctrl_c_ends_a_download_at_once(hub, client, tmp_path):
     began = time.monotonic()
     with pytest.raises(KeyboardInterrupt):
         client("org/model", on_bytes=interrupt)
-    assert time.monotonic() - began < 60  # downloading the whole file would take 380 s
+    assert time.monotonic() - began < 60  # Downloading the whole file would take 380 s.
     assert psutil.Process().children() == []
 
 

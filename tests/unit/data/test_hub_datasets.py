@@ -1,6 +1,6 @@
 """Tests of data sets given by their hub name, which the real `datasets` client downloads from a local server.
 
-The server can simulate failures.
+The local server can simulate failures.
 """
 
 import importlib.util
@@ -46,7 +46,7 @@ def repository(folder, splits: dict[str, list[str]], rows: int = 3):
 def hub(tmp_path, monkeypatch):
     """Yield a local hub server that stores a data set with GSM8K's configurations and splits.
 
-    The environment variables of the test process, which its children inherit, point to the local hub.
+    The environment variables of the test process, which its child processes inherit, point to the local hub.
     """
     with Hub(tmp_path / "store") as hub:
         monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
@@ -74,7 +74,7 @@ def refusal(source: str, key: str = "train") -> str:
     return message
 
 
-# Names
+# Tests of data set names
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_without_the_library_the_extra_is_named(monkeypatch):
     assert refusal("a/b").endswith("; check the path, or run pip install 'rltrain[datasets]'")
 
 
-# Downloads
+# Tests of downloads of data sets
 
 
 @needs_library
@@ -130,7 +130,7 @@ def test_a_split_is_pinned_and_read_and_pinned_names_need_no_network(hub, monkey
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     for name in (f"{NAME}:main", f"{NAME}:main:train", f"{NAME}:train"):
         monkeypatch.setattr(hub_datasets, "_files", {})
-        assert fetched(name) == pinned  # without a network, the name resolves to the data in the cache
+        assert fetched(name) == pinned  # Without a network, the name resolves to the data in the cache.
 
 
 @needs_library

@@ -181,9 +181,10 @@ def test_B6_longrope_of_one_kind_of_layer_counts_too(folder):
 
 
 def test_B6_dynamic_frequencies_change_beyond_the_positions_alone(folder):
-    """Within the model's positions, dynamic RoPE frequencies equal the unscaled frequencies, as in vLLM.
+    """Up to the model's number of positions, dynamic RoPE frequencies equal the unscaled frequencies, as in vLLM.
 
-    Beyond the model's positions, transformers computes the frequencies from the longest row of a packed batch.
+    If the longest row of a packed batch exceeds the model's number of positions, transformers computes the frequencies
+    from that row.
     """
     scaling = {"type": "dynamic", "factor": 4.0}
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 32}

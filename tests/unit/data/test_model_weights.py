@@ -1,4 +1,6 @@
-"""Tests that weight files are accepted only if transformers would load the whole model of config.json from them."""
+"""Tests that weight files are accepted only if transformers would load from them every tensor of the model in
+config.json.
+"""
 
 import json
 import shutil
@@ -129,7 +131,7 @@ def test_a_head_may_be_absent_where_it_is_tied_and_only_there(tied, tmp_path):
         assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
         changed(tmp_path, **{"lm_head.weight": model.lm_head.weight.detach().clone()})
         check_weights(str(tmp_path), "model.path=here")
-        # transformers ties weights in both directions, so the embedding may be missing instead of the output head
+        # Transformers ties weights in both directions, so the embedding may be missing instead of the output head.
         changed(tmp_path, **{"model.embed_tokens.weight": None})
         check_weights(str(tmp_path), "model.path=here")
     changed(tmp_path, **{"lm_head.weight": None})
@@ -180,7 +182,7 @@ def test_a_model_of_many_gigabytes_is_looked_at_without_reading_any_and_without_
     text, state = json.dumps(header).encode(), torch.get_rng_state()
     with (tmp_path / "model.safetensors").open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        stream.truncate(8 + len(text) + end)  # the file is sparse, and so takes no space on disk
+        stream.truncate(8 + len(text) + end)  # The file is sparse, so it takes almost no space on disk.
     assert end > 2**37
     check_weights(str(tmp_path), "model.path=here")
     assert torch.equal(torch.get_rng_state(), state)
@@ -291,7 +293,7 @@ def test_a_config_of_which_no_model_can_be_made_is_refused(folder):
     assert refusal(folder).startswith("transformers cannot create AutoModelForCausalLM from its config.json (")
 
 
-# Broken files
+# Tests of broken weight files
 
 
 @pytest.mark.parametrize(
@@ -340,7 +342,7 @@ def test_shards_are_accepted_in_any_order_and_refused_when_one_is_missing(folder
     first, second = weight_files(folder, "here")
     first.rename(folder / "aside")
     second.rename(first)
-    # transformers reads each tensor from the file that contains the tensor, even if the index names another file
+    # Transformers reads each tensor from the file that contains the tensor, even if the index names another file.
     (folder / "aside").rename(second)
     check_weights(str(folder), "model.path=here")
     second.unlink()
@@ -390,10 +392,10 @@ def test_vllm_must_read_the_files_that_transformers_reads(folder):
         check_engine_files(str(folder), "model.path=here")
     (folder / "consolidated.safetensors").rename(folder / "aside")
     sharded(folder)
-    # vLLM ignores files that the index does not name
+    # vLLM ignores weight files that the index does not name.
     shutil.copy(folder / "aside", folder / "consolidated.safetensors")
     check_engine_files(str(folder), "model.path=here")
-    # transformers loads model.safetensors, whereas vLLM loads the files of the index
+    # Transformers loads model.safetensors, whereas vLLM loads the files that the index names.
     shutil.copy(folder / "aside", folder / "model.safetensors")
     with pytest.raises(
         ConfigError, match=r"model-00001-of-00002\.safetensors, model-00002-of-00002\.safetensors, model"
@@ -402,7 +404,7 @@ def test_vllm_must_read_the_files_that_transformers_reads(folder):
     check_weights(str(folder), "model.path=here")
 
 
-# Tests of the loader, which itself refuses files that changed after the check
+# Tests that the function that loads a model refuses weight files that changed after the check
 
 
 def test_what_the_loader_did_not_find_is_refused_by_name_too(folder, monkeypatch):

@@ -28,7 +28,7 @@ def test_a_question_is_a_user_message_for_a_chat_model_and_text_for_another(tmp_
     chat, text = load(path, chat_model), load(path)
     assert (chat[0].text, chat[0].messages) == ("[user]2 + 3?[bot]", [{"role": "user", "content": "2 + 3?"}])
     assert (text[0].text, text[0].messages) == ("2 + 3?", None)
-    assert chat[0].columns == text[0].columns == GSM8K  # reward functions also get the column `question`
+    assert chat[0].columns == text[0].columns == GSM8K  # Reward functions also get the column `question`.
     assert chat.described == f"1 row of {path}; prompt = column question, as a user message"
     assert text.described == f"1 row of {path}; prompt = column question, as text"
 
@@ -95,7 +95,7 @@ def test_data_of_several_questions_is_not_guessed(tmp_path):
     assert texts({"problem": "a", "question": "b"}, folder=tmp_path, prompt="problem") == ["a"]
 
 
-# data.prompt
+# Tests of the config key data.prompt
 
 
 def test_a_named_column_holds_text_or_messages(tmp_path, chat_model):
@@ -158,10 +158,10 @@ def test_a_column_that_is_not_there_names_those_that_are(tmp_path):
 @pytest.mark.parametrize(
     ("value", "prompt", "said"),
     [
-        (None, "{question}", ":2: no value in column 'question', which data.prompt writes as text"),
+        (None, "{question}", ":2: no value in column 'question', which data.prompt inserts as text"),
         (TURNS, "{question}", ":2: a value of type list in column 'question'"),
         (True, "{question}", ":2: a value of type bool in column 'question'"),
-        (None, None, ":2: no prompt in column 'question'; give each row text or a list of messages there"),
+        (None, None, ":2: no prompt in column 'question'; give each row text or a list of messages in that column"),
         ("", None, ":2: the prompt is empty"),
         (5, None, ":2: the prompt is neither text nor chat messages"),
         ([], None, ":2: the prompt is empty"),
@@ -195,11 +195,12 @@ def test_a_system_prompt_comes_before_the_user_and_before_messages(tmp_path, cha
 def test_two_system_prompts_are_refused(tmp_path, chat_model):
     path = jsonl(tmp_path, {"messages": [{"role": "system", "content": "x"}, *TURNS]})
     message = error_of(path, chat_model, system_prompt="be brief")
-    assert message.startswith(f"data.train={path}:1: the messages begin with a system message of their own, besides")
+    assert message.startswith(f"data.train={path}:1: the chat messages begin with a system message, but data.")
 
 
 COMPLETE, QUESTION, TEMPLATE = ("prompt", None), ("question", None), ("question", "{question}")
-# For each (column, data.prompt): the values of data.chat with which a chat model gets the prompt as a user message.
+# Maps each pair (column, data.prompt) to the values of data.chat with which a chat model gets the prompt as a user
+# message.
 CASES = {
     COMPLETE: ["always"],
     QUESTION: ["auto", "always"],
@@ -226,7 +227,8 @@ def test_what_needs_a_chat_template_says_so_without_one(tmp_path):
 def test_chat_messages_are_refused_where_the_chat_template_is_forbidden(tmp_path, chat_model):
     path = jsonl(tmp_path, {"messages": TURNS})
     assert error_of(path, chat_model, chat="never") == (
-        f"data.train={path}:1: chat messages, which data.chat=never forbids; use data.chat=auto, or a column of text"
+        f"data.train={path}:1: the row has chat messages, which data.chat=never forbids; use data.chat=auto or "
+        "a text column"
     )
 
 

@@ -36,7 +36,7 @@ def test_a_text_prompt_becomes_its_ids_and_its_other_columns_pass_through(tmp_pa
     first = prompts[0]
     assert (first.index, first.text, first.ids) == (0, "1+1=", [BOS, *coded("1+1=")])
     assert first.columns == {"answer": "2", "level": {"n": 1}}
-    # a missing column of a row gets the value None, as in parquet files
+    # A missing column of a row gets the value None, as in parquet files.
     assert prompts[1].columns == {"answer": "4", "level": None}
     assert [p.index for p in prompts[-1:]] == [1]
     assert prompts[-1] == prompts[1]
@@ -90,14 +90,14 @@ def test_E9_chat_messages_go_through_the_template_once_with_the_generation_promp
     assert prompt.ids == coded("[user]hi[bot]yo[user]?[bot]")
     assert prompt.ids == chosen.apply_chat_template(CHAT, add_generation_prompt=True, return_dict=False)
     assert prompt.text == "[user]hi[bot]yo[user]?[bot]"
-    assert prompt.messages == CHAT  # the messages are kept for reward models, which apply their own chat templates
+    assert prompt.messages == CHAT  # The messages are kept for reward models, which apply their own chat templates.
     assert load(jsonl(tmp_path, {"prompt": "hi"}), chosen)[0].messages is None
 
 
 def test_E9_a_template_that_writes_bos_and_a_tokenizer_that_adds_it_give_one(tmp_path):
     (prompt,) = load(jsonl(tmp_path, {"prompt": CHAT[:1]}), tokenizer(chat_template=BOS_TEMPLATE))
     assert prompt.ids == [BOS, *coded("[user]hi[bot]")]
-    assert prompt.text == "[user]hi[bot]"  # reward functions never see special tokens
+    assert prompt.text == "[user]hi[bot]"  # Reward functions never see special tokens.
 
 
 @pytest.mark.parametrize("text", ["hi", "<s>hi", "<s><s>hi"])
@@ -153,8 +153,8 @@ def test_E10_a_tokenizer_saved_with_truncation_on_cuts_nothing(tmp_path):
 def test_E10_nothing_left_after_the_filter_is_an_error(tmp_path):
     path = jsonl(tmp_path, {"prompt": "x" * 20}, {"prompt": "x" * 30})
     assert error_of(path, max_prompt_length=9, overlong="filter") == (
-        f"data.train={path}: no prompt is left, all 2 are longer than rollout.max_prompt_length=9; raise it to at "
-        "least 21"
+        f"data.train={path}: no prompt is left, all 2 are longer than rollout.max_prompt_length=9; raise "
+        "rollout.max_prompt_length to at least 21"
     )
 
 
@@ -180,7 +180,7 @@ def test_an_unknown_builtin_task_names_the_known_ones():
     ("content", "place", "said"),
     [
         (b'{"prompt": "a"}\n{"prompt": \n', ":2", "not valid JSON"),
-        (b'{"prompt": "a"}\n"b"\n', ":2", "str where an object was expected"),
+        (b'{"prompt": "a"}\n"b"\n', ":2", "found str where a JSON object was expected"),
         (b'{"prompt": "a"}\n{"prompt": "\xff"}\n', ":2", "not UTF-8 (byte 13)"),
         (b'{"prompt": "a"}\n{"question": "b"}\n', ":2", "no prompt; give each row text"),
         (b'{"prompt": ""}\n', ":1", "the prompt is empty"),
@@ -209,9 +209,9 @@ def test_a_bad_line_is_named_with_what_is_wrong(tmp_path, content, place, said):
     ("content", "said"),
     [
         ('[{"prompt": "a"}, {"answer": "b"}]', ", row 2: no prompt"),
-        ('[{"prompt": "a"}, 3]', ", row 2: int where an object was expected"),
+        ('[{"prompt": "a"}, 3]', ", row 2: found int where a JSON object was expected"),
         ('[{"prompt": "a"}, {"prompt": "b", "\\ud800": 1}]', ", row 2: the row is not valid Unicode"),
-        ('[{"prompt": "a"},', ": not valid JSON"),
+        ('[{"prompt": "a"},', ": the text is not valid JSON"),
         ("[]", ": holds no rows"),
     ],
 )
@@ -264,20 +264,20 @@ WHOLE = "whole microseconds between the years 1 and 9999"
 @pytest.mark.parametrize(
     ("column", "said"),
     [
-        (bad_text(), "text that is not valid UTF-8 (invalid start byte); write it as UTF-8, or as binary"),
-        (pyarrow.ListArray.from_arrays([0, 1, 2], bad_text()), "text that is not valid UTF-8"),
+        (bad_text(), "the text is not valid UTF-8 (invalid start byte); write the text as UTF-8, or as binary data"),
+        (pyarrow.ListArray.from_arrays([0, 1, 2], bad_text()), "the text is not valid UTF-8"),
         (
             times(None, 1, unit="ns"),
-            f"timestamp[ns] that Python cannot hold; write it as text or, if it is a time, in {WHOLE}",
+            f"value of type timestamp[ns]; write it as text or, if it is a time, in {WHOLE}",
         ),
-        (times(0, 2**60), "timestamp[us] that Python cannot hold"),
-        (times(None, 0, zone="Mars/Base"), "timestamp[us, tz=Mars/Base] that Python cannot hold"),
-        (times(0, -62135596800000000, zone="America/New_York"), "tz=America/New_York] that Python cannot hold"),
-        (pyarrow.array([0, 2**31 - 1], pyarrow.int32()).view(pyarrow.date32()), "date32[day] that Python cannot hold"),
-        (pyarrow.array([0, 1], pyarrow.time64("ns")), "time64[ns] that Python cannot hold"),
-        (pyarrow.array([0, 2**62], pyarrow.duration("s")), "duration[s] that Python cannot hold"),
+        (times(0, 2**60), "Python cannot represent this value of type timestamp[us];"),
+        (times(None, 0, zone="Mars/Base"), "cannot represent this value of type timestamp[us, tz=Mars/Base];"),
+        (times(0, -62135596800000000, zone="America/New_York"), "value of type timestamp[us, tz=America/New_York];"),
+        (pyarrow.array([0, 2**31 - 1], pyarrow.int32()).view(pyarrow.date32()), "this value of type date32[day];"),
+        (pyarrow.array([0, 1], pyarrow.time64("ns")), "this value of type time64[ns];"),
+        (pyarrow.array([0, 2**62], pyarrow.duration("s")), "this value of type duration[s];"),
         (pyarrow.array([[], [[1]]], pyarrow.list_(pyarrow.list_(pyarrow.time64("ns")))), "list<element: list<element"),
-        (pyarrow.StructArray.from_arrays([[1, 2], [1, 2]], names=["a", "a"])[1:], "struct<a: int64, a: int64> that"),
+        (pyarrow.StructArray.from_arrays([[1, 2], [1, 2]], names=["a", "a"])[1:], "struct<a: int64, a: int64>;"),
     ],
 )  # fmt: skip
 def test_a_parquet_value_that_python_cannot_hold_is_named_by_row_and_column(tmp_path, column, said):
@@ -292,7 +292,7 @@ def test_a_parquet_value_that_python_cannot_hold_is_named_by_row_and_column(tmp_
 
 def test_a_parquet_prompt_that_is_no_utf8_is_named_by_its_row(tmp_path):
     parquet.write_table(pyarrow.table({"prompt": bad_text()}), tmp_path / "p.parquet")
-    assert ", row 2, column 'prompt': text that is not valid UTF-8" in error_of(tmp_path / "p.parquet")
+    assert ", row 2, column 'prompt': the text is not valid UTF-8" in error_of(tmp_path / "p.parquet")
 
 
 def test_parquet_values_of_all_kinds_that_python_can_hold_are_columns(tmp_path):
@@ -390,7 +390,7 @@ def test_a_template_that_acts_on_spelled_control_tokens_is_refused_with_its_row(
     chosen = chatty("{% for m in messages %}{{ m['content'].split('<|end|>')[0] }}{% endfor %}")
     assert error_of(jsonl(tmp_path, {"prompt": SPELLED}), chosen) == (
         f"data.train={tmp_path}/p.jsonl:1: the prompt spells <|end|>, a control token, and cannot be encoded as text "
-        "(the chat template renders it differently from other characters); change the prompt, or set "
+        "(the chat template renders control-token names differently from other text); change the prompt, or set "
         "data.special_tokens=allow to encode such text as control tokens"
     )
 

@@ -47,7 +47,7 @@ def test_a_csv_file_that_is_not_utf8_is_refused(tmp_path):
     assert "not a readable CSV file" in error_of(tmp_path / "p.csv")
 
 
-# Folders
+# Tests of folders of row files
 
 
 def test_the_files_of_a_folder_are_read_in_the_order_of_their_names(tmp_path):

@@ -14,7 +14,9 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def function(tmp_path):
-    """Return a helper that writes Python code to a file and returns the data source name of its function `rows`."""
+    """Return a helper that writes Python code to a file and returns the source name of the function `rows` in that
+    file.
+    """
 
     def function(text: str) -> str:
         (tmp_path / "made.py").write_text(text)
@@ -73,16 +75,19 @@ def test_values_of_numpy_become_plain_and_other_plain_values_stay(function):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("def rows():\n    raise KeyError('x')", ": the function raised KeyError: 'x'; fix it first"),
+        ("def rows():\n    raise KeyError('x')", ": the function raised KeyError: 'x'; fix the function first"),
         ("def rows():\n    yield {'prompt': 'a'}\n    raise SystemExit(3)", ": the function raised SystemExit: 3"),
         ("def rows():\n    raise ValueError('two\\nlines')", ": the function raised ValueError: two lines; fix"),
-        ("def rows():\n    return []", ": holds no rows; give it at least one prompt"),
+        ("def rows():\n    return []", ": holds no rows; give the source at least one prompt"),
         ("def rows():\n    return iter(())", ": holds no rows"),
-        ("def rows():\n    pass", ": returned NoneType where rows were expected; return or yield dicts"),
-        ("def rows():\n    return {'prompt': ['a']}", ": returned dict where rows were expected"),
-        ("def rows():\n    return 'abc'", ": returned str where rows were expected"),
-        ("def rows():\n    yield {'prompt': 'a'}\n    yield 'b'", ", row 2: str where a dict of columns was expected"),
-        ("def rows():\n    yield {1: 'a'}", ", row 1: dict where a dict of columns was expected"),
+        ("def rows():\n    pass", ": the function returned NoneType where rows were expected; return or yield dicts"),
+        ("def rows():\n    return {'prompt': ['a']}", ": the function returned dict where rows were expected"),
+        ("def rows():\n    return 'abc'", ": the function returned str where rows were expected"),
+        (
+            "def rows():\n    yield {'prompt': 'a'}\n    yield 'b'",
+            ", row 2: found str where a dict of columns was expected",
+        ),
+        ("def rows():\n    yield {1: 'a'}", ", row 1: found dict where a dict of columns was expected"),
         ("def rows():\n    yield {'prompt': 'a', 'x': object()}", ", row 1, column 'x': an object of type object; use"),
         ("def rows():\n    yield {'prompt': 'a', 'x': {1, 2}}", ", row 1, column 'x': an object of type set; use text"),
         (
@@ -95,7 +100,7 @@ def test_values_of_numpy_become_plain_and_other_plain_values_stay(function):
         ),
         (
             "def rows():\n    x = []\n    x.append(x)\n    yield {'prompt': 'a', 'x': x}",
-            ", row 1, column 'x': lists or dicts nested without end",
+            ", row 1, column 'x': the value has lists or dicts nested without end",
         ),
         ("def rows(size):\n    return []", ": the function needs 'size', but only split and seed are passed, by name"),
         ("def rows(split, /):\n    return []", ": the function needs 'split', but only split and seed are passed"),

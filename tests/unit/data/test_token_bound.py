@@ -1,4 +1,4 @@
-"""Tests that the lower bound on a text's token count never exceeds the count.
+"""Tests that the lower bound on a text's number of tokens never exceeds that number.
 
 The tests also check that the bound is high enough to reject texts of several megabytes without tokenising them.
 """
@@ -80,7 +80,7 @@ def test_a_long_text_has_at_least_as_many_tokens_as_the_longest_token_allows(kin
     bound, longest = TokenBound(tokenizer), max(map(len, tokenizer.get_vocab()))
     assert longest <= len("<|im_start|>")
     assert bound.least("1 " * 600_000) == -(-1_200_000 // longest)
-    assert bound.least("1 " * 1000) == 0  # short texts have the bound 0, because they are tokenised anyway
+    assert bound.least("1 " * 1000) == 0  # Short texts have the bound 0, because they are tokenised anyway.
 
 
 def test_begin_tokens_at_the_start_are_not_counted(any_length):

@@ -138,7 +138,7 @@ async def test_what_has_no_score_says_why():
         "gave nan", 1.0, "has no token for this text",
     ]  # fmt: skip
     (said,) = await made.scores([(Prompt(0, "p", [1], {}, CHAT), "a")])
-    assert said.startswith("its chat template refuses these messages")
+    assert said.startswith("cannot read the sample: the chat template refuses these messages")
     assert await made.scores([]) == []
 
 
