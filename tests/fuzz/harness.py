@@ -115,7 +115,7 @@ def refused(call: Callable[[], object]) -> str:
 
 
 # Names of the files that a run writes before its first step.
-WRITTEN_AT_START = ("config.yaml", "command.json", "tokens.parquet")
+WRITTEN_AT_START = ("config.yaml", "command.json", "tokens.parquet", "multirun.yaml")
 
 
 def furnished(folder: Path) -> Path:

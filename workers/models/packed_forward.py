@@ -184,7 +184,7 @@ def packed_attention(
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < packed.longest):
         raise ValueError(
             "this model's attention uses a soft cap, sinks, or a window shorter than the longest row of the batch, "
-            "none of which is supported; use another model"
+            "which are not supported; use another model"
         )
     if packed.sequence is not None:
         query, key, value = (heads_of_all_tokens(tensor, packed.sequence) for tensor in (query, key, value))

@@ -236,7 +236,9 @@ def test_a_half_of_an_adapter_is_missed(start, monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 1)
     made, sent = engine(start), Run(start).sent(1)
     half = "model.layers.0.self_attn.k_proj.lora_A.weight"
-    with pytest.raises(SyncError, match=r"adapter of 'model\.layers\.0\.self_attn\.k_proj' arrived without"):
+    with pytest.raises(
+        SyncError, match=r"matrix A or B of the adapter for 'model\.layers\.0\.self_attn\.k_proj' did not arrive"
+    ):
         load(made, [bucket for bucket in sent if bucket.places[0].name != half])
 
 
