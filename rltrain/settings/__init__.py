@@ -1,1 +1,1 @@
-"""Conversion of the user's settings into one typed `Config`, which defines the names, types and rules of all keys."""
+"""Converts the user's settings into one typed `Config`, which defines the names, types and rules of all config keys."""

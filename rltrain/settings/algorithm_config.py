@@ -1,8 +1,9 @@
-"""The names, types and rules of the keys under `algorithm`, which define what is learned from a batch.
+"""Defines the names, types and rules of the config keys under `algorithm`, which say what is learned from a batch.
 
-Each config class describes the settings of one feature of the algorithm. A feature of the algorithm is off if its main
-key is 0, null or false. This module refuses settings under `algorithm` that contradict each other. The module
-`rltrain.settings.algorithm_rules` refuses settings that the selected loss or advantage estimator cannot use.
+Each config class describes the settings of one feature of the algorithm. A feature of the algorithm is turned off by
+setting the feature's main key to 0, null or false. This module refuses settings under `algorithm` that contradict each
+other. The module `rltrain.settings.algorithm_rules` refuses settings that the selected loss or advantage estimator
+cannot use.
 """
 
 from typing import Any, Literal
@@ -12,29 +13,35 @@ from rltrain.settings.typed import require
 
 AggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 Level = Literal["batch", "group"]
-# value of `kl_estimator` for the exact KL over the vocabulary, as an alternative to the sample-based estimators
+# The value of `kl_estimator` that selects the exact KL over the vocabulary instead of an estimate from samples.
 FULL_KL = "full"
 
 
 @section
 class RewardShapingConfig:
-    """Shaping of the score of each answer: min(max((score + bias) * scale, -clip), clip), followed by the length
+    """Settings that shape the score of each answer: clamp((score + bias) * scale, -clip, clip), minus the length
     penalty.
     """
 
-    bias: float = key("Number that is added to each score.")
+    bias: float = key("Number that is added to the score of each answer.")
     scale: float = key(
-        "Number by which each score is multiplied, after the bias is added.", values="any number except 0"
+        "Number by which the score of each answer is multiplied, after reward_shaping.bias is added.",
+        values="any number except 0",
     )
     clip: float | None = key(
-        "Limit of the absolute value of a score, after the scale is applied. null: no limit.", above=0
+        "Maximum absolute value of an answer's score. A score beyond the limit is clamped, after bias and scale are "
+        "applied. null: no limit.",
+        above=0,
     )
     overlong_buffer: int = key(
-        "Number of tokens before rollout.max_response_length over which the length penalty grows. 0: no penalty. "
-        "auto: a fifth of rollout.max_response_length.",
+        "Number of last tokens before rollout.max_response_length over which the length penalty rises linearly. 0: no "
+        "length penalty. auto: a fifth of rollout.max_response_length.",
         values="whole number >= 0, or `auto`",
     )
-    overlong_penalty: float = key("Length penalty of an answer that reaches rollout.max_response_length.", above=0)
+    overlong_penalty: float = key(
+        "Length penalty that is subtracted from the score of an answer with rollout.max_response_length tokens.",
+        above=0,
+    )
 
     def __post_init__(self) -> None:
         require(self.overlong_buffer >= 0, f"overlong_buffer must be >= 0, got {self.overlong_buffer}")
@@ -43,21 +50,23 @@ class RewardShapingConfig:
 
 @section
 class NormalizationConfig:
-    """Normalization (x - mean) / std of rewards or advantages, with the statistics of the batch or of each prompt
-    group.
+    """Settings of the normalization (x - mean) / std of rewards or advantages. The mean and the standard deviation are
+    taken over the batch or over each prompt group.
 
     If `mean_level` is null, no mean is subtracted. If `std_level` is null, the values are not divided by a standard
     deviation.
     """
 
     mean_level: Level | None = key(
-        "Subtract the mean over the batch or over the prompt's group. null: subtract nothing."
+        "Values whose mean is subtracted from each value: all values of the batch, or those of the prompt group. "
+        "null: subtract no mean."
     )
     std_level: Level | None = key(
-        "Divide the values by the standard deviation over the batch or over the prompt's group. null: do not divide."
+        "Values by whose standard deviation each value is divided: all values of the batch, or those of the prompt "
+        "group. null: do not divide."
     )
-    leave_one_out: bool = key("Leave each sample out of the mean that is subtracted from its own value.")
-    unbiased: bool = key("Compute the standard deviation of n samples with divisor n - 1. false: with divisor n.")
+    leave_one_out: bool = key("Subtract from each sample's value the mean of the other samples only.")
+    unbiased: bool = key("Compute the standard deviation of n samples with divisor n - 1. false: use divisor n.")
 
     def __post_init__(self) -> None:
         require(
@@ -68,29 +77,33 @@ class NormalizationConfig:
 
     @property
     def on(self) -> bool:
-        """Whether the normalization subtracts a mean or divides by a std."""
+        """Whether the normalization subtracts a mean or divides by a standard deviation."""
         return self.mean_level is not None or self.std_level is not None
 
 
 @section
 class KLInRewardConfig:
-    """KL penalty that is subtracted from the rewards.
+    """Settings of the KL penalty that is subtracted from the rewards.
 
     Setting `kl_coef` to 0 with a fixed controller turns the KL penalty in the reward off.
     """
 
-    kl_coef: float = key("Coefficient of the KL penalty in the reward. 0: no penalty.", at_least=0)
+    kl_coef: float = key(
+        "Coefficient of the KL penalty that is subtracted from the token rewards. 0: no KL penalty.", at_least=0
+    )
     kl_estimator: str = key(
-        "Estimator of the KL to the reference. full: the exact KL over the vocabulary. k3 is limited to 10 nats per "
-        "token.",
+        "Estimator of the KL divergence from the reference model. full: the exact KL over the vocabulary. An estimate "
+        "with k3 is clamped to at most 10 nats per token.",
         values="`k1`, `k2`, `k3`, `abs` or `full`",
     )
     controller: Literal["fixed", "adaptive"] = key(
-        "fixed: kl_coef stays constant. adaptive: kl_coef changes so that the measured KL approaches the target."
+        "Controller of kl_coef. fixed: kl_coef stays constant. adaptive: kl_coef changes so that the measured KL "
+        "approaches kl_in_reward.target."
     )
-    target: float = key("Target KL of the adaptive controller.", unit="nats per token", at_least=0)
+    target: float = key("KL that the adaptive controller of kl_coef aims at.", unit="nats per token", at_least=0)
     horizon: int = key(
-        "Number of sequences over which the adaptive controller reacts. A larger number means slower changes.",
+        "Time constant of the adaptive controller, in sequences. With a larger number, the controller changes kl_coef "
+        "more slowly.",
         at_least=1,
     )
 
@@ -103,22 +116,23 @@ class KLInRewardConfig:
 
     @property
     def full(self) -> bool:
-        """Whether the KL that is subtracted from the rewards is exact, and not estimated from samples."""
+        """Whether the KL penalty in the reward is on and uses the exact KL instead of an estimate from samples."""
         return self.kl_coef > 0 and self.kl_estimator == FULL_KL
 
 
 @section
 class KLLossConfig:
-    """KL term that is added to the policy loss. Setting `kl_loss_coef` to 0 turns the KL term in the loss off."""
+    """Settings of the KL term that is added to the policy loss. Setting `kl_loss_coef` to 0 turns the KL term off."""
 
     kl_loss_coef: float = key("Coefficient of the KL term in the loss. 0: no KL term.", at_least=0)
     kl_estimator: str = key(
-        "Estimator of the KL to the reference. full: the exact KL over the vocabulary. A + after the name keeps the "
-        "value and gives the term the gradient of the reverse KL.",
+        "Estimator of the KL divergence from the reference model. full: the exact KL over the vocabulary. A + after "
+        "the estimator's name keeps the estimate's value, but replaces its gradient by that of the reverse KL.",
         values="`k1`, `k2`, `k3`, `abs`, one of these with `+`, or `full`",
     )
     ratio_weighted: bool = key(
-        "Multiply the KL term by pi / pi_old, with gradient. k1 and k3 then have the gradient of the reverse KL."
+        "Multiply the KL estimate by the ratio pi / pi_old, through which the gradient flows. The estimators k1 and "
+        "k3 then have the gradient of the reverse KL."
     )
 
     def __post_init__(self) -> None:
@@ -130,30 +144,35 @@ class KLLossConfig:
 
     @property
     def full(self) -> bool:
-        """Whether the KL that is added to the loss is exact, and not estimated from samples."""
+        """Whether the KL term in the loss is on and uses the exact KL instead of an estimate from samples."""
         return self.kl_loss_coef > 0 and self.kl_estimator == FULL_KL
 
 
 @section
 class CorrectionConfig:
-    """Importance weights of the policy term: probability under the actor before the update, divided by the probability
-    under the engine.
+    """Settings of the importance weights of the policy-loss term. An importance weight is a token's probability under
+    the actor before the update, divided by its probability under the engine.
 
     Setting `level` to null turns the importance weights off.
     """
 
     level: Literal["token", "sequence", "geometric"] | None = key(
-        "Importance ratio that weights a token. token: its own ratio. sequence: the product over the row. geometric: "
-        "the geometric mean over the row. null: no weights. auto: token with an upper bound of 2 if "
-        "trainer.max_staleness > 0, unless rejection or old_log_probs=rollout handles stale answers; otherwise null.",
+        "Kind of importance weight of a token. token: the token's ratio. sequence: the product of the ratios in the "
+        "row. geometric: the geometric mean of the ratios in the row. null: no weights. auto: `token` with an upper "
+        "bound of 2 if trainer.max_staleness > 0 and neither algorithm.rejection nor old_log_probs=rollout is used; "
+        "otherwise null.",
         values="`token`, `sequence`, `geometric`, `auto` or `null`",
     )
     mode: Literal["truncate", "mask"] = key(
-        "What happens to weights outside the bounds. truncate: clamp the weight. mask: drop the policy term of the "
-        "token."
+        "Treatment of importance weights outside the bounds. truncate: clamp the weight to the bound. mask: drop the "
+        "token's policy-loss term."
     )
-    lower: float | None = key("Lower bound of the weights. null: no bound.", values="number in [0, 1], or `null`")
-    upper: float | None = key("Upper bound of the weights. null: no bound.", values="number >= 1, or `null`")
+    lower: float | None = key(
+        "Lower bound of the importance weights. null: no lower bound.", values="number in [0, 1], or `null`"
+    )
+    upper: float | None = key(
+        "Upper bound of the importance weights. null: no upper bound.", values="number >= 1, or `null`"
+    )
 
     def __post_init__(self) -> None:
         low, high = self.lower or 0.0, self.upper
@@ -175,28 +194,29 @@ class CorrectionConfig:
 
 @section
 class RejectionConfig:
-    """Removal of the policy term from the loss where the policy has moved too far from the engine's policy.
+    """Settings that remove the policy-loss term of tokens or answers for which the policy has moved too far from the
+    engine's policy.
 
-    The policy term is removed for single tokens or for whole answers. Setting `kl_estimator` to null turns off the
-    removal of policy terms.
+    Setting `kl_estimator` to null turns off the removal of policy-loss terms.
     """
 
     kl_estimator: Literal["k1", "k2", "k3", "abs"] | None = key(
-        "Estimator of the KL from the engine's policy to the policy of the update. null: drop nothing."
+        "Estimator of the KL divergence between the engine's policy and the policy that is being updated. null: drop "
+        "no tokens."
     )
     level: Literal["token", "sequence", "max"] = key(
-        "What is dropped. token: each token whose estimate is outside the bounds. sequence: each row whose mean "
-        "estimate is outside. max: each row that has a token whose estimate is outside."
+        "Unit that is dropped if its KL estimate is outside the bounds. token: single tokens. sequence: each row "
+        "whose mean over tokens is outside the bounds. max: each row in which any token is outside the bounds."
     )
     lower: float | None = key(
-        "Lower bound of the estimate. Only for k1. null: no bound.",
+        "Lower bound of the KL estimate. Only for kl_estimator=k1. null: no lower bound.",
         values="number <= 0, or `null`",
         unit="nats per token",
     )
     upper: float | None = key(
-        "Upper bound of the estimate. null: no bound.", values="number >= 0, or `null`", unit="nats per token"
+        "Upper bound of the KL estimate. null: no upper bound.", values="number >= 0, or `null`", unit="nats per token"
     )
-    only_negative: bool = key("Drop only tokens and rows whose advantage is negative.")
+    only_negative: bool = key("Drop only tokens or rows with a negative advantage.")
 
     def __post_init__(self) -> None:
         require(
@@ -214,75 +234,90 @@ class RejectionConfig:
 class AlgorithmConfig:
     """All settings under `algorithm`.
 
-    The mappings `advantage` and `loss` hold the knobs (extra parameters) of the selected estimator and loss that shall
-    differ from their defaults.
+    The mappings `advantage` and `loss` set extra parameters of the selected advantage estimator and policy loss to
+    values other than their defaults.
     """
 
     advantage_estimator: str = key(
         "Name of the function that computes the advantages.", values="name of an advantage estimator"
     )
-    advantage: dict[str, Any] = key("Knobs of the advantage estimator that differ from its defaults.")
+    advantage: dict[str, Any] = key(
+        "Parameters of the advantage estimator whose values differ from the estimator's defaults."
+    )
     loss_mode: str = key("Name of the policy loss.", values="name of a policy loss")
-    loss: dict[str, Any] = key("Knobs of the policy loss and of its token selector that differ from their defaults.")
+    loss: dict[str, Any] = key(
+        "Parameters of the policy loss and its token selector whose values differ from the defaults."
+    )
     loss_agg_mode: AggMode = key(
         "How the losses of the tokens in a mini-batch are combined. token-mean: mean over tokens. token-sum: sum over "
         "tokens. seq-mean-token-sum: mean over answers of the sum over tokens. seq-mean-token-mean: mean over answers "
         "of the mean over tokens. seq-mean-token-sum-norm: seq-mean-token-sum divided by rollout.max_response_length."
     )
     old_log_probs: Literal["actor", "rollout"] = key(
-        "Source of the old log-probs (proximal policy). actor: the actor before the update. rollout: the engine."
+        "Policy whose log-probs are the old log-probs in the loss's ratio (the proximal policy). actor: the actor "
+        "before the update. rollout: the engine."
     )
     suppress_truncated: bool = key(
-        "Score an answer that was cut at the length limit as if each reward function had given 0, or with its own "
-        "score if that is lower. The length penalty still applies. The answer is left out of statistics."
+        "Lower the score of an answer that was cut at the length limit to at most the score that results if each "
+        "reward function gives 0. The length penalty still applies to cut answers. Cut answers do not count in score "
+        "statistics."
     )
     exclude_truncated: bool = key(
-        "Leave an answer that was cut at the length limit out of statistics. It keeps its score."
+        "Leave answers that were cut at the length limit out of the score statistics. A cut answer keeps its own score."
     )
     mask_truncated: bool = key("Do not train on the tokens of an answer that was cut at the length limit.")
     bootstrap_truncated: bool = key(
-        "Add the critic's value of the state at the end of a cut answer, times gamma, to the reward of its last "
-        "token. This value estimates the reward that the answer could still have earned."
+        "For an answer that was cut at the length limit, add gamma times the critic's value of the state after the "
+        "last token to the reward of that token. The critic's value estimates the reward that the answer could still "
+        "have earned."
     )
     dynamic_sampling: int = key(
-        "Maximum number of groups that a step generates, as a multiple of trainer.prompts_per_step, to replace groups "
-        "whose answers all have the same outcome. The outcome is the score of the functions and models with "
-        "outcome=true, before shaping. 0: replace no groups.",
+        "Dynamic sampling replaces prompt groups whose answers all have the same outcome. This key limits the number "
+        "of groups that one training step generates to a multiple of trainer.prompts_per_step. The outcome of an "
+        "answer is its score from the reward functions and models with outcome=true, before shaping. 0: no dynamic "
+        "sampling.",
         at_least=0,
     )
-    entropy_coef: float = key("Coefficient of the entropy bonus in the loss. 0: no bonus.", at_least=0)
+    entropy_coef: float = key("Coefficient of the entropy bonus in the loss. 0: no entropy bonus.", at_least=0)
     entropy_target: float | None = key(
-        "Entropy below which entropy_coef grows and above which it shrinks. null: entropy_coef stays constant.",
+        "Target entropy of the policy. entropy_coef grows while the entropy is below the target, and shrinks while "
+        "the entropy is above the target. null: entropy_coef stays constant.",
         unit="nats per token",
         above=0,
         refusal="{name} must be > 0 nats or null, got {value}",
     )
-    entropy_coef_step: float = key("Change of entropy_coef in one training step, with an entropy_target.", above=0)
-    entropy_coef_max: float = key(
-        "Upper limit of entropy_coef with an entropy_target. Skywork-OR1's training script uses 0.005.", above=0
+    entropy_coef_step: float = key(
+        "Amount by which entropy_coef changes in one training step if entropy_target is set.", above=0
     )
-    reward_shaping: RewardShapingConfig = key("Shaping of each single score.")
-    reward_normalization: NormalizationConfig = key("Normalisation of the scores, before the advantage estimator.")
+    entropy_coef_max: float = key(
+        "Upper limit of entropy_coef if entropy_target is set. Skywork-OR1's training script uses 0.005.", above=0
+    )
+    reward_shaping: RewardShapingConfig = key("Shaping of the score of each answer.")
+    reward_normalization: NormalizationConfig = key("Normalisation of the scores before the advantages are estimated.")
     advantage_normalization: NormalizationConfig = key(
-        "Normalisation of the advantages of trained tokens, after the advantage estimator."
+        "Normalisation of the estimated advantages of the tokens that are trained on."
     )
     advantage_clip: float | None = key(
-        "Limit of the absolute value of an advantage, after the normalisation. null: no limit.", above=0
+        "Maximum absolute value of an advantage. A normalised advantage beyond the limit is clamped. null: no limit.",
+        above=0,
     )
-    kl_in_reward: KLInRewardConfig = key("Penalty in the reward for the KL to the reference.")
-    kl_loss: KLLossConfig = key("Term of the loss for the KL to the reference.")
+    kl_in_reward: KLInRewardConfig = key(
+        "KL penalty for the distance from the reference model, subtracted from the token rewards."
+    )
+    kl_loss: KLLossConfig = key("KL term for the distance from the reference model, added to the loss.")
     squared_log_ratio_coef: float = key(
-        "Coefficient of the squared log-ratio of the policy to the engine's policy, added to the loss of every "
-        "token, also of dropped tokens (Kimi K2.5, arXiv:2602.02276 eq. 1). 0: no term.",
+        "Coefficient of a loss term: the squared log-ratio of the policy to the engine's policy (Kimi K2.5, "
+        "arXiv:2602.02276 eq. 1). The term is added for every token, even if the token's policy-loss term is dropped. "
+        "0: no such term.",
         at_least=0,
     )
     correction: CorrectionConfig = key(
-        "Importance weights of the policy term: the actor's policy before the update over the engine's. KL and entropy "
-        "terms have no weights."
+        "Importance weights of the policy-loss term: the ratio of the actor's policy before the update to the "
+        "engine's policy. The KL and entropy terms are not weighted."
     )
     rejection: RejectionConfig = key(
-        "Removal of the policy term where the policy of the update is too far from the engine's. KL and entropy terms "
-        "stay."
+        "Removal of the policy-loss term where the policy that is being updated is too far from the engine's policy. "
+        "The KL and entropy terms are not removed."
     )
 
     def __post_init__(self) -> None:
@@ -300,16 +335,18 @@ class AlgorithmConfig:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether any KL term is turned on, so that the run needs a reference model."""
+        """Whether the KL penalty or the KL term is turned on, so that the run needs a reference model."""
         return self.kl_in_reward.kl_coef > 0 or self.kl_loss.kl_loss_coef > 0
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether a KL term is exact, so that the reference model must send its hidden states."""
+        """Whether the KL penalty or the KL term is exact, so that the reference model must send its hidden states."""
         return self.kl_in_reward.full or self.kl_loss.full
 
     @property
     def needs_ref_log_probs(self) -> bool:
-        """Whether a KL term is estimated from samples, so that the reference model must send log-probs."""
+        """Whether the KL penalty or the KL term is estimated from samples, so that the reference model must send
+        log-probs.
+        """
         reward, loss = self.kl_in_reward, self.kl_loss
         return (reward.kl_coef > 0 and not reward.full) or (loss.kl_loss_coef > 0 and not loss.full)

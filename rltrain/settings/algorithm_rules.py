@@ -2,9 +2,9 @@
 
 The checks of the algorithm settings run before any worker starts.
 
-The registries in `rltrain.algorithms` tell which knobs (extra parameters) a function takes. The values of knobs are
-tested by calling the selected functions once on a tiny batch. This module imports torch only inside functions, so that
-most config errors are reported without waiting for the import.
+The registries in `rltrain.algorithms` tell which extra parameters a loss or an estimator takes. The values of these
+parameters are tested by calling the selected functions once on a tiny batch. This module imports torch only inside
+functions, so that most config errors are reported without waiting for the import.
 """
 
 import dataclasses
@@ -17,7 +17,8 @@ from rltrain.settings.algorithm_config import FULL_KL, AlgorithmConfig
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-# Maps names in presets and other programs to names of losses and estimators, for suggestions in error messages.
+# Maps names that presets or other trainers use to rltrain's names of losses and estimators, for suggestions in error
+# messages.
 ALIASES = {
     "ppo": "vanilla",
     "ppo_clip": "vanilla",
@@ -36,11 +37,11 @@ def needs_critic(algorithm: AlgorithmConfig) -> bool:
 
 
 def check_algorithm(config: Config) -> None:
-    """Raise an error for algorithm settings that are invalid or have no effect.
+    """Check the algorithm settings, and raise an error if a setting is invalid or has no effect.
 
     Raises:
-        ConfigError: a loss, estimator or other name is not registered, a knob does not exist or is out of range, or a
-            setting has no effect. The error message is one line that gives the value, the rule and the fix.
+        ConfigError: the name of a loss or estimator is not registered, a parameter does not exist or is out of range,
+            or a setting has no effect. The error message is one line that gives the wrong value, the rule and the fix.
     """
     from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, loss_functions
 
@@ -87,10 +88,10 @@ def _check_name(registry: Any, key: str, name: str, *others: str) -> None:
 def _check_knobs(
     section: str, name: str, functions: list[Callable[..., Any]], knobs: Mapping[str, Any], config: Config
 ) -> None:
-    """Raise ConfigError for knobs (extra parameters) that the functions do not take, and for knob values with which a
-    function fails.
+    """Raise ConfigError if the functions do not take a parameter in `knobs`, or if a function fails with the given
+    parameter values.
 
-    The knob values are tested by calling each function once on a tiny batch of two answers.
+    The parameter values are tested by calling each function once on a tiny batch of two answers.
     """
     from rltrain.algorithms import check_knobs, columns_of, own_knobs
 
@@ -101,15 +102,16 @@ def _check_knobs(
             function(*columns, **own_knobs(function, knobs))
     except ValueError as error:
         raise ConfigError(f"algorithm.{section}.{' '.join(str(error).split())}") from None
-    # a loss or estimator raises one of the exceptions below, for example, if a number is too large for a tensor
+    # A loss or estimator raises ArithmeticError, RuntimeError or TypeError if, for example, a number is too large for a
+    # tensor.
     except (ArithmeticError, RuntimeError, TypeError) as error:
         shown = ", ".join(f"{key}={value}" for key, value in knobs.items())[:200]
         raise ConfigError(f"algorithm.{section}: '{name}' cannot compute with {shown} ({error})") from None
 
 
 def _tiny_column(name: str, components: int) -> Any:
-    """Return a batch column `name` for testing a loss or an estimator: one prompt group of two answers with two tokens
-    each.
+    """Return the batch column `name` of a tiny batch that tests a loss or an estimator. The tiny batch has one prompt
+    group of two answers with two tokens each.
     """
     import torch
 
@@ -121,8 +123,8 @@ def _tiny_column(name: str, components: int) -> Any:
         return torch.zeros(2, dtype=torch.int64)
     if name == "reward_components":
         return torch.zeros(2, components)
-    # The condition selects batch columns with one value per row.
-    # COLUMNS does not contain `log_probs`, because the update computes `log_probs`.
+    # The condition on COLUMNS selects batch columns with one value per row. COLUMNS does not contain `log_probs`,
+    # because the update computes `log_probs`.
     if name in COLUMNS and COLUMNS[name][0] == "row":
         return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
     return torch.zeros(2, 2)
@@ -148,9 +150,11 @@ def _check_columns(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_engine_log_probs(config: Config) -> None:
-    """Raise ConfigError if top-p or top-k is on and the estimator or the loss reads the engine's log-probs.
+    """Raise ConfigError if the engine's log-probs are unsuitable for the estimator or the loss.
 
-    Raise ConfigError also if a token selector compares the engine's log-probs with old log-probs that are the engine's.
+    With top-p or top-k sampling, the estimator and the loss must not read the engine's log-probs. If the old log-probs
+    are the engine's, a token selector must not compare old log-probs with the engine's log-probs, because the two are
+    equal.
     """
     from rltrain.algorithms import columns_of, loss_functions, required_columns
 
@@ -214,9 +218,9 @@ def _check_rejection(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_groups(config: Config) -> None:
-    """Raise ConfigError if a setting compares the answers to one prompt, although each prompt gets only one answer.
+    """Raise ConfigError if a setting compares answers to the same prompt, although each prompt gets only one answer.
 
-    Dynamic sampling is also refused for estimators that do not compare the answers to one prompt.
+    Raise ConfigError also if dynamic sampling is on with an estimator that does not compare answers to the same prompt.
     """
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
     in_groups = "uid" in _columns(algorithm)
@@ -227,7 +231,8 @@ def _check_groups(config: Config) -> None:
         "algorithm.reward_normalization.std_level=group": algorithm.reward_normalization.std_level == "group",
         "reward.aggregation=normalize_then_sum": config.reward.aggregation == "normalize_then_sum",
     }
-    # with a critic, the tokens of one answer have different advantages, which can be compared
+    # With a critic, group normalisation of advantages is useful even for one answer per prompt, because the tokens of
+    # the answer have different advantages.
     if "values" not in _columns(algorithm):
         levels = algorithm.advantage_normalization
         users["algorithm.advantage_normalization.mean_level=group"] = levels.mean_level == "group"
@@ -247,7 +252,9 @@ def _check_groups(config: Config) -> None:
 
 
 def _check_rewards_act(config: Config) -> None:
-    """Raise ConfigError if a setting that changes scores has no effect on the advantages, or makes them wrong."""
+    """Raise ConfigError if a setting that changes scores has no effect on the advantages, or makes the advantages
+    wrong.
+    """
     algorithm, reward = config.algorithm, config.reward
     columns, estimator = _columns(algorithm), algorithm.advantage_estimator
     gate = next((component.name for component in reward.components if component.gate), None)
@@ -310,14 +317,14 @@ def _takes_scores_from_zero(estimator: str) -> bool:
 
 
 def _may_fall_below_zero(algorithm: AlgorithmConfig) -> bool:
-    """Return whether a setting can turn a score that is at least 0 into a token reward sum below 0."""
+    """Return whether shaping, normalisation or the KL penalty can make a nonnegative score negative."""
     shaping = algorithm.reward_shaping
     lowered = shaping.bias < 0 or shaping.scale < 0 or shaping.overlong_buffer > 0
     return lowered or algorithm.reward_normalization.on or algorithm.kl_in_reward.kl_coef > 0
 
 
 def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
-    """Raise ConfigError if `bootstrap_truncated` is on but cannot work, or has no effect with the other settings.
+    """Raise ConfigError if `bootstrap_truncated` is on but cannot work or has no effect, because of other settings.
 
     `bootstrap_truncated` credits a truncated answer with the critic's value of the state in which the answer was cut
     off. For `bootstrap_truncated` to work, the critic's value must exist, affect the advantages, and not be undone by

@@ -1,5 +1,5 @@
-"""The command line of `rltrain.main`: its flags, its settings `GROUP=CHOICE` and `KEY=VALUE`, and the text of
-`--help`.
+"""Parses the command line of `rltrain.main`, which has flags and settings (`GROUP=CHOICE` and `KEY=VALUE`), and writes
+the text of `--help`.
 """
 
 import textwrap
@@ -12,7 +12,7 @@ from rltrain.settings.config_groups import choices, group_names
 
 Action = Literal["run", "plan", "config", "sweep", "help"]
 
-FLAGS = {  # maps each flag without a value to its action
+FLAGS = {  # Maps each flag that takes no value to the action it selects.
     "--help": "help",
     "-h": "help",
     "--cfg": "config",
@@ -42,10 +42,10 @@ class Args:
     """The parsed command line.
 
     Attributes:
-        action: what the program shall do: train, print the plan, print the resolved config, train once for each
-            combination of several values, or print the help.
+        action: what the program does: train, print the plan, print the resolved config, train once for each combination
+            of the given values (a sweep), or print the help.
         overrides: the settings `GROUP=CHOICE` and `KEY=VALUE`.
-        files: paths of the user's config files, in the order in which they apply.
+        files: paths of the user's config files, in the order in which the files are applied.
     """
 
     action: Action
@@ -54,10 +54,11 @@ class Args:
 
 
 def parse_args(argv: Sequence[str]) -> Args:
-    """Split the command line into flags and overrides. If several flags name an action, `--help` takes precedence.
+    """Split the command line into flags and overrides. If several flags select an action, the first one in the order
+    help, sweep, config, plan is taken.
 
     Raises:
-        ConfigError: a flag is unknown, or a flag lacks its value.
+        ConfigError: a flag is unknown, or `--config` is given without a file.
     """
     found: list[str] = []
     overrides: list[str] = []
@@ -84,7 +85,7 @@ def parse_args(argv: Sequence[str]) -> Args:
 
 
 def usage() -> str:
-    """Return the text of `--help`."""
+    """Return the text that `--help` prints."""
     groups = "\n".join(
         textwrap.fill(", ".join(choices(group)), 80, initial_indent=f"  {group:<10} ", subsequent_indent=" " * 13)
         for group in group_names()

@@ -1,4 +1,4 @@
-"""Composition of rltrain's YAML files, the user's config files and command-line settings into one typed config."""
+"""Composes rltrain's YAML files, the user's config files and command-line settings into one typed config."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -65,9 +65,10 @@ def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]
 
 
 def _with_profile(items: list[Item]) -> list[Item]:
-    """Return the user's settings, and add the choice of a profile if the settings need a profile.
+    """Return the user's settings, with the choice of a profile added if the user's own model needs a profile.
 
-    If the settings name a model but no profile, the function inserts the choice `profile=instruct` before the settings.
+    If the settings select a model other than `builtin` but no profile, the choice `profile=instruct` is inserted before
+    the settings.
     """
     paths = [item.value for item in items if isinstance(item, Setting) and item.key == "model.path"]
     own_model = bool(paths) and paths[-1] != "builtin"
@@ -75,7 +76,7 @@ def _with_profile(items: list[Item]) -> list[Item]:
 
 
 def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the values that the profile gives to keys that the user has not set, by key.
+    """Return a dict from each key that the profile sets and the user does not set to the profile's value.
 
     Args:
         overrides: the settings from the command line.
@@ -92,8 +93,8 @@ def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dic
 
 
 def to_yaml(config: Config) -> str:
-    """Return a config as YAML text with every key."""
-    # PyYAML writes the YAML text, because `OmegaConf.create` would refuse text with an unpaired "${".
+    """Return a config as YAML text that contains every key."""
+    # PyYAML writes the YAML text, because `OmegaConf.create` refuses values that contain "${" without a closing brace.
     text: str = yaml.dump(
         dataclasses.asdict(config),
         Dumper=get_omega_conf_dumper(),
@@ -125,11 +126,11 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:
-    """Return settings that remove a preset's knobs (function parameters) if the user selects another loss or estimator.
+    """Return settings that remove the parameters that a preset gives to a loss or an estimator which the user replaces.
 
-    A preset's knobs are meant for the function that the preset selects. For example, `algorithm=dapo
-    algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Knobs that the user sets are kept, because they
-    are applied after the preset's knobs have been removed.
+    A preset's parameters are meant for the loss and the estimator that the preset selects. For example, `algorithm=dapo
+    algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Parameters that the user sets are kept, because
+    the user's settings are applied after the preset's parameters are removed.
     """
     emptied: list[Item] = []
     for knobs, function in KNOBS.items():
@@ -140,8 +141,8 @@ def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[It
 
 
 def _refuse_secrets(values: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the resolved config contains a secret such as an API key, which config.yaml and the logs
-    would show.
+    """Raise ConfigError if the resolved config contains a secret such as an API key. A secret in the config would
+    appear in config.yaml and in the logs.
     """
     if key := secret_in(values):
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The folder of rltrain's YAML files, the config groups in it, and the choices of each group."""
+"""Finds the folder of rltrain's YAML files, the config groups in the folder, and the choices of each group."""
 
 import dataclasses
 from pathlib import Path
@@ -9,7 +9,7 @@ from rltrain.settings.schema import Config
 def config_dir() -> Path:
     """Return the folder of rltrain's YAML config files.
 
-    The folder of YAML files is inside the package if rltrain is installed, and beside the package in a checkout.
+    In an installed rltrain, the folder is inside the package. In a source checkout, the folder is beside the package.
     """
     package = Path(__file__).resolve().parents[1]
     inside = package / "config"

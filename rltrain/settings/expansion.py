@@ -1,6 +1,6 @@
-"""Expansion of short forms in the config into complete mappings.
+"""Expands short forms of values in the config into complete mappings.
 
-The short form of an entry of `reward.functions`, for example, is the path of a function.
+For example, an entry of `reward.functions` may be only the path of a function, instead of a mapping with all keys.
 """
 
 import re
@@ -14,11 +14,12 @@ from rltrain.settings.schema import ALL_LINEAR
 from rltrain.settings.typed import require
 
 AUTO = "auto"
-STALE_UPPER = 2.0  # upper bound of importance weights with `algorithm.correction.level=auto`, as in tis.yaml
+# This upper bound of importance weights is used with `algorithm.correction.level=auto`, as in tis.yaml.
+STALE_UPPER = 2.0
 
 
 def expand(values: dict[str, Any]) -> None:
-    """Replace all short forms in the nested values of a config by the complete forms that they stand for.
+    """Replace all short forms in the nested values of a config by complete values.
 
     Raises:
         ConfigError: a short form is invalid. The error message is one line.
@@ -46,9 +47,9 @@ def _reward_functions(functions: Any) -> list[Any]:
     """Convert each entry of `reward.functions` to a mapping with all keys.
 
     An entry that is a string is taken as the path of the reward function. By default, a reward function has the name of
-    the Python function, and weight 1. By default, a reward function counts as a score of the outcome, unless it is one
-    of rltrain's own penalties. By default, only rltrain's own functions that compare an answer with the right answer
-    decide which answers are correct.
+    the Python function, and weight 1. By default, a reward function scores the outcome, unless the function is one of
+    rltrain's own penalties. By default, an answer's correctness is decided only by those of rltrain's functions that
+    compare the answer with the right answer.
     """
     require(
         isinstance(functions, list),
@@ -105,14 +106,15 @@ def _reward_model(model: Any) -> Any:
 def _lora(lora: Any) -> Any:
     """Convert `model.lora` to a mapping with all keys.
 
-    By default, all linear layers get adapters, and alpha is twice the rank, so that the scale alpha / rank is 2.
+    By default, every linear layer except the last gets an adapter, and alpha is twice the rank, so that the scale alpha
+    / rank is 2.
     """
     if lora is None:
         return None
     if not isinstance(lora, dict) or "rank" not in lora:
         raise ConfigError(f"model.lora={lora}: must be null, or a mapping with a rank, as in model.lora={{rank:16}}")
     rank, targets = lora["rank"], lora.get("targets", ALL_LINEAR)
-    # a later check reports a rank that is not a number
+    # If the rank is not a number, a later check reports an error.
     twice = 2 * rank if isinstance(rank, int | float) else rank
     return {"alpha": twice} | lora | {"targets": [targets] if isinstance(targets, str) else targets}
 
@@ -126,10 +128,10 @@ def _set_overlong_buffer(shaping: Any, max_response_length: Any) -> None:
 def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:
     """Replace `level: auto` in `algorithm.correction` with `token` or null.
 
-    The correction level becomes `token`, with truncated importance weights, if answers may come from an older policy
-    than the actor's policy before the update (`trainer.max_staleness` above 0). The correction level becomes null if no
-    correction is needed for one of three reasons: answers are never stale, the engine's log-probs serve as the old
-    log-probs in the loss's ratio, or `algorithm.rejection` handles the difference.
+    The correction level becomes `token`, with bounded importance weights, if `trainer.max_staleness` is above 0,
+    because answers may then come from a policy older than the actor before the update. The correction level becomes
+    null if no correction is needed for one of three reasons: answers are never stale, the old log-probs in the loss's
+    ratio are the engine's log-probs, or `algorithm.rejection` handles stale answers.
     """
     correction = algorithm.get("correction")
     if not isinstance(correction, dict) or correction.get("level") != AUTO:

@@ -1,4 +1,4 @@
-"""Declarations of config keys: meaning, unit, bounds, and whether a resumed run may change the value.
+"""Declares config keys: the meaning, unit and bounds of a key, and whether a resumed run may change the key's value.
 
 Each section of the config is a dataclass with the decorator `section`. Each field of a section is declared with `key`.
 The bounds of the keys are checked when an instance of a section is created. `rltrain.settings.reference` generates the
@@ -12,7 +12,7 @@ from typing import Any, TypeVar, dataclass_transform, get_args, get_origin, get_
 from rltrain.settings.typed import require
 
 T = TypeVar("T")
-_KEY = "key"  # name of the entry in a field's metadata that holds the key's declaration
+_KEY = "key"  # A dataclass field stores the declaration of its config key in the field's metadata, under this name.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,21 +20,22 @@ class Key:
     """Declaration of one config key.
 
     Attributes:
-        meaning: one or two sentences about the effect of the key, for the documentation.
-        unit: unit of the key's value; "" if the value has no unit, or if `meaning` names it.
-        values: description of the valid values; "" if the type and the bounds describe them completely.
-        if_left_out: text about the default value, for keys of list entries and optional mappings; "" if a YAML file
-            holds the default.
-        changeable: whether a resumed run may change the value. If `changeable` is true for a section, a resumed run may
+        meaning: sentences about the effect of the key, for the documentation.
+        unit: unit of the key's value; "" if the value has no unit, or if `meaning` names the unit.
+        values: description of the valid values; "" if the type and the bounds of the key describe the valid values
+            completely.
+        if_left_out: text about the default value of a key in a list entry or an optional mapping; "" if a YAML file
+            defines the default.
+        changeable: whether a resumed run may change the value. If the key of a section is changeable, a resumed run may
             change all keys of the section.
-        at_least: smallest valid value; None means no inclusive lower bound.
-        above: number that valid values must exceed; None means no exclusive lower bound.
-        at_most: largest valid value; None means no inclusive upper bound.
-        below: number that all valid values must be less than; None means no exclusive upper bound.
+        at_least: smallest valid value; None if there is no inclusive lower bound.
+        above: exclusive lower bound: valid values are greater than this number; None if there is no exclusive lower
+            bound.
+        at_most: largest valid value; None if there is no inclusive upper bound.
+        below: exclusive upper bound: valid values are less than this number; None if there is no exclusive upper bound.
         refusal: template of the error message for a value outside the bounds, with the fields `name`, `rule` and
             `value`.
-        text: whether the command line takes the value literally, without giving any character a meaning in Hydra's
-            grammar.
+        text: whether the command line takes the value literally, instead of parsing it with Hydra's grammar.
     """
 
     meaning: str
@@ -60,7 +61,7 @@ class Key:
 
     @property
     def bounds(self) -> str:
-        """The bounds of the key as text, such as `>= 1` or `in [0, 1)`. If the key has no bounds, the text is empty."""
+        """The bounds of the key as text, such as `>= 1` or `in [0, 1)`; "" if the key has no bounds."""
         low = self.above if self.at_least is None else self.at_least
         high = self.below if self.at_most is None else self.at_most
         left, right = "[" if self.above is None else "(", "]" if self.below is None else ")"
@@ -87,7 +88,8 @@ def key(
 ) -> Any:
     """Declare a field of a config section.
 
-    The arguments have the same meaning as the attributes of `Key`. The declared field has no default value.
+    The arguments of `key` have the same meaning as the attributes of `Key`. A field declared with `key` has no default
+    value.
     """
     declared = Key(
         meaning=meaning,
@@ -107,10 +109,10 @@ def key(
 
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(key,))
 def section(kind: type[T]) -> type[T]:
-    """Make a class a section of the config: a frozen dataclass with keyword-only fields and checked bounds.
+    """Turn a class into a section of the config: a frozen dataclass with keyword-only fields whose bounds are checked.
 
-    Creating an instance of a section first checks the bounds of all keys. After the check of the bounds, the section's
-    own `__post_init__` checks the rules that involve several keys.
+    Creating an instance of a section first checks the bounds of all keys. Then the section's own `__post_init__` checks
+    the rules that involve several keys.
     """
     rules = getattr(kind, "__post_init__", None)
 
@@ -126,7 +128,7 @@ def section(kind: type[T]) -> type[T]:
 def _require_bounds(values: Any) -> None:
     """Raise ConfigError if a value in a section is outside the bounds of its key.
 
-    The value None is accepted by all bounds.
+    The value None is always accepted, whatever the bounds are.
     """
     hints = get_type_hints(type(values))
     for one in fields(values):
@@ -142,7 +144,7 @@ class Declared:
     """A config key with its full path and type.
 
     Attributes:
-        path: dotted name of the key, such as `trainer.seed`. In the path, `[]` follows the name of a list, as in
+        path: dotted name of the key, such as `trainer.seed`. In a path, `[]` follows the name of a list, as in
             `reward.functions[].weight`.
         key: the declaration of the key.
         hint: type annotation of the value.
@@ -159,14 +161,14 @@ class Declared:
 
 
 def declared_keys(kind: type, prefix: str = "", *, changeable: bool = False) -> Iterator[Declared]:
-    """Yield the keys of a section and of the sections inside it, in the order of the schema.
+    """Yield the keys of a section and of its nested sections, in the order of their declaration.
 
-    Each section is yielded before the keys that it contains.
+    Each nested section is yielded before the section's keys.
 
     Args:
         kind: class of the section.
         prefix: text that is put before the names of the keys, such as `trainer.`.
-        changeable: whether the whole section may change on resume.
+        changeable: whether a resumed run may change all keys of the section.
     """
     hints = get_type_hints(kind)
     for one in fields(kind):
@@ -178,17 +180,19 @@ def declared_keys(kind: type, prefix: str = "", *, changeable: bool = False) -> 
 
 
 def _section_in(hint: Any) -> type | None:
-    """Return the config section (dataclass) that a type annotation contains, such as `S` in `list[S]`; None if it
-    contains none.
+    """Return the config section (a dataclass) that a type annotation contains, such as `S` in `list[S]`. Return None if
+    the annotation contains no section.
     """
     return next((kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)), None)
 
 
 def text_keys(kind: type) -> frozenset[str]:
-    """Return the paths of the keys whose values the command line takes literally, without Hydra's grammar."""
+    """Return the paths of the keys whose values the command line takes literally, instead of parsing them with Hydra's
+    grammar.
+    """
     return frozenset(one.path for one in declared_keys(kind) if one.key.text)
 
 
 def changeable_keys(kind: type) -> frozenset[str]:
-    """Return the paths of the keys and of the whole sections that a resumed run may change."""
+    """Return the paths of the keys that a resumed run may change, and of the sections whose keys may all change."""
     return frozenset(one.path for one in declared_keys(kind) if one.changeable)

@@ -1,7 +1,8 @@
-"""Option names of other trainers, and rltrain's keys for the same settings.
+"""Maps option names of other trainers to rltrain's config keys for the same settings.
 
 If a user writes an option name of another trainer, the error message names rltrain's key for the same setting. The
-command `python -m rltrain.settings.reference` writes all names as a table into `docs/coming-from-other-trainers.md`.
+command `python -m rltrain.settings.reference` writes a table of all option names into
+`docs/coming-from-other-trainers.md`.
 """
 
 from dataclasses import dataclass
@@ -13,10 +14,11 @@ class Name:
 
     Attributes:
         key: rltrain's config key for the setting.
-        trl: name of the setting in TRL's GRPOConfig; "" if TRL has none.
-        verl: name of the setting in verl; "" if verl has none.
-        openrlhf: name of OpenRLHF's flag without its leading dashes; "" if OpenRLHF has none.
-        hint: how rltrain's key differs in meaning or unit; "" if there is no difference.
+        trl: name of the setting in TRL's GRPOConfig; "" if TRL has no such setting.
+        verl: name of the setting in verl; "" if verl has no such setting.
+        openrlhf: name of OpenRLHF's flag without the leading dashes; "" if OpenRLHF has no such flag.
+        hint: how rltrain's key differs in meaning or unit from the other trainers' options; "" if there is no
+            difference.
     """
 
     key: str
@@ -27,7 +29,7 @@ class Name:
 
     @property
     def note(self) -> str:
-        """Hint in brackets that ends an error message; "" if there is no hint."""
+        """The hint in brackets, to be put at the end of an error message; "" if there is no hint."""
         return f" ({self.hint})" if self.hint else ""
 
 
@@ -166,11 +168,11 @@ NAMES = (
 
 
 def name_here(key: str) -> Name | None:
-    """Return the entry for the setting that another trainer calls `key`, or None if no such setting is known.
+    """Return the entry of `NAMES` for the option that another trainer calls `key`, or None if the option is unknown.
 
-    Either the whole option name or its last parts must match: `rollout.n` matches verl's `actor_rollout_ref.rollout.n`.
-    If an option of another trainer has no section, any section that the user puts before the option is ignored, as in
-    `algorithm.beta` for TRL's option `beta`.
+    An option matches by its whole name or by the last parts of its name: `rollout.n` matches verl's
+    `actor_rollout_ref.rollout.n`. A section that the user writes before an option without a section is ignored:
+    `algorithm.beta` matches TRL's option `beta`.
     """
     plain = key.lstrip("-")
     for name in NAMES:

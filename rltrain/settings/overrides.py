@@ -1,8 +1,7 @@
-"""Settings as a user writes them: `GROUP=CHOICE` and `KEY=VALUE` on the command line, and the keys of a config file.
+"""Parses the user's settings: `GROUP=CHOICE` and `KEY=VALUE` on the command line, and the keys of a config file.
 
-Hydra's grammar is used to parse the values on the command line. Hydra's error messages have several lines and refer to
-Hydra's own syntax. This module replaces each error of Hydra with a one-line message that names the existing keys or
-choices.
+Hydra's grammar is used to parse the values on the command line. This module replaces Hydra's error messages, which have
+several lines and refer to Hydra's own syntax, with one-line messages about rltrain's settings.
 """
 
 import difflib
@@ -26,20 +25,21 @@ from rltrain.settings.other_names import name_here
 from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys, require, unknown_key
 
-# Maps each section of knobs (function parameters) to the key that selects the function.
-# The schema does not know which knobs exist: `rltrain.settings.algorithm_rules` checks their names and values.
+# Maps each section of function parameters to the config key that selects the function. The schema does not know which
+# parameters a function has. `rltrain.settings.algorithm_rules` checks the names and values of the parameters.
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
 TEXT_KEYS = text_keys(Config)
-# Keys whose values are lists of texts that may contain line breaks.
-# Hydra parses the lists, but does not convert a backslash followed by `n` to a line break.
+# Keys whose values are lists of texts, where `\n` stands for a line break. Hydra parses the lists, but does not convert
+# `\n` to a line break.
 LISTS_OF_TEXT = frozenset({"rollout.stop"})
 _NEW_LINE = re.compile(r"\\?\\n")
-OPTIONAL = "model.lora"  # mapping that may be null; setting one of its keys creates the mapping
+# The value of this key is a mapping or null. If the value is null, setting a key of the mapping creates the mapping.
+OPTIONAL = "model.lora"
 
 
 @dataclass(frozen=True)
 class Choice:
-    """The choice of a file in a config group, such as `algorithm=ppo`."""
+    """The user's choice of a YAML file in a config group, such as `algorithm=ppo`."""
 
     group: str
     choice: str
@@ -49,11 +49,12 @@ class Choice:
 class Setting:
     """A value that the user sets for one key.
 
-    A mapping is not merged with the mapping that the chosen YAML file has under the same key, but replaces it.
+    If the value is a mapping, it replaces the mapping that the chosen YAML file has under the same key; the two are not
+    merged.
 
     Attributes:
         key: dotted name of the key.
-        value: the value in plain Python types. A text value may contain references such as `${data.train}`.
+        value: the value as plain Python types. A text value may contain references such as `${data.train}`.
     """
 
     key: str
@@ -62,7 +63,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Removal:
-    """The removal of a knob (function parameter) that the chosen YAML file sets, such as
+    """The user's removal of a function parameter that the chosen YAML file sets, such as
     `~algorithm.loss.clip_ratio_c`.
     """
 
@@ -76,15 +77,15 @@ def from_command_line(text: str) -> Item:
     """Parse one word of the command line, such as `algorithm=ppo` or `trainer.seed=1`.
 
     Hydra does not parse the values of the keys in `TEXT_KEYS`, which are free text and may contain any character. In
-    free text, a backslash followed by `n` stands for a line break, two backslashes followed by `n` stand for one
-    backslash and `n`, and `null` stands for no text. A backslash followed by `n` also stands for a line break in the
-    texts of the keys in `LISTS_OF_TEXT`.
+    free text, a backslash followed by `n` stands for a line break, and two backslashes followed by `n` stand for one
+    backslash and `n`. The whole value `null` means that there is no text. The texts of the keys in `LISTS_OF_TEXT` may
+    contain the same escapes for line breaks.
 
-    Hydra requires a `+` before a key that is not in the YAML files, such as a knob (function parameter). rltrain
-    accepts `key=value` without a `+` for all keys.
+    Hydra requires a `+` before a key that is not in the YAML files, such as an optional function parameter. rltrain
+    accepts `KEY=VALUE` without a `+` for all keys.
 
     Raises:
-        ConfigError: the word is not a valid setting.
+        ConfigError: `text` is not a valid setting.
     """
     typed_key, equals, value = text.lstrip("+").partition("=")
     if equals and typed_key in TEXT_KEYS:
@@ -121,11 +122,11 @@ def _with_lines(value: Any) -> Any:
 
 
 def from_file(path: str) -> list[Item]:
-    """Read a config file of the user: a YAML file whose keys may be nested or dotted.
+    """Read a config file of the user: a YAML file whose keys may be nested or dotted names.
 
-    In a config file, the value of a config group is the name of a choice, as in `algorithm: ppo`, or a mapping with
-    keys of the group. As in Hydra's own files, choices of config groups may also be listed under `defaults`. The file
-    `config.yaml` that a run writes can also be used as a config file.
+    In a config file, the value of a config group is either the name of a choice, as in `algorithm: ppo`, or a mapping
+    that sets keys of the group. As in Hydra's own files, choices of config groups may also be listed under `defaults`.
+    The file `config.yaml` in a run's output folder can also be used as a config file.
 
     Raises:
         ConfigError: the file cannot be read, or a setting in it is invalid. The error message is one line and names the
@@ -150,7 +151,7 @@ def from_file(path: str) -> list[Item]:
 
 def _load(path: Path, where: str) -> dict[str, Any]:
     try:
-        # only plain values are accepted, as in Hydra's own YAML files
+        # Hydra's YAML loader is used, which accepts only plain values.
         values = get_yaml_loader()(path.read_text("utf-8")).get_single_data()
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file; check the path (it starts at {Path.cwd()})") from None
@@ -176,12 +177,13 @@ def _defaults(entries: Any) -> Iterator[tuple[str, Any]]:
 def _settings(key: str, value: Any) -> list[Item]:
     """Convert one entry of a config file, given as key and value, to settings.
 
-    If the key of an entry is a section, the result has one setting for each key in the section.
+    If the entry is a section, the returned list has one setting for each key in the section.
     """
     inside = any(name.startswith(f"{key}.") for name in keys(Config))
     if not (inside and isinstance(value, dict)):
         text = f"{key}: {value}"
-        # if the section is not optional, the conversion to the typed config refuses null
+        # A section may be null here. If the section is not optional, the conversion to the typed config raises an
+        # error.
         if not (inside and value is None):
             _check_key(key, text)
         return [_setting(key, value, text)]
@@ -209,7 +211,7 @@ def _parse_override(text: str) -> Override:
     require(bool(key.strip("+~ ")), f"'{text}': no key before the '='; settings are written KEY=VALUE")
     try:
         override = OverridesParser.create().parse_override(text)
-    except (HydraException, ValueError):  # Python raises ValueError for a number with thousands of digits
+    except (HydraException, ValueError):  # Python raises ValueError when it parses a number with thousands of digits.
         raise ConfigError(
             f"""'{text}': cannot read the value; quote one with special characters, as in '{key}="{value}"'"""
         ) from None
@@ -244,14 +246,14 @@ def apply(items: list[Item], composed: Any) -> None:
     """Write settings into a composed config, in the given order.
 
     Args:
-        items: the settings and removals to apply. Choices of config groups must already be part of the config. Keys
-            with free text are skipped, because OmegaConf would resolve references in the text: `set_text` sets them
-            later.
+        items: the settings and removals to apply. Choices of config groups are skipped, because the composed config
+            already contains the chosen files. Keys with free text are also skipped, because OmegaConf would resolve
+            references in the text; `set_text` sets these keys later.
         composed: the `DictConfig` to change.
 
     Raises:
-        ConfigError: a section that contains a key to set is null in the chosen YAML files, or a knob to remove does not
-            exist.
+        ConfigError: a key to set is in a section that is null in the chosen YAML files, or a parameter to remove does
+            not exist.
     """
     OmegaConf.set_struct(composed, False)
     for item in items:
@@ -287,5 +289,7 @@ def set_text(values: dict[str, Any], items: list[Item]) -> None:
 
 
 def chosen(items: list[Item]) -> Mapping[str, str]:
-    """Return the last choice that the settings make for each config group."""
+    """Return the choice for each config group. If a group is chosen several times, the last choice in `items` is
+    returned.
+    """
     return {item.group: item.choice for item in items if isinstance(item, Choice)}

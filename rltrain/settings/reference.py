@@ -1,15 +1,15 @@
-"""Generation of documentation from the schema of the config keys: pages of `docs/`, and the comments in the YAML files.
+"""Generates documentation from the schema of the config keys: two pages in `docs/`, and the comments in the YAML files
+of `config/`.
 
 The generated pages are `docs/settings.md` and `docs/coming-from-other-trainers.md`. The following command writes the
 pages and the comments, and prints the names of the changed files:
 
     python -m rltrain.settings.reference
 
-A YAML file that builds on another choice of its config group contains only the values that differ from that choice. The
-comments in a file that builds on another choice explain the particular values, so they are not replaced. A YAML file
-that does not build on another choice contains every key of its sections. In files that contain every key, the comments
-of the keys are generated. The generation keeps the comment at the start of a file, and comments above lines without a
-key.
+A YAML file that inherits from another choice of its config group contains only the values that differ from that choice.
+The comments in an inheriting file are not replaced, because they explain the particular values. A YAML file that does
+not inherit contains every key of its sections, and the comments of these keys are generated. The comment at the start
+of a file, and comments above lines without a key, are kept.
 """
 
 import re
@@ -30,9 +30,9 @@ from rltrain.settings.key import Declared, declared_keys
 from rltrain.settings.other_names import NAMES
 from rltrain.settings.schema import Config
 
-WIDTH = 120  # maximum line length of a YAML file, in characters
-TOP = ""  # key path that stands for the whole config
-# First line of a YAML file that belongs to one config group but sets keys of several sections.
+WIDTH = 120  # This is the maximum number of characters in a line of a YAML file.
+TOP = ""  # This key path stands for the whole config.
+# This is the first line of each YAML file that belongs to one config group but sets keys of several sections.
 WHOLE_CONFIG = "# @package _global_"
 INTRODUCTION = """\
 # Settings
@@ -107,8 +107,8 @@ def names_page() -> str:
 
 
 def _section(section: Declared, every: tuple[Declared, ...], defaults: Mapping[str, Any]) -> list[str]:
-    """Return the lines of `docs/settings.md` about one section: heading, meaning, choices of the config group, and the
-    table of the keys.
+    """Return the lines of `docs/settings.md` about one section: its heading, its meaning, the choices of its config
+    group, and the table of its keys.
     """
     path, title = section.path, f"`{section.path}`"
     if get_origin(section.hint) is list:
@@ -144,9 +144,7 @@ def _parent(path: str) -> str:
 
 
 def _is_set_whole(one: Declared) -> bool:
-    """Return whether a user sets a section as one value, because the section is a list, or a mapping that is given as
-    one value.
-    """
+    """Return whether the user sets a section as one value, because the section is a list or has `given_whole`."""
     return get_origin(one.hint) is list or bool(getattr(one.section, "given_whole", False))
 
 
@@ -170,7 +168,8 @@ def _type(hint: Any, bounds: str = "") -> str:
 
 
 def _defaults() -> Mapping[str, Any]:
-    """Return the default config as nested values: `config/train.yaml` and the default choice of each config group.
+    """Return the default config as nested values, composed of `config/train.yaml` and the default choice of each config
+    group.
 
     References such as `${data.train}` in the default config are not resolved.
     """
@@ -195,11 +194,11 @@ def _shown(value: Any) -> str:
 
 
 def commented(text: str, prefix: str = "") -> str:
-    """Return the text of a YAML file in which the generated comments replace the comments of its keys.
+    """Return the text of a YAML file, with the comments of its keys replaced by generated comments.
 
     Args:
-        text: the present text of the file, with or without comments.
-        prefix: text that is put before the key names in the file to get full paths, such as `trainer.`.
+        text: the current text of the file, with or without comments.
+        prefix: text, such as `trainer.`, that is put before the key names in the file to get full paths.
     """
     if _builds_on_another_choice(text):
         return text
@@ -237,8 +236,10 @@ def _without_head(lines: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _paths(lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield each line of a YAML file with the full path of the key on it. For a line without a key, the path is ""."""
-    # column and path of each key that contains the current line
+    """Yield each line of a YAML file, together with the full path of the line's key. The path is "" for a line without
+    a key.
+    """
+    # `around` holds the column and the path of each key in which the current line is nested.
     around: list[tuple[int, str]] = [(-1, prefix.rstrip("."))]
     for line in lines:
         found = _LINE_OF_KEY.fullmatch(line)
@@ -257,9 +258,9 @@ def _paths(lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _with_comment(line: str, comment: str) -> list[str]:
-    """Return the line of a key with the comment at its end.
+    """Return the line of a key with the comment at the end of the line.
 
-    If the line with the comment would be too long, the comment is put on separate lines above the key.
+    If the line with the comment would be longer than `WIDTH`, the comment is put on separate lines above the key.
     """
     bare = re.sub(r"\s+#.*", "", line)
     short = f"{bare}  # {comment}"
@@ -270,7 +271,7 @@ def _with_comment(line: str, comment: str) -> list[str]:
 
 
 def outdated() -> dict[Path, str]:
-    """Return the generated files that do not match the schema, with their new text."""
+    """Return a dict from each generated file that does not match the schema to the file's new text."""
     folder = config_dir()
     docs = folder.parent / "docs"
     new = {docs / "settings.md": page(), docs / "coming-from-other-trainers.md": names_page()}

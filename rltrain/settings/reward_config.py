@@ -1,4 +1,4 @@
-"""The names, types and rules of the keys under `reward`, which define how answers are scored."""
+"""Defines the names, types and rules of the config keys under `reward`, which say how answers are scored."""
 
 import re
 from typing import Any, Literal
@@ -6,8 +6,8 @@ from typing import Any, Literal
 from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
-REWARD_MODEL_KEY = "reward.models: path of '{}'"  # text that names the `path` setting of a reward model in messages
-_LARGEST_WEIGHT = 3.4e38  # largest float32
+REWARD_MODEL_KEY = "reward.models: path of '{}'"  # Error messages name a reward model's key `path` with this template.
+_LARGEST_WEIGHT = 3.4e38  # This is about the largest float32 number.
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
 
@@ -15,22 +15,32 @@ _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 class RewardFunctionConfig:
     """Settings of one reward function. The key `path` has the form `package.module:function` or `file.py:function`."""
 
-    name: str = key("Name of the function in metrics and messages.", if_left_out="name of the function")
+    name: str = key("Name of the reward function in metrics and messages.", if_left_out="name of the Python function")
     path: str = key(
-        "Place of the function.", values="`package.module:function` or `file.py:function`", if_left_out="required"
+        "Python function to call, given by its module or file and its name.",
+        values="`package.module:function` or `file.py:function`",
+        if_left_out="required",
     )
-    weight: float = key("Factor of the function's score in the sum of all scores.", if_left_out="`1.0`")
-    gate: bool = key("Count every other score as 0 where this function's score is <= 0.", if_left_out="`false`")
+    weight: float = key(
+        "Factor by which the function's score is multiplied in the weighted sum of all scores.", if_left_out="`1.0`"
+    )
+    gate: bool = key(
+        "true: if this function's score of an answer is <= 0, all other scores of the answer count as 0. false: other "
+        "scores do not depend on this function.",
+        if_left_out="`false`",
+    )
     outcome: bool = key(
         "true: the score says whether the task was solved. false: it rates the form of the answer, such as its length.",
         if_left_out="`true`; `false` for rltrain's own penalties",
     )
     success: float | None = key(
-        "Lowest score of a correct answer. Accuracies count answers that reach it. null: the function does not decide "
-        "whether an answer is correct, or does so in RewardResult.success.",
-        if_left_out="`null`; `1.0` for rltrain's functions that compare an answer with the right one",
+        "Smallest score of this function with which an answer counts as correct in accuracies. null: the function's "
+        "score does not decide whether an answer is correct; RewardResult.success may decide.",
+        if_left_out="`null`; `1.0` for rltrain's functions that compare an answer with the right answer",
     )
-    kwargs: dict[str, Any] = key("Keyword arguments of the function.", if_left_out="`{}`")
+    kwargs: dict[str, Any] = key(
+        "Additional keyword arguments that each call passes to the function.", if_left_out="`{}`"
+    )
 
     def __post_init__(self) -> None:
         for option in self.kwargs:
@@ -48,26 +58,32 @@ class RewardModelConfig:
     The key `path` names a sequence classifier with one output, in Hugging Face format.
     """
 
-    name: str = key("Name of the reward model in metrics and messages.", if_left_out="last part of the path")
+    name: str = key("Name of the reward model in metrics and messages.", if_left_out="last part of `path`")
     path: str = key(
-        "Sequence classifier with one output, in Hugging Face format: a directory, or a name on the hub.",
+        "Sequence classifier with one output, in Hugging Face format: a directory, or a name on the Hugging Face hub.",
         values="path of a directory, or `ORG/NAME` with an optional `@REVISION`",
         if_left_out="required",
     )
-    weight: float = key("Factor of the model's score in the sum of all scores.", if_left_out="`1.0`")
-    gate: bool = key("Count every other score as 0 where this model's score is <= 0.", if_left_out="`false`")
+    weight: float = key(
+        "Factor by which the reward model's score is multiplied in the weighted sum of all scores.", if_left_out="`1.0`"
+    )
+    gate: bool = key(
+        "true: if this reward model's score of an answer is <= 0, all other scores of the answer count as 0. false: "
+        "other scores do not depend on this reward model.",
+        if_left_out="`false`",
+    )
     outcome: bool = key(
         "true: the score says whether the task was solved. false: it rates the form of the answer, such as its length.",
         if_left_out="`true`",
     )
     success: float | None = key(
-        "Lowest score of a correct answer. Accuracies count answers that reach it. null: the model does not decide "
-        "whether an answer is correct.",
+        "Smallest score of this reward model with which an answer counts as correct in accuracies. null: the reward "
+        "model does not decide whether an answer is correct.",
         if_left_out="`null`",
     )
     prompt_template: str | None = key(
-        "Template of the model's input, with {prompt} and {response}. null: the model's chat template, or prompt and "
-        "response one after the other if it has none.",
+        "Template of the reward model's input text, with the fields {prompt} and {response}. null: use the reward "
+        "model's chat template; if its tokenizer has no chat template, append the response to the prompt.",
         if_left_out="`null`",
     )
 
@@ -80,41 +96,47 @@ class RewardModelConfig:
 
     @property
     def key(self) -> str:
-        """Text that names the `path` setting of a reward model in messages."""
+        """Text that names the config key `path` of the reward model in error messages."""
         return REWARD_MODEL_KEY.format(self.name)
 
 
 @section
 class RewardConfig:
-    """Settings of all reward functions and reward models, of their limits, and of what happens if one fails."""
+    """Settings of the reward functions and reward models, their resource limits, and the treatment of failures."""
 
     functions: list[RewardFunctionConfig] = key(
-        "Reward functions. An entry is a mapping, or only the path of a function."
+        "List of reward functions. Each entry is a mapping, or only the path of a function."
     )
-    models: list[RewardModelConfig] = key("Reward models. An entry is a mapping, or only the path of a model.")
+    models: list[RewardModelConfig] = key(
+        "List of reward models. Each entry is a mapping, or only the path of a reward model."
+    )
     aggregation: str = key(
-        "How the scores of an answer are combined. sum: weighted sum. normalize_then_sum: weighted sum of scores "
-        "that are first normalised in their group. A path: a function of your own.",
+        "Way in which the scores of an answer are combined. sum: weighted sum. normalize_then_sum: each reward's "
+        "scores are normalised in the prompt group, then summed with their weights. Path of a function: the user's "
+        "own function combines the scores.",
         values="`sum`, `normalize_then_sum`, or the path of a function",
     )
     timeout_s: float = key(
-        "Limit on the wall-clock time of one call of a reward function.", unit="seconds", above=0, changeable=True
+        "Maximum wall-clock time of one call of a reward function.", unit="seconds", above=0, changeable=True
     )
     memory_mb: int = key(
-        "Limit on the memory that a reward process may allocate after its start.",
+        "Maximum memory that a reward process may allocate after its start.",
         unit="MB",
         at_least=1,
         changeable=True,
     )
     concurrency: int = key(
-        "Maximum number of concurrent calls of async reward functions in one process.", at_least=1, changeable=True
+        "Maximum number of async reward function calls that run concurrently in one process.",
+        at_least=1,
+        changeable=True,
     )
     sandbox: Literal["auto", "required"] = key(
-        "Isolation of code that the model wrote. auto: use Linux namespaces where they are available. required: refuse "
-        "to run without them."
+        "Isolation of code that the model wrote and a reward function runs. auto: use Linux namespaces if they are "
+        "available. required: refuse to start the run if Linux namespaces are not available."
     )
     max_failed_fraction: float = key(
-        "Maximum fraction of the samples of a step or an evaluation whose reward may fail. The run stops if more fail.",
+        "Maximum fraction of samples in one training step or evaluation whose reward may fail. If a larger fraction "
+        "fails, the run stops.",
         at_least=0,
         at_most=1,
         changeable=True,
@@ -155,7 +177,7 @@ class RewardConfig:
 
     @property
     def components(self) -> list[RewardFunctionConfig | RewardModelConfig]:
-        """The reward functions, followed by the reward models.
+        """A list of the reward functions, followed by the reward models.
 
         The batch column `reward_components` holds the scores in the order of the returned list.
         """
@@ -163,5 +185,5 @@ class RewardConfig:
 
     @property
     def names(self) -> list[str]:
-        """The names of the reward functions and models, in the order of `components`."""
+        """A list of the names of the reward functions and reward models, in the order of `components`."""
         return [component.name for component in self.components]

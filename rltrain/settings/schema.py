@@ -1,6 +1,6 @@
-"""The names, types and rules of all config keys.
+"""Defines the names, types and rules of all config keys.
 
-The fields of the config dataclasses have no default values, because the YAML files under `config/` hold the defaults.
+The fields of the config dataclasses have no default values, because the YAML files under `config/` define the defaults.
 The function `rltrain.settings.typed.parse` converts the YAML values into the config dataclasses once, at the start.
 After the values have been converted, the program uses only the typed config. The keys under `algorithm` and `reward`
 are defined in `rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`. Rules that depend on files,
@@ -15,9 +15,10 @@ from rltrain.settings.key import key, section
 from rltrain.settings.reward_config import RewardConfig
 from rltrain.settings.typed import require
 
-REWARD_MODEL = "reward_model"  # prefix of the role name of a reward model; the name of the reward model follows
-ALL_LINEAR = "all-linear"  # value of `model.lora.targets` that stands for every linear layer except the last
-# lower limit of timeouts for hung processes, which are polled once a second and report progress once per micro-batch
+REWARD_MODEL = "reward_model"  # The role name of a reward model is this prefix, a space, and the model's name.
+ALL_LINEAR = "all-linear"  # This value of `model.lora.targets` selects every linear layer except the last.
+# Smallest valid value of `trainer.hang_timeout_s`, in seconds. Workers are polled once a second, and report progress
+# once per micro-batch.
 SHORTEST_HANG_S = 10.0
 
 
@@ -31,8 +32,8 @@ class TrainerConfig:
 
     total_steps: int = key("Number of training steps in the run.", at_least=1, changeable=True)
     total_epochs: float | None = key(
-        "Length of the run as a number of passes through the training prompts, in place of total_steps. null: "
-        "total_steps decides.",
+        "Number of passes through the training prompts in the run. A number replaces total_steps. null: total_steps "
+        "sets the length of the run.",
         above=0,
         changeable=True,
     )
@@ -40,16 +41,16 @@ class TrainerConfig:
         "Number of prompts in one training step. Each prompt gets rollout.samples_per_prompt answers.", at_least=1
     )
     prompts_per_minibatch: int = key(
-        "Number of prompts whose answers form one mini-batch, which is one optimizer step. Must divide "
-        "prompts_per_step.",
+        "Number of prompts whose answers form one mini-batch. Each mini-batch is used for one optimizer step. Must "
+        "divide trainer.prompts_per_step.",
         at_least=1,
     )
     epochs_per_step: int = key(
-        "Number of times that one training step goes through its answers to update the model.", at_least=1
+        "Number of passes that one training step makes over its answers to update the model.", at_least=1
     )
     max_staleness: int = key(
-        "Maximum number of weight versions by which an answer may lag behind when it is trained on. "
-        "0: synchronous training.",
+        "Maximum staleness of an answer when the model is trained on it: the number of weight versions by which the "
+        "weights that generated the answer are older. 0: synchronous training.",
         at_least=0,
     )
     seed: int = key(
@@ -58,26 +59,33 @@ class TrainerConfig:
     )
     output_dir: str = key("Folder for everything that the run writes.", changeable=True)
     resume: str = key(
-        "Where the run begins. never: a new run. auto: the newest checkpoint of the run in output_dir, or a new run if "
-        "there is none. A path: that checkpoint.",
+        "Starting point of the run. never: start a new run. auto: resume from the newest checkpoint of the run in "
+        "trainer.output_dir, or start a new run if no checkpoint exists. A path: resume from the checkpoint at that "
+        "path.",
         values="`never`, `auto`, or the path of a checkpoint",
         changeable=True,
     )
     save_every: int = key(
-        "Number of steps between two checkpoints. 0: one checkpoint when the run ends.", at_least=0, changeable=True
+        "Number of training steps between two checkpoints. 0: save only one checkpoint, at the end of the run.",
+        at_least=0,
+        changeable=True,
     )
-    checkpoint_dir: str = key("Folder for checkpoints. Any path that fsspec supports.", changeable=True)
+    checkpoint_dir: str = key(
+        "Folder for checkpoints: any path or URL that the library fsspec supports.", changeable=True
+    )
     keep_checkpoints: int = key(
-        "Number of newest checkpoints to keep. 0: keep all checkpoints.", at_least=0, changeable=True
+        "Number of checkpoints to keep; older checkpoints are deleted. 0: keep all checkpoints.",
+        at_least=0,
+        changeable=True,
     )
     keep_best: str | None = key(
         "Name of a metric, such as eval/sampled_accuracy. The run also keeps the checkpoint with the highest value of "
-        "this metric. null: no such checkpoint.",
+        "this metric. null: keep no best checkpoint.",
         changeable=True,
     )
     max_restarts: int = key(
-        "Maximum number of restarts of the training ranks in one run. The ranks restart from the last checkpoint when "
-        "one of them dies.",
+        "Maximum number of restarts of the training ranks in one run. If a training rank dies, all training ranks "
+        "restart from the latest checkpoint.",
         at_least=0,
         changeable=True,
     )
@@ -89,29 +97,30 @@ class TrainerConfig:
         changeable=True,
     )
     max_skipped_updates: int = key(
-        "Maximum number of consecutive updates that may be skipped because their loss or gradient is not finite. The "
-        "run stops if there are more.",
+        "Maximum number of consecutive updates that may be skipped because their loss or gradient is not finite. If "
+        "more updates in a row are skipped, the run stops.",
         at_least=0,
         changeable=True,
     )
     eval_every: int = key(
-        "Number of steps between two evaluations. 0: evaluate only before and after training.",
+        "Number of training steps between two evaluations. 0: evaluate only before and after training.",
         at_least=0,
         changeable=True,
     )
     eval_samples: int = key(
-        "Number of sampled answers to each prompt of an evaluation. Above 1, evaluations also measure pass@k.",
+        "Number of sampled answers to each prompt of an evaluation. With more than one answer, evaluations also "
+        "measure pass@k.",
         at_least=1,
         changeable=True,
     )
     sample_every: int = key(
-        "Number of steps between two sample answers in the terminal, and between two tables of samples in trackers. "
-        "0: show no samples.",
+        "Number of training steps after which the terminal shows another sample answer, and trackers get another "
+        "table of samples. 0: show no samples.",
         at_least=0,
         changeable=True,
     )
     trackers: list[str] = key(
-        "Places that metrics are sent to, besides metrics.jsonl.",
+        "Experiment trackers that receive the metrics, which are also written to metrics.jsonl.",
         values="list of `tensorboard`, `wandb`, `mlflow`, `trackio`, or classes as `package.module:Class` or "
         "`file.py:Class`",
         changeable=True,
@@ -119,7 +128,9 @@ class TrainerConfig:
     trace: bool = key(
         "Write a timeline of all processes to trace.json.gz, which https://ui.perfetto.dev opens.", changeable=True
     )
-    deterministic: bool = key("Give the same answers in every run with the same seed. This costs some speed.")
+    deterministic: bool = key(
+        "Generate identical answers in every run with the same seed. Deterministic runs are slower."
+    )
 
     def __post_init__(self) -> None:
         require(
@@ -149,21 +160,21 @@ def _largest_divisor(total: int, at_most: int) -> int:
 class LoRAConfig:
     """Settings of low-rank adapters (LoRA, arXiv 2106.09685).
 
-    A layer with an adapter uses the weight W + alpha / rank * B A. The matrix W is frozen, and training changes the
+    A layer with an adapter uses the weight W + (alpha / rank) * B @ A. The matrix W is frozen, and training changes the
     matrices A and B.
     """
 
-    given_whole = True  # the user sets the section as one key, whose value is a mapping
+    given_whole = True  # True means that the user sets the section as one key whose value is a mapping.
 
-    rank: int = key("Rank of the two matrices A and B of an adapter.", if_left_out="required", at_least=1)
+    rank: int = key("Rank of an adapter's matrices A and B.", if_left_out="required", at_least=1)
     alpha: float = key(
-        "Scale of the adapters: the product of the two matrices is multiplied by alpha / rank.",
+        "Scale of the adapters: the matrix product B @ A is multiplied by alpha / rank.",
         if_left_out="twice the rank",
         above=0,
         refusal="{name} must be {rule}, got {value:g}: adapters with a scale of 0 have no effect",
     )
     targets: list[str] = key(
-        "Last parts of the names of the linear layers that get an adapter, such as q_proj. all-linear: every linear "
+        "Linear layers that get an adapter, by the last part of their name, such as q_proj. all-linear: every linear "
         "layer except the last.",
         if_left_out=f"`[{ALL_LINEAR}]`",
     )
@@ -182,54 +193,59 @@ class LoRAConfig:
 class ModelConfig:
     """Settings of the model that is trained.
 
-    `dtype` applies to the engine and to the trainer's matrix products. The trainer's master weights always have dtype
-    float32.
+    `dtype` is the number format of the engine and of the trainer's matrix products. The trainer's master weights always
+    have dtype float32.
     """
 
     path: str = key(
-        "Causal language model in Hugging Face format: a directory, or a name on the hub, to which the run adds the "
-        "commit. builtin: the tiny model of the built-in task in data.train.",
+        "Causal language model in Hugging Face format: a directory, or a name on the Hugging Face hub. The run "
+        "records the commit of a hub model. builtin: the tiny model of the built-in task in data.train.",
         values="`builtin`, the path of a directory, or `ORG/NAME` with an optional `@REVISION`",
     )
     dtype: Literal["float32", "bfloat16"] = key(
         "Number format of the engine and of the trainer's matrix products. Master weights are always float32."
     )
     activation_checkpointing: bool = key(
-        "Keep one activation per layer and recompute the others in the backward pass: less memory, more time.",
+        "Keep only one activation per layer, and recompute the other activations in the backward pass. This saves "
+        "memory and costs time.",
         changeable=True,
     )
     cpu_offload: bool = key(
-        "Keep parameters and optimizer state in CPU memory while they are not in use. Only for GPUs.", changeable=True
+        "Keep parameters and optimizer state in CPU memory while they are not in use. Has an effect only on GPUs.",
+        changeable=True,
     )
     compile: bool = key(
-        "Compile each layer with torch.compile. The first steps become slower and the others faster. Only for GPUs.",
+        "Compile each layer with torch.compile. The first training steps become slower, and all later training steps "
+        "become faster. Has an effect only on GPUs.",
         changeable=True,
     )
     lora: LoRAConfig | None = key(
-        "Low-rank adapters to train instead of the weights, such as {rank: 16}. null: train all weights.",
+        "Settings of low-rank adapters, such as {rank: 16}. With adapters, only the adapters are trained. null: train "
+        "all weights.",
     )
 
 
 @section
 class OptimizerConfig:
-    """Settings of AdamW and its learning-rate schedule, which advances by one at each optimizer step."""
+    """Settings of the optimizer AdamW and of the learning-rate schedule, which advances at each optimizer step."""
 
     lr: float = key("Highest learning rate of the schedule.", above=0)
     lr_schedule: Literal["constant", "linear", "cosine"] = key(
-        "Schedule of the learning rate after the warm-up. linear and cosine reach 0 after the last optimizer step."
+        "Schedule of the learning rate after the warm-up. The schedules linear and cosine reach 0 after the last "
+        "optimizer step."
     )
     lr_warmup_steps: int = key(
         "Number of optimizer steps over which the learning rate rises linearly to lr.", at_least=0
     )
-    beta1: float = key("AdamW's decay rate of the mean of gradients.", at_least=0, below=1)
-    beta2: float = key("AdamW's decay rate of the mean of squared gradients.", at_least=0, below=1)
-    weight_decay: float = key("AdamW's weight decay.", at_least=0)
+    beta1: float = key("AdamW's decay rate for the moving average of gradients.", at_least=0, below=1)
+    beta2: float = key("AdamW's decay rate for the moving average of squared gradients.", at_least=0, below=1)
+    weight_decay: float = key("Coefficient of AdamW's decoupled weight decay.", at_least=0)
     max_grad_norm: float = key(
         "Maximum norm of a gradient. A gradient with a larger norm is scaled down to this norm.", above=0
     )
     max_tokens_per_microbatch: int = key(
-        "Maximum number of prompt and response tokens in one forward pass. This limits memory and does not change the "
-        "results.",
+        "Maximum number of prompt and response tokens in one forward pass. This key limits memory and does not change "
+        "the results.",
         at_least=1,
         changeable=True,
     )
@@ -240,27 +256,29 @@ class CriticConfig(OptimizerConfig):
     """Settings of the critic's optimizer and of the clipping of its values."""
 
     clip_range_value: float = key(
-        "Distance from the old value beyond which the value loss of a token is clipped.", above=0
+        "Maximum distance between a token's new value and old value. The value loss is clipped if the distance is "
+        "larger.",
+        above=0,
     )
 
 
 @section
 class DataConfig:
-    """Settings for the sources of the prompts, and for how prompts are made of the data.
+    """Settings for the sources of prompts, and for how rows of data become prompts.
 
-    The module `rltrain.data.row_sources` lists the kinds of sources.
+    The module `rltrain.data.row_sources` lists the kinds of data sources.
     """
 
     train: str = key(
-        "Source of the training prompts: a built-in task, a file or folder of data, a data set of the hub, or a Python "
-        "function.",
+        "Source of the training prompts: a built-in task, a file or folder of data, a data set of the Hugging Face "
+        "hub, or a Python function.",
         values="`builtin:NAME`, a path (JSONL, JSON, parquet or CSV), `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`, "
         "or `package.module:function` or `file.py:function`",
     )
     val: str | None = key(
-        "Source of the prompts for evaluation. A built-in task has its own prompts for this, which are not trained on. "
-        "null: no evaluation.",
-        values="as for `data.train`, or `null`",
+        "Source of the prompts for evaluation. The built-in tasks have separate evaluation prompts, which are not "
+        "trained on. null: no evaluation on this source.",
+        values="the same forms as `data.train`, or `null`",
         changeable=True,
     )
     val_size: int = key(
@@ -269,39 +287,40 @@ class DataConfig:
         changeable=True,
     )
     val_sets: dict[str, str] = key(
-        "More sources of evaluation prompts, each with a name. The metrics of a set are called eval/NAME/...",
-        values="mapping of names to sources as for `data.val`",
+        "Additional named sources of evaluation prompts. The names of a source's metrics begin with eval/NAME/.",
+        values="mapping from names to sources in the same forms as `data.val`",
         changeable=True,
     )
     prompt: str | None = key(
-        "How a prompt is made from a row. A name: the value of that column. A text with columns in braces, such as "
-        "{question} Think step by step.: that text with the row's values. null: the column prompt, messages, "
-        "conversations, question, problem or instruction.",
+        "How a row of data becomes a prompt. Name of a column: the column's value is the prompt. Template with "
+        "columns in braces, such as `{question} Think step by step.`: the row's values are inserted into the "
+        "template. null: use the column prompt, messages, conversations, question, problem or instruction.",
         values="name of a column, template with `{COLUMN}`, or `null`; used exactly as typed",
         text=True,
     )
     system_prompt: str | None = key(
-        "Text of the system message before each prompt. Needs a chat template. null: no system message.",
+        "Text of the system message before each prompt. A system message needs a chat template. null: no system "
+        "message.",
         values="text, or `null`; used exactly as typed",
         text=True,
     )
     chat: Literal["auto", "always", "never"] = key(
-        "Whether text goes through the chat template as a user message. auto: if the tokenizer has a chat template and "
-        "the text is not that of a column called prompt. always: all text. never: no text, and chat messages are "
+        "Whether a text prompt is put into the chat template as a user message. auto: yes, if the tokenizer has a "
+        "chat template and the text is not from a column called prompt. always: yes. never: no, and chat messages are "
         "refused."
     )
-    shuffle: bool = key("Put the prompts into a new random order for every pass through them.")
+    shuffle: bool = key("Put the training prompts into a new random order for every pass through the data.")
     overlong_prompts: Literal["refuse", "filter"] = key(
         "Treatment of prompts that are longer than rollout.max_prompt_length. refuse: the run does not start. filter: "
-        "the run leaves them out."
+        "the run leaves out prompts that are too long."
     )
     special_tokens: Literal["text", "refuse", "allow"] = key(
-        "Treatment of text in the data that spells a control token. text: encode it as plain text. refuse: refuse the "
-        "row. allow: encode it as the control token."
+        "Treatment of data that contains the name of a control token as text. text: encode the name as plain text. "
+        "refuse: refuse the row. allow: encode the name as the control token."
     )
     lossy_tokenizer: Literal["refuse", "allow"] = key(
-        "Treatment of a tokenizer that loses characters, or spaces between words, in the first 64 prompts. refuse: "
-        "the run does not start. allow: the run accepts the loss."
+        "Treatment of a tokenizer that loses characters, or spaces between words, of the first 64 prompts. refuse: "
+        "the run does not start. allow: the run accepts the loss of characters."
     )
 
     def __post_init__(self) -> None:
@@ -324,7 +343,9 @@ class DataConfig:
 
     @property
     def evaluations(self) -> dict[str, tuple[str, str]]:
-        """The (key, source) pair of each evaluation set, by the name of the set; "" is the name of the set of `val`."""
+        """A mapping from the name of each evaluation set to its config key and data source. The set of `data.val` has
+        the name "".
+        """
         main = {"": ("val", self.val)} if self.val is not None else {}
         return main | {name: (f"val_sets.{name}", source) for name, source in self.val_sets.items()}
 
@@ -334,13 +355,16 @@ class VLLMConfig:
     """Settings that only vLLM uses."""
 
     process: Literal["auto", "inprocess", "async"] = key(
-        "Form of vLLM's engine core: in the worker's process (inprocess) or in a process of its own (async). auto: "
-        "inprocess on CPUs, async on GPUs and for tensor parallelism."
+        "Process in which vLLM's engine core runs. inprocess: the worker's process. async: a separate process. auto: "
+        "inprocess on CPUs; async on GPUs and for tensor parallelism."
     )
-    tensor_parallel_size: int = key("Number of shards of one engine, each on a device of its own.", at_least=1)
-    kv_cache_mb: int = key("Size of an engine's KV cache. Only for CPUs.", unit="MB", at_least=1)
+    tensor_parallel_size: int = key("Number of shards of one engine. Each shard runs on a separate device.", at_least=1)
+    kv_cache_mb: int = key(
+        "Size of one engine's KV cache on CPUs. On GPUs, this key has no effect.", unit="MB", at_least=1
+    )
     gpu_memory_utilization: float = key(
-        "Fraction of a GPU's memory that an engine may use for weights, activations and KV cache. Only for GPUs.",
+        "Fraction of a GPU's memory that an engine may use for weights, activations and KV cache. On CPUs, this key "
+        "has no effect.",
         above=0,
         at_most=1,
     )
@@ -358,15 +382,20 @@ class RolloutConfig:
     """Settings for the generation of answers."""
 
     engine: str = key(
-        "Source of the answers. vllm: vLLM. hf: transformers. stored: the answers of an earlier run.",
+        "Inference engine that generates the answers. vllm: the library vLLM. hf: the library transformers. stored: "
+        "no generation, but the stored answers of an earlier run.",
         values="`vllm`, `hf` or `stored`",
     )
     run: str | None = key(
-        "Output folder of the earlier run whose stored answers are used. Only for rollout=stored. null: another engine."
+        "Output folder of the earlier run whose stored answers are used with rollout=stored. null: the run uses "
+        "another engine."
     )
-    samples_per_prompt: int = key("Number of answers to each prompt. These answers form a group.", at_least=1)
+    samples_per_prompt: int = key(
+        "Number of answers to each prompt. All answers to one prompt form a prompt group.", at_least=1
+    )
     temperature: float = key(
-        "Temperature of the distribution from which answers are sampled. The same distribution is trained.",
+        "Temperature of the distribution from which answers are sampled. Training uses the log-probs of the "
+        "distribution at this temperature.",
         above=0,
         refusal="{name} must be {rule}, got {value}: sampling needs randomness",
     )
@@ -380,11 +409,11 @@ class RolloutConfig:
         "Sample each token only from this number of most likely tokens. The loss still uses the whole distribution. "
         "0: all tokens.",
         at_least=0,
-        refusal="{name} must be {rule}, got {value}: 0 turns it off",
+        refusal="{name} must be {rule}, got {value}: 0 turns top-k sampling off",
     )
     stop: list[str] = key(
-        "Strings that end an answer. An answer ends with the token that completes one of them in its text. All sampled "
-        "tokens are trained, and reward functions get the text before the string.",
+        "Stop strings. An answer ends with the token that completes a stop string in the answer's text. All sampled "
+        "tokens are trained on, and reward functions get the text before the stop string.",
         values="list of texts, or one text",
     )
     max_prompt_length: int = key("Maximum number of tokens in a prompt.", at_least=1)
@@ -393,8 +422,8 @@ class RolloutConfig:
         "Maximum number of answers that one engine generates at a time.", at_least=1, changeable=True
     )
     max_log_prob_gap: float = key(
-        "Maximum mean distance between the engine's and the actor's log-probs in the first step. The run stops if the "
-        "distance is larger.",
+        "Maximum mean distance between the engine's and the actor's log-probs in the first training step. The run "
+        "stops if the mean distance is larger.",
         unit="nats per token",
         above=0,
         changeable=True,
@@ -402,7 +431,9 @@ class RolloutConfig:
     verify_sync: bool = key(
         "Check after each weight sync that the engines compute with the trainer's weights.", changeable=True
     )
-    vllm: VLLMConfig | None = key("Settings that only vLLM uses. null: another engine.", changeable=True)
+    vllm: VLLMConfig | None = key(
+        "Settings of the engine vLLM, which no other engine uses. null: the run uses another engine.", changeable=True
+    )
 
     def __post_init__(self) -> None:
         require(
@@ -447,38 +478,44 @@ class RolloutConfig:
 
 @section
 class PlacementConfig:
-    """Settings for the number of processes of each kind, and for where they run."""
+    """Settings for the number of processes of each kind, and for where the processes run."""
 
     launcher: Literal["ray", "inprocess"] = key(
-        "Form of the workers. ray: processes that Ray starts. inprocess: objects in one process, for debugging."
+        "Way in which workers are run. ray: Ray starts a process for each worker. inprocess: all workers are objects "
+        "in one process, for debugging."
     )
     address: str = key(
-        "Address of the Ray cluster. local: start Ray on this machine for the run. auto: join the running cluster.",
+        "Address of the Ray cluster. local: start a Ray cluster for the run on the machine that runs the driver. "
+        "auto: join the running Ray cluster.",
         values="`local`, `auto` or `HOST:PORT`",
     )
     actor_ranks: int = key("Number of processes that train the actor together.", at_least=1)
     shard_ranks: int | None = key(
-        "Number of ranks over which one copy of a model is sharded; further ranks hold further copies. Must divide "
-        "actor_ranks. null: all ranks.",
+        "Number of ranks over which one copy of a model is sharded. If there are more ranks, each further group of "
+        "ranks holds another copy. Must divide placement.actor_ranks. null: one copy is sharded over all ranks.",
         values="whole number >= 1, or `null`",
     )
     sequence_ranks: int = key(
-        "Number of ranks that share the tokens of one pack, for long answers. Must divide actor_ranks.",
+        "Number of ranks that share the tokens of one packed sequence, for long answers. Must divide "
+        "placement.actor_ranks.",
         values="whole number >= 1",
     )
     rollout_replicas: int = key("Number of engines that generate answers.", at_least=1)
     reward_workers: int = key("Number of processes that run reward functions.", at_least=1)
     reward_spares: int = key(
-        "Number of extra processes that each reward worker may start while a call takes longer than a tenth of "
-        "reward.timeout_s.",
+        "Number of extra processes that each reward worker may start while a call of a reward function takes longer "
+        "than a tenth of reward.timeout_s.",
         at_least=0,
     )
     share_ranks: bool = key("Run the actor, the reference and the critic of a rank in one process.")
     threads_per_worker: int | None = key(
-        "Number of CPU threads of each rank and engine, or of the single process. null: divide the cores evenly.",
+        "Number of CPU threads of each training rank and engine. In a run with a single process, the number applies "
+        "to the whole process. null: divide the CPU cores evenly.",
         at_least=1,
     )
-    start_timeout_s: float = key("Time limit for a process to start and to load its model.", unit="seconds", above=0)
+    start_timeout_s: float = key(
+        "Time limit within which a worker process must start and load its model.", unit="seconds", above=0
+    )
 
     def __post_init__(self) -> None:
         require(
@@ -501,22 +538,23 @@ class PlacementConfig:
 
 @section
 class Config:
-    """The complete config, with all references resolved."""
+    """The complete config of a run, with all references such as `${data.train}` resolved."""
 
     profile: Literal["demo", "instruct"] = key(
-        "Set of defaults for learning rate, lengths, batch sizes and evaluation. demo: for the built-in tiny model. "
-        "instruct: for an instruct model; the default if model.path is given.",
+        "Profile of default values for learning rate, lengths, batch sizes and evaluation. demo: defaults for the "
+        "built-in tiny model. instruct: defaults for an instruct model. A run that sets model.path uses the profile "
+        "instruct unless another profile is chosen.",
         changeable=True,
     )
     trainer: TrainerConfig = key("Length of the run, batch sizes, output, checkpoints, failure limits and evaluation.")
     algorithm: AlgorithmConfig = key("What is learned from a batch: advantages, policy loss, KL terms and corrections.")
     model: ModelConfig = key("The model that is trained.")
-    data: DataConfig = key("Sources of the prompts, and their treatment.")
+    data: DataConfig = key("Sources of the prompts, and how rows of data become prompts.")
     reward: RewardConfig = key("How answers are scored.")
     rollout: RolloutConfig = key("Generation of the answers.")
     actor: OptimizerConfig = key("Optimizer of the actor: AdamW and its learning-rate schedule.")
     critic: CriticConfig = key("Optimizer of the critic, which exists only if the advantage estimator uses values.")
-    placement: PlacementConfig = key("Number of processes of each kind, and where they run.", changeable=True)
+    placement: PlacementConfig = key("Number of processes of each kind, and where the processes run.", changeable=True)
     verbose: bool = key("Show the log messages and warnings of libraries.", changeable=True)
 
     def __post_init__(self) -> None:
@@ -546,10 +584,10 @@ class Config:
         )
 
     def _require_whole_distribution(self) -> None:
-        """Raise ConfigError if top-p or top-k is on and a setting needs the engine's log-probs.
+        """Raise ConfigError if top-p or top-k sampling is on and another setting needs the engine's log-probs.
 
-        With top-p or top-k, the engine's log-probs are renormalized over the tokens that can be sampled, so they are
-        not log-probs of the distribution that is trained.
+        With top-p or top-k sampling, the engine's log-probs are renormalized over the tokens that can be sampled. The
+        renormalized log-probs are not those of the distribution that is trained.
         """
         algorithm, correction = self.algorithm, self.algorithm.correction.level
         rejection, squares = algorithm.rejection.kl_estimator, algorithm.squared_log_ratio_coef
@@ -586,18 +624,22 @@ class Config:
     def optimizer_steps(self) -> int:
         """Total number of optimizer steps in the run.
 
-        The learning-rate schedules end exactly at the last optimizer step.
+        The learning-rate schedules end exactly at the last optimizer step of the run.
         """
         return self.trainer.total_steps * self.optimizer_steps_per_step
 
     @property
     def optimizer_steps_per_step(self) -> int:
-        """Number of optimizer steps in one training step: epochs times mini-batches per epoch."""
+        """Number of optimizer steps in one training step: `trainer.epochs_per_step` times the number of mini-batches
+        per epoch.
+        """
         return self.trainer.epochs_per_step * self.minibatches_per_epoch
 
     @property
     def minibatches_per_epoch(self) -> int:
-        """Number of mini-batches, and thus of optimizer steps, in one pass over the groups of a training step."""
+        """Number of mini-batches in one pass over the answers of a training step. Each mini-batch is one optimizer
+        step.
+        """
         return self.trainer.prompts_per_step // self.trainer.prompts_per_minibatch
 
     def roles(self, *, needs_critic: bool) -> list[str]:
@@ -611,13 +653,15 @@ class Config:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether inference engines and training ranks share devices and take turns, so that the side that waits frees
-        its memory.
+        """Whether inference engines and training ranks share devices and compute alternately, so that whichever is idle
+        frees its device memory.
         """
         placement = self.placement
         return placement.launcher == "ray" and placement.share_ranks and not self.trainer.max_staleness
 
     @property
     def sequences_per_step(self) -> int:
-        """Number of sequences in one training step, B = P * G: prompts times samples per prompt."""
+        """Number of sequences in one training step, B = P * G: the number of prompts P times the number of samples per
+        prompt G.
+        """
         return self.trainer.prompts_per_step * self.rollout.samples_per_prompt

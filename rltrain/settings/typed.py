@@ -1,7 +1,7 @@
-"""Conversion of plain nested values into typed dataclasses.
+"""Converts plain nested values into typed dataclasses.
 
-The message of a conversion error names the key that is wrong. For an unknown key, the error message also names the most
-similar known key.
+The message of a conversion error names the config key whose value is wrong. For an unknown key, the error message also
+names the most similar known key.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ T = TypeVar("T")
 def require(condition: bool, message: str) -> None:
     """Raise ConfigError(message) unless `condition` holds.
 
-    By convention, the error message gives the value, the rule and the fix.
+    By convention, `message` gives the wrong value, the rule and the fix.
     """
     if not condition:
         raise ConfigError(message)
@@ -32,7 +32,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     Args:
         kind: the dataclass to create.
         values: the plain values, by field name.
-        where: text before the key names in error messages, such as `trainer.`.
+        where: text, such as `trainer.`, that is put before the key names in error messages.
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is invalid. The error message names the key and the rule.
@@ -47,7 +47,8 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     fields = {name: _value(hint, values[name], where + name) for name, hint in hints.items()}
     try:
         return kind(**fields)
-    # the message of a rule names only the field, so the section's name is prepended
+    # The error message of a section's rule names only the field, so `where` puts the section's name before the field's
+    # name.
     except ConfigError as error:
         raise ConfigError(where + str(error)) from None
 
@@ -64,20 +65,20 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def _likeness(key: str, name: str) -> float:
-    # A key with a wrong section should still match well.
-    # Therefore, the similarity of the names without sections counts with the factor 0.9.
+    # A key with a wrong section should still match well. Therefore, the similarity of the two names without their
+    # sections, times 0.9, also counts.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
-    # A key that is only the beginning of a long name could be more similar to a short name in the same section.
-    # Therefore, a name that starts with the key has a likeness of at least 0.9.
+    # A user may write only the beginning of a long key name. By the ratio alone, an unrelated short name could be more
+    # similar. Therefore, a name that starts with the user's key has a likeness of at least 0.9.
     return max(whole, 0.9 * last, 0.9 * name.startswith(key))
 
 
 def keys(kind: type, prefix: str = "") -> list[str]:
     """Return the dotted names of all leaf keys of the dataclass `kind`, including keys that may be None.
 
-    A list counts as a leaf, even if it is a list of dataclasses. A dataclass whose attribute `given_whole` is true also
-    counts as a leaf, because the user sets it as one mapping.
+    A list counts as a leaf, even if the list's entries are dataclasses. A dataclass whose attribute `given_whole` is
+    true also counts as a leaf, because the user sets the dataclass as one mapping.
     """
     found: list[str] = []
     for name, hint in _hints(kind).items():
@@ -106,14 +107,15 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         require(isinstance(value, Mapping), _wrong_type(key, value, "a mapping"))
         return parse(hint, value, f"{key}.")
     good = isinstance(value, (int, float) if hint is float else hint) and (hint is bool or not isinstance(value, bool))
-    # The value is compared without conversion to float, because an int may be too large. NaN fails the comparison.
+    # The value is compared without conversion to float, because the conversion of a very large int would fail. NaN
+    # fails the comparison.
     good = good and (hint is not float or abs(value) <= sys.float_info.max)
     good = good and (hint is not int or abs(value) <= LARGEST_INT)
     require(good, _wrong_type(key, value, _KINDS.get(hint, hint.__name__)))
     return float(value) if hint is float else value
 
 
-LARGEST_INT = 2**63 - 1  # largest number in a tensor of whole numbers
+LARGEST_INT = 2**63 - 1  # This is the largest number in an int64 tensor.
 
 _KINDS: dict[Any, str] = {
     int: "a whole number below 2^63",
