@@ -14,7 +14,7 @@ def gae(
 ) -> tuple[Tensor, Tensor]:
     """Compute generalised advantages from token rewards and a critic's values; GAE, arXiv 1506.02438 eq. 11 and 16.
 
-        A_t = sum_l (gamma lam)^l delta_(t+l),    delta_t = r_t + gamma V_(t+1) - V_t
+        A_t = sum_l (gamma lam)^l delta_{t+l},    delta_t = r_t + gamma V_{t+1} - V_t
 
     The index t counts only trained tokens: t + 1 is the next trained token. Tool-output tokens between two trained
     tokens cause no discount, and the critic's values at tool-output tokens are not used. The value V is 0 after the

@@ -12,7 +12,7 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def gpg(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor, *, norm_factor: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_i,t = alpha (r_i - mean(r_group)) / norm_factor, alpha = n / n_varied; GPG, arXiv 2504.02546.
+    """Compute A_{i,t} = alpha (r_i - mean(r_group)) / norm_factor, alpha = n / n_varied; GPG, arXiv 2504.02546.
 
     n is the number of valid rows in the batch. n_varied is the number of valid rows whose group has differing rewards.
     Rows of a group with equal rewards have no gradient, but a mean over the batch still counts them in its divisor; the

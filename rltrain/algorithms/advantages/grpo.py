@@ -11,7 +11,7 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def grpo(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor, *, norm_by_std: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_i,t = (r_i - mean(r_group)) / (std(r_group) + 1e-6); GRPO, arXiv 2402.03300 section 4.1.2.
+    """Compute A_{i,t} = (r_i - mean(r_group)) / (std(r_group) + 1e-6); GRPO, arXiv 2402.03300 section 4.1.2.
 
     r_i is the sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same `uid`. The
     std is unbiased (divisor n - 1). With `norm_by_std` False, the advantages are not divided by the std, as in Dr GRPO

@@ -13,9 +13,9 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def grpo_passk(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor, *, norm_by_std: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_i,t = (r_max - r_second) / (std(r_group) + 1e-6) for a group's best row, else 0; arXiv 2503.19595.
+    """Compute A_{i,t} = (r_max - r_second) / (std(r_group) + 1e-6) for a group's best row, else 0; arXiv 2503.19595.
 
-    The numerator of A_i,t is what row i adds to the maximum reward of its group: the maximum over the group minus the
+    The numerator of A_{i,t} is what row i adds to the maximum reward of its group: the maximum over the group minus the
     maximum over the rows other than i. If row i is the best row, the maximum over the rows other than i is r_second.
     The maximum of the group is the quantity that pass@k rewards when k is the group size. If two rows share the best
     reward, neither of the two raises the maximum, and the whole group gets advantages of exactly 0. A group that has

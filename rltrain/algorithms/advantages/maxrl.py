@@ -10,7 +10,7 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 
 @ADVANTAGE_ESTIMATORS.register("maxrl", statistics="group", scores_from_zero=True)
 def maxrl(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute A_i,t = (r_i - mean(r_group)) / mean(r_group); MaxRL, arXiv 2602.02710, Algorithm 1.
+    """Compute A_{i,t} = (r_i - mean(r_group)) / mean(r_group); MaxRL, arXiv 2602.02710, Algorithm 1.
 
     r_i is the sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same `uid`. The
     paper's rewards are 1 for a correct answer and 0 for a wrong one. With k correct answers among the N answers of a

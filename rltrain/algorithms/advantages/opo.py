@@ -10,7 +10,7 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 
 @ADVANTAGE_ESTIMATORS.register("opo", statistics="group")
 def opo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute A_i,t = r_i - b with b = sum_j l_j r_j / sum_j l_j over the group; OPO, arXiv 2505.23585.
+    """Compute A_{i,t} = r_i - b with b = sum_j l_j r_j / sum_j l_j over the group; OPO, arXiv 2505.23585.
 
     b is the baseline that minimises the variance of the gradient if the squared gradient of log pi(y) is proportional
     to the length of y. r_i is the sum of the rewards of the row's trained tokens, and l_i is the number of the row's

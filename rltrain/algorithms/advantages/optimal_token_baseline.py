@@ -14,27 +14,29 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def optimal_token_baseline(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor, old_log_probs: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_i,t = G_i,t - B_t, B_t = sum_i W_i,t G_i,t / sum_i W_i,t; optimal token baseline, arXiv 2602.07078.
+    """Compute the optimal token baseline B_t, and the advantages A_{i,t} = G_{i,t} - B_t; arXiv 2602.07078.
 
-        G_i,t = sum_{j >= t} r_i,j             the undiscounted rewards from t on
-        W_i,t = sum_{j <= t} e_i,j             the energy up to t, a proxy for the squared gradient of log pi(y_1..t)
-        e_i,j = 1 - pi(y_j) >= 0
+        B_t = sum_i W_{i,t} G_{i,t} / sum_i W_{i,t}
+        G_{i,t} = sum_{j >= t} r_{i,j}
+        W_{i,t} = sum_{j <= t} e_{i,j}
+        e_{i,j} = 1 - pi(y_j) >= 0
 
-    The index t counts the trained tokens of a row, so tool-output tokens are skipped. The two sums over i in B_t run
+    The return G_{i,t} is the undiscounted sum of the rewards from t on. The weight W_{i,t} is the sum of the energies
+    e_{i,j} of the tokens up to t. The weight W_{i,t} stands for the squared gradient of log pi(y_1..t). The index t counts the trained tokens of a row, so tool-output tokens are skipped. The two sums over i in B_t run
     over the valid rows of the group (same `uid`) that have a t-th trained token. If the energy of every row is 0, as
-    under a deterministic policy, B_t is the plain mean of the G_i,t.
+    under a deterministic policy, B_t is the plain mean of the G_{i,t}.
 
-    A_i,t is exactly 0 at every t at which all G_i,t of the group are equal. If only one row of the group has a t-th
+    A_{i,t} is exactly 0 at every t at which all G_{i,t} of the group are equal. If only one row of the group has a t-th
     trained token, the baseline at t is that row's own return, so A is exactly 0 on the tail of the longest row. A row
     that is not `valid` is excluded from the statistics and gets an advantage of 0.
 
-    The energy e_i,j of `optimal_token_baseline` differs from the energy in arXiv 2602.07078. In arXiv 2602.07078, e_i,j
+    The energy e_{i,j} of `optimal_token_baseline` differs from the energy in arXiv 2602.07078. In the paper, e_{i,j}
     is the squared gradient of log pi(y_j) with respect to the logits, 1 - 2 pi(y_j) + sum_v pi_v^2. The batch does not
     contain sum_v pi_v^2, so `optimal_token_baseline` replaces sum_v pi_v^2 by pi(y_j), whose mean over y_j ~ pi is
     sum_v pi_v^2.
 
     token_level_rewards, response_mask and old_log_probs are (B, T); uid and valid are (B,). The advantages and the
-    returns are (B, T) and 0 in masked slots. The returned `returns` hold the undiscounted reward sums G_i,t.
+    returns are (B, T) and 0 in masked slots. The returned `returns` hold the undiscounted reward sums G_{i,t}.
     """
     mask = as_mask(response_mask) & counted_rows(response_mask, valid)[:, None]
     place, group = places(mask), group_index(uid)

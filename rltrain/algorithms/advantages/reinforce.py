@@ -11,7 +11,7 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def reinforce(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, *, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_t = G_t = sum_l gamma^l r_t+l, without a baseline; Williams 1992, Machine Learning 8:229-256.
+    """Compute A_t = G_t = sum_l gamma^l r_{t+l}, without a baseline; Williams 1992, Machine Learning 8:229-256.
 
     r_t is the reward of a trained token. t + 1 is the next trained token, so tool-output tokens cause no discount. The
     result of a row does not depend on other rows. A row that is not `valid` gets an advantage of 0.

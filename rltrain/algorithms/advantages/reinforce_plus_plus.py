@@ -12,7 +12,7 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def reinforce_plus_plus(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, *, gamma: float = 1.0
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_t = (G_t - mean(G)) / (std(G) + 1e-6), G_t = sum_l gamma^l r_t+l; REINFORCE++, arXiv 2501.03262.
+    """Compute A_t = (G_t - mean(G)) / (std(G) + 1e-6), G_t = sum_l gamma^l r_{t+l}; REINFORCE++, arXiv 2501.03262.
 
     r_t is the reward of a trained token. The r_t of the REINFORCE++ paper always includes a KL penalty, whereas r_t
     here includes a KL penalty only if `token_level_rewards` does. t + 1 is the next trained token, so tool-output

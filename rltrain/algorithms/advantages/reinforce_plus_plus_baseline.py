@@ -12,7 +12,7 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def reinforce_plus_plus_baseline(
     token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_i,t = (d_i - mean(d)) / (std(d) + 1e-6), d_i = r_i - mean(r_group).
+    """Compute A_{i,t} = (d_i - mean(d)) / (std(d) + 1e-6), d_i = r_i - mean(r_group).
 
     The formula is that of REINFORCE++ with baseline, arXiv 2501.03262. r_i is the sum of the rewards of the row's
     trained tokens. A group is the set of valid rows with the same `uid`. mean(d) and the unbiased std(d) are computed
@@ -20,7 +20,7 @@ def reinforce_plus_plus_baseline(
 
     In a group that has only one row, or whose rewards are all equal, every deviation d_i is exactly 0. The advantages
     of a group whose deviations d_i are 0 can still differ from 0, because mean(d) over all tokens may not be 0 if
-    response lengths differ. If all d_i are equal, all A_i,t are exactly 0. A row that is not `valid` is excluded from
+    response lengths differ. If all d_i are equal, all A_{i,t} are exactly 0. A row that is not `valid` is excluded from
     the statistics and gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked

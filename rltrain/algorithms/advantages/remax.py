@@ -11,7 +11,7 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def remax(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, baseline_rewards: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_t = sum_{t' >= t} r_t' - b, with b the greedy answer's score for the prompt; ReMax, arXiv 2310.10505.
+    """Compute A_t = sum_{t' >= t} r_{t'} - b, with b the greedy answer's score for the prompt; ReMax, arXiv 2310.10505.
 
     r_t is the reward of a trained token. If the last trained token gets the whole score r of the row and there is no KL
     penalty, A_t is r - b for all tokens, as in the ReMax paper. If the reward has a KL penalty, the sum in A_t includes
@@ -20,8 +20,7 @@ def remax(
     of 0.
 
     token_level_rewards and response_mask are (B, T); valid and baseline_rewards are (B,). The advantages and the
-    returns are (B, T) and 0 in masked slots. The returned `returns` hold sum_{t' >= t} r_t', from which the baseline b
-    is not subtracted.
+    returns are (B, T) and 0 in masked slots. The returned `returns` hold sum_{t' >= t} r_{t'}, without the baseline b.
     """
     known = as_mask(valid) & ~baseline_rewards.isnan()
     mask = as_mask(response_mask) & known[:, None]

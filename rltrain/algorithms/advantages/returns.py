@@ -13,7 +13,7 @@ def check_discount(name: str, value: float) -> None:
 
 
 def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
-    """Compute G_t = sum_l gamma^l r_t+l over the trained tokens from t on: (B, T) -> (B, T).
+    """Compute G_t = sum_l gamma^l r_{t+l} over the trained tokens from t on: (B, T) -> (B, T).
 
     t + 1 is the next trained token, so tool-output tokens between two trained tokens cause no discount. The result is 0
     in masked slots and has no gradient.
@@ -47,7 +47,7 @@ def from_left(aligned: Tensor, mask: Tensor, place: Tensor) -> Tensor:
 
 
 def discounted_suffix_sum(values: Tensor, discount: float) -> Tensor:
-    """Compute y_t = sum_l discount^l x_t+l along the last axis by doubling.
+    """Compute y_t = sum_l discount^l x_{t+l} along the last axis by doubling.
 
     After k rounds of doubling, each y_t is the sum of 2^k terms.
     """

@@ -9,7 +9,7 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 
 @ADVANTAGE_ESTIMATORS.register("rloo", statistics="group")
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute A_i,t = r_i - mean of the group's other rewards = k/(k-1) (r_i - mean); RLOO, arXiv 2402.14740 eq. 8.
+    """Compute A_{i,t} = r_i - mean of the group's other rewards = k/(k-1) (r_i - mean); RLOO, arXiv 2402.14740 eq. 8.
 
     r_i is the sum of the rewards of the row's trained tokens. A group is the set of the k valid rows with the same
     `uid`. A group that has only one row, or whose rewards are all equal, gets advantages of exactly 0. A row that is
