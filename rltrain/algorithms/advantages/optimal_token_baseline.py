@@ -22,9 +22,10 @@ def optimal_token_baseline(
         e_{i,j} = 1 - pi(y_j) >= 0
 
     The return G_{i,t} is the undiscounted sum of the rewards from t on. The weight W_{i,t} is the sum of the energies
-    e_{i,j} of the tokens up to t. The weight W_{i,t} stands for the squared gradient of log pi(y_1..t). The index t counts the trained tokens of a row, so tool-output tokens are skipped. The two sums over i in B_t run
-    over the valid rows of the group (same `uid`) that have a t-th trained token. If the energy of every row is 0, as
-    under a deterministic policy, B_t is the plain mean of the G_{i,t}.
+    e_{i,j} of the tokens up to t. The weight W_{i,t} stands for the squared gradient of log pi(y_1..t). The index t
+    counts the trained tokens of a row, so tool-output tokens are skipped. The two sums over i in B_t run over the valid
+    rows of the group (same `uid`) that have a t-th trained token. If the energy of every row is 0, as under a
+    deterministic policy, B_t is the plain mean of the G_{i,t}.
 
     A_{i,t} is exactly 0 at every t at which all G_{i,t} of the group are equal. If only one row of the group has a t-th
     trained token, the baseline at t is that row's own return, so A is exactly 0 on the tail of the longest row. A row
