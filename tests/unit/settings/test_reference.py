@@ -82,8 +82,8 @@ def test_a_row_tells_default_values_meaning_and_resume_rule(key, default, values
 
 def test_a_row_tells_the_meaning_that_the_schema_declares():
     assert row_of("trainer.max_staleness")[2] == (
-        "Maximum number of weight versions by which an answer may lag behind when it is trained on. 0: synchronous "
-        "training."
+        "Maximum staleness of an answer when the model is trained on it: the number of weight versions by which the "
+        "weights that generated the answer are older. 0: synchronous training."
     )
 
 
@@ -133,11 +133,13 @@ GENERATED = """\
 # They are small.
 
 actor_ranks: 2  # Number of processes that train the actor together.
-# Number of ranks over which one copy of a model is sharded; further ranks hold further copies. Must divide actor_ranks.
-# null: all ranks.
+# Number of ranks over which one copy of a model is sharded. If there are more ranks, each further group of ranks holds
+# another copy. Must divide placement.actor_ranks. null: one copy is sharded over all ranks.
 shard_ranks: null
 
-launcher: ray  # Form of the workers. ray: processes that Ray starts. inprocess: objects in one process, for debugging.
+# Way in which workers are run. ray: Ray starts a process for each worker. inprocess: all workers are objects in one
+# process, for debugging.
+launcher: ray
 other: 3  # not a key of the schema
 # of the other one
 another: [1]
@@ -152,17 +154,19 @@ def test_comments_of_keys_are_replaced_and_the_head_and_all_other_comments_stay(
 def test_the_keys_of_sections_and_of_the_entries_of_a_list_get_comments_too():
     text = "# Head.\n\nvllm:\n  kv_cache_mb: 1\nengine: vllm\n"
     assert commented(text, "rollout.").splitlines()[2:] == [
-        "vllm:  # Settings that only vLLM uses. null: another engine.",
-        "  kv_cache_mb: 1  # Size of an engine's KV cache. Only for CPUs. Unit: MB.",
-        "engine: vllm  # Source of the answers. vllm: vLLM. hf: transformers. stored: the answers of an earlier run.",
+        "vllm:  # Settings of the engine vLLM, which no other engine uses. null: the run uses another engine.",
+        "  kv_cache_mb: 1  # Size of one engine's KV cache on CPUs. On GPUs, this key has no effect. Unit: MB.",
+        "# Inference engine that generates the answers. vllm: the library vLLM. hf: the library transformers. stored: no",
+        "# generation, but the stored answers of an earlier run.",
+        "engine: vllm",
     ]
     entries = "# Head.\n\nfunctions:\n  - name: a\n    weight: 1.0\n  - name: b\nmodels: []\n"
     assert [line.partition("  # ")[2] for line in commented(entries, "reward.").splitlines()[2:]] == [
-        "Reward functions. An entry is a mapping, or only the path of a function.",
-        "Name of the function in metrics and messages.",
-        "Factor of the function's score in the sum of all scores.",
-        "Name of the function in metrics and messages.",
-        "Reward models. An entry is a mapping, or only the path of a model.",
+        "List of reward functions. Each entry is a mapping, or only the path of a function.",
+        "Name of the reward function in metrics and messages.",
+        "Factor by which the function's score is multiplied in the weighted sum of all scores.",
+        "Name of the reward function in metrics and messages.",
+        "List of reward models. Each entry is a mapping, or only the path of a reward model.",
     ]
 
 

@@ -125,7 +125,7 @@ def changed(values, key, value):
         ("algorithm.loss", [], "algorithm.loss=[]: must be a mapping"),
         ("rollout.temperature", 0, "rollout.temperature must be > 0, got 0.0"),
         ("rollout.top_p", 0, "rollout.top_p must be in (0, 1], got 0.0"),
-        ("rollout.top_k", -1, "rollout.top_k must be >= 0, got -1: 0 turns it off"),
+        ("rollout.top_k", -1, "rollout.top_k must be >= 0, got -1: 0 turns top-k sampling off"),
         ("rollout.stop", [""], "rollout.stop=['']: '' is empty or not valid Unicode"),
         ("rollout.stop", [3], "rollout.stop[0]=3: must be text"),
         ("actor.max_tokens_per_microbatch", 31, "=31 is below the longest possible row, rollout.max_prompt_length"),
