@@ -1,7 +1,8 @@
 """Controllers that adapt the coefficients of the KL penalty and of the entropy bonus to measurements.
 
-A controller's attribute `value` is the current coefficient. The method `update` of a controller changes the coefficient
-after a measurement. The method `state_dict` of a controller returns the state to save in a checkpoint.
+The attribute `value` of a KL or entropy controller is the current coefficient. The method `update` changes this
+coefficient after a measurement of the KL or entropy. The method `state_dict` returns what a checkpoint saves of the
+controller.
 """
 
 import math

@@ -12,8 +12,8 @@ def ensure_home() -> None:
 
     If there is no home folder at all, for instance because the system does not know the user id, HOME is set to a
     private temporary folder. If the home folder exists but is not writable, HOME does not change, so that existing
-    files can be read. Libraries then write new caches and settings to a private temporary folder. The redirection sets
-    environment variables of the process, which child processes inherit. An environment variable for a cache keeps its
+    files can be read. Libraries then write new caches and settings to a private temporary folder, whose path is set
+    in environment variables. Child processes inherit these variables. An environment variable for a cache keeps its
     value if it is already set.
     """
     home = _home()

@@ -149,8 +149,8 @@ class _Process:
     def thread_of(self, event: Event) -> tuple[int, bool]:
         """Return the number of the thread on which an event is drawn, and whether the thread is new.
 
-        The chosen thread belongs to the event's track. Each earlier event on the chosen thread either ends before the
-        new event starts or contains the new event.
+        In a Perfetto timeline, a thread is one row of events. The row is one of the rows of the event's track. Each
+        earlier event in this row either ends before the new event starts or contains the new event.
         """
         if not event.nests:
             return self._free_thread(event)

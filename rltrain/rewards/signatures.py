@@ -59,7 +59,8 @@ class Signature:
         trainer: name of the trainer.
         marks: sets of parameter names. A function counts as written for the trainer if its parameters include all names
             of at least one of these sets.
-        first: names of the first two parameters of the wrapper, which are `SINGLE` or `BATCHED`.
+        first: names of the first two parameters of the function that wraps the user's reward function: `SINGLE` or
+            `BATCHED`.
         reads: columns that the wrapper reads if the data has them.
         truth: (parameter that gets the right answer, columns that may contain the right answer in order of preference);
             None if the trainer passes no right answer.
@@ -129,10 +130,10 @@ class AsyncAdapted(Adapted):
 def _wrapper_parameters(
     own: Sequence[inspect.Parameter], signature: Signature, given: Sequence[str]
 ) -> list[inspect.Parameter]:
-    """Return the parameters of the wrapper.
+    """Return the parameters of the function that wraps a user's reward function.
 
-    The parameters are the prompt and the response, the columns that the wrapper reads, and the remaining parameters of
-    the wrapped function.
+    These parameters are the prompt and the response, the data columns that the wrapping function reads, and the
+    remaining parameters of the user's function.
     """
     kinds = inspect.Parameter
     named = {name: kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in signature.first}

@@ -155,7 +155,7 @@ class SavesState(Protocol):
         """Return the result of the last `save_state` call, or None while the save is running."""
 
     def load_state(self, url: str | None) -> None:
-        """Load the state from a checkpoint's folder, or restore the state at the start of the run if `url` is None."""
+        """Load the state from the checkpoint folder `url`; None resets the role to its state before the first step."""
 
 
 @dataclass

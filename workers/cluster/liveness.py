@@ -261,7 +261,7 @@ class Liveness:
                 await self._observe_new(process, identity)
 
     async def _observe_new(self, process: WatchedProcess, identity: Process) -> None:
-        if process.how_lost:  # the process was lost or dismissed before its identity was known
+        if process.how_lost:  # the process timed out or was ended before it reported its pid
             self.kill([identity])
         elif identity.node == self.here:
             self._exits.add(identity.pid)

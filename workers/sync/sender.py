@@ -177,7 +177,9 @@ class AdapterSender(Sender):
         return bucket
 
     def _proofs(self) -> Iterator[Piece]:
-        """Yield pieces without rows, which contain only the probes of this rank's rows of the merged model.
+        """Yield pieces of a bucket that carry no weights, but only probes (checksums) of the merged LoRA weights.
+
+        A piece covers the rows of one weight matrix that this rank holds.
 
         All ranks must iterate over all pieces, because gathering the adapters is a collective operation.
 
