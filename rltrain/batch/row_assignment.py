@@ -63,10 +63,13 @@ def microbatches(
     """
     rows, work = sorted(rows), lengths if work is None else work
     fewest = _first_fit(lengths, rows, max_tokens)
-    costs, sizes = [max(work[row], 1) for row in rows], [lengths[row] for row in rows]
     wanted = max(len(fewest), min(count, len(rows)))
-    if not wanted:
-        return []
+    # With one micro-batch, or with one row in each, there is only one way to split the rows.
+    if wanted == 1:
+        return [rows]
+    if wanted == len(rows):
+        return [[row] for row in sorted(rows, key=lambda row: (-work[row], row))]
+    costs, sizes = [max(work[row], 1) for row in rows], [lengths[row] for row in rows]
     even = partition(costs, wanted, sizes=sizes, room=max_tokens)
     if even is None:  # The balanced partition found no room for a row, so the search starts from first fit.
         place = {row: index for index, row in enumerate(rows)}

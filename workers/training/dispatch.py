@@ -1,5 +1,6 @@
 """Pure functions, testable without Ray, that split the rows of a batch over ranks and collect the ranks' results."""
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -85,8 +86,16 @@ def split_rows(
 ) -> list[list[Rows]]:
     """Split all rows of a batch into micro-batches for each rank, and return the micro-batches.
 
-    The docstring of `assign_minibatch` explains the argument `work`.
+    The docstring of `assign_minibatch` explains the argument `work`. The roles of one step split the same batch, so the
+    last results are cached.
     """
+    return _split_rows(tuple(lengths), ranks, max_tokens, None if work is None else tuple(work))
+
+
+@functools.lru_cache(maxsize=2)
+def _split_rows(
+    lengths: tuple[int, ...], ranks: int, max_tokens: int, work: tuple[int, ...] | None
+) -> list[list[Rows]]:
     return assign_minibatch(lengths, list(range(len(lengths))), ranks, max_tokens, work=work)
 
 
