@@ -22,11 +22,11 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
     Args:
         prompt: unused.
         response: the model's text.
-        schema: the schema, or its JSON text, for example from a column of the data. A schema without `$schema` is read
-            as draft 2020-12.
+        schema: the schema, or its JSON text, for example from a column of the data. A schema without the key `$schema`
+            is read as JSON Schema draft 2020-12.
 
     Returns:
-        1.0 if the JSON is valid, else 0.0; None if `schema` is None.
+        1.0 if the response's JSON is valid under the schema, else 0.0; None if `schema` is None.
 
     Raises:
         ValueError: the schema is not JSON, is not a JSON Schema, refers to itself endlessly, or refers to a definition
@@ -54,7 +54,7 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
                 f"schema {text[:80]!r} contains an endless reference to itself; remove that reference"
             ) from None
         return 0.0
-    except (ValueError, OverflowError):  # `multipleOf` raises OverflowError for a huge number.
+    except (ValueError, OverflowError):  # The schema keyword `multipleOf` causes OverflowError for a huge number.
         return 0.0
 
 

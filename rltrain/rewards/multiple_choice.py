@@ -53,7 +53,7 @@ def _right(answer: str | int, choices: str) -> str:
 
 
 def _chosen(response: str, choices: str) -> str | None:
-    """Return the chosen letter, or None if the response chooses no letter or more than one."""
+    """Return the letter that the response chooses, or None if the response chooses no letter or several letters."""
     statement, mention = _patterns(choices)
     text = _STYLE.sub("", response)
     last = next(iter(deque(statement.finditer(text), maxlen=1)), None)

@@ -6,8 +6,8 @@ from collections import deque
 
 from rltrain.rewards.boxed import last_boxed
 
-# In the patterns of `numeric_match`, each repetition is bounded, or is followed by characters that it cannot match.
-# Matching a pattern therefore never takes long.
+# In the regular expressions of `numeric_match`, each repetition is bounded, or is followed by characters that the
+# repetition cannot match. Matching one of these regular expressions therefore never takes long.
 _DIGITS = r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""
@@ -87,7 +87,7 @@ def numeric_match(
 
 
 def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
-    """Return the response's number and whether the number is a percentage, or None if the response states no number."""
+    """Return the number that the response states and whether it is a percentage, or None if there is no number."""
     if marker is not None:
         _, there, response = response.rpartition(marker)
         if not there:
@@ -149,9 +149,9 @@ def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
 
 
 def _read(match: re.Match[str] | None) -> tuple[float, bool] | None:
-    """Return the number that a match of the pattern stands for, and whether the number is a percentage.
+    """Return the number that a regular-expression match stands for, and whether the number is a percentage.
 
-    A percentage is returned as a fraction of 1. A fraction with denominator zero gives nan.
+    A percentage is divided by 100, so that 50% gives 0.5. A fraction with denominator zero gives NaN.
     """
     if match is None:
         return None
