@@ -1,7 +1,7 @@
 """Checks of the config that involve several keys or the machine: files, registries and cores.
 
-All checks run before any worker starts. Cheap checks come first, and heavy imports are inside functions, so that most
-mistakes are reported immediately.
+All checks of the config run before any worker process starts. Cheap checks come first, and heavy imports are inside
+functions, so that most mistakes are reported immediately.
 """
 
 import difflib
@@ -111,7 +111,7 @@ def _check_models(config: Config) -> None:
 
 
 def _check_weights(config: Config) -> None:
-    """Check that every role can load the weights of `model.path` completely.
+    """Check that every role, such as actor or critic, can load the weights of `model.path` completely.
 
     If the algorithm needs a critic, first check whether a model of this type can be a critic.
     """

@@ -143,7 +143,7 @@ def _epochs(trainer: TrainerConfig) -> str:
 
 
 def _data(facts: Facts) -> str:
-    """Describe how the data was read: from which source, and with which form of prompts."""
+    """Describe how the training data was read: from which source, and with which form of prompts."""
     others = {name: said for name, said in facts.val_data.items() if said != facts.data}
     return "; ".join([facts.data, *(f"evaluation{' ' * bool(name)}{name}: {said}" for name, said in others.items())])
 

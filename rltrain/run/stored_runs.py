@@ -19,7 +19,7 @@ _DISTRIBUTION = ("temperature", "top_p", "top_k")
 
 
 def check_stored_run(config: Config) -> None:
-    """Check that the earlier run has stored all answers that this run needs.
+    """Check that an earlier run has stored all answers that the new run needs.
 
     `check_stored_run` does not compare the prompts of the two runs; the engine compares the prompts during training.
 

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from random import Random
 
 SPLITS = ("train", "val")
-VAL_SHARE = 10  # one prompt in ten is held out for evaluation
+VAL_SHARE = 10  # One prompt in ten is held out for evaluation.
 
 
 @dataclass(frozen=True)
 class Task:
     """A task on decimal digits, whose prompts consist of `digits` random digits and the character `mark`.
 
-    All lengths are counted in tokens. The built-in tokenizer encodes each character as one token, and lengths include
-    the end token.
+    The lengths of prompts and answers are counted in tokens. The built-in tokenizer encodes each character as one
+    token, and the length of an answer includes the end token.
 
     Attributes:
         name: key in `rltrain.tasks.TASKS`.
@@ -81,7 +81,7 @@ class Task:
 def split_of(prompt: str) -> str:
     """Return the split ("train" or "val") to which a hash of the prompt's text assigns the prompt.
 
-    The hash is the same on every machine.
+    The hash of a prompt's text is the same on every machine.
     """
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return "val" if int.from_bytes(digest, "big") % VAL_SHARE == 0 else "train"
