@@ -136,7 +136,7 @@ def _result(answer: Any, pattern: re.Pattern[str], scale: float, key: str) -> Re
 
 
 def _filled(question: str, values: dict[str, Any]) -> str:
-    """Return the template `question` with its fields replaced by their values.
+    """Return the template `question` with each field in braces replaced by its value.
 
     Raises:
         ValueError: the template has a field that is not in `values`, or has no field for the response.

@@ -122,8 +122,8 @@ class _TooMuchError(BaseException):
 def _bounded(work: Callable[[], bool]) -> bool:
     """Call `work` and return its result, or return False if `work` makes too many function calls.
 
-    Only function calls in the current thread are counted. Unlike a time limit, a limit on the number of function calls
-    needs no signal.
+    `_bounded` counts only function calls in the current thread. Unlike a time limit, a limit on the number of function
+    calls needs no signal.
     """
     left, before = _WORK, sys.getprofile()
 
@@ -186,8 +186,8 @@ def _is_percent(text: str) -> bool:
 
 
 def _expressions(text: str, *, both_readings: bool) -> list[Any]:
-    """Parse a text that is one whole expression. If the expression is a percentage, parse the number before the percent
-    sign.
+    """Parse a text that consists of one mathematical expression. If the expression is a percentage, parse the number
+    before the percent sign.
 
     With `both_readings`, a percentage also yields a hundredth of the number before the percent sign.
     """

@@ -5,7 +5,7 @@ import re
 from collections import deque
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathsf|mbox)\s{0,4}(?=\{)")
-_WRAP = r"[\s*_$({\[]{0,8}"  # Characters that may stand between "Answer:" and the letter.
+_WRAP = r"[\s*_$({\[]{0,8}"  # Characters that may stand between "Answer:" and the letter of the choice.
 _UNWRAP = r"[\s*_$)}\]]{0,8}"
 _HEAD = (
     r"(?:\\boxed\s{0,4}\{|(?:\b(?i:answer|choice|option)|答案)[\s*_]{0,4}"

@@ -7,7 +7,7 @@ from collections import deque
 from rltrain.rewards.boxed import last_boxed
 
 # In the regular expressions of `numeric_match`, each repetition is bounded, or is followed by characters that the
-# repetition cannot match. Matching one of these regular expressions therefore never takes long.
+# repetition cannot match. Matching a regular expression of `numeric_match` therefore never takes long.
 _DIGITS = r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""
@@ -50,7 +50,8 @@ def numeric_match(
     (one half). If only one of the two numbers has a percent sign, 50% also equals 50. Digits in names (x2), indices and
     exponents (m^2) are not read as numbers.
 
-    Numbers are compared as floats. For integers of more than eight digits, set `rel_tol=0` or use `exact_match`.
+    The number in the response and the right number are compared as floats. For integers of more than eight digits, set
+    `rel_tol=0` or use `exact_match`.
 
     Args:
         prompt: unused.

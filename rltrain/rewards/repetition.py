@@ -19,7 +19,7 @@ def repetition_penalty(prompt: str, response: str, *, ngram: int = 3, max_penalt
             repeats one n-gram gets a score close to `max_penalty`.
 
     Returns:
-        A score from `max_penalty` to 0.
+        A score between `max_penalty` (which is negative) and 0.
 
     Raises:
         ValueError: `ngram` is below 1, or `max_penalty` is not below 0.

@@ -136,7 +136,7 @@ def run(
 
     Raises:
         SandboxError: no sandbox of the requested level works on the local machine, or Python does not start in the
-            sandbox. The message of the SandboxError says how to solve the problem.
+            sandbox. The message of the SandboxError says how to make the sandbox work.
         ValueError: a limit is not positive, or the sandbox level is unknown.
     """
     _check(locals())

@@ -31,7 +31,7 @@ def start(given: dict[str, int]) -> int:
     """
     has_judge, alone = given["has_judge"], os.getpid() == 1
     if not alone:
-        # Orphaned processes become children of the watcher, even if they called setsid.
+        # Orphaned processes of the sandbox become child processes of the watcher, even if they called setsid.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # Other processes cannot access the memory and the open files of a process that is not dumpable.
     _prctl(_PR_SET_DUMPABLE, 0)
@@ -67,7 +67,7 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
     for link, number in zip(links, LINK, strict=False):
         os.dup2(link, number, inheritable=False)
     os.closerange(3, LINK[0] if links else last)
-    # Highest descriptor that the forked process has inherited.
+    # Highest file descriptor that the forked process has inherited.
     highest = max(given[name] for name in ("control", "program", "judge", "verdicts"))
     os.closerange(last + 1, max(highest + 1, 1024))
     mebibyte = 1 << 20
@@ -119,7 +119,7 @@ def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
 
 
 def _reap(first: int) -> int | None:
-    """Reap all children that have ended, including adopted orphans.
+    """Reap all child processes of the watcher that have ended, including adopted orphans.
 
     Return the exit code of the process `first` if that process has ended, else None.
     """

@@ -46,7 +46,7 @@ def is_batched(function: Callable[..., Any]) -> bool:
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling the function returns an awaitable."""
+    """Return whether a call of the reward function returns an awaitable."""
     target = function if inspect.isfunction(function) or inspect.ismethod(function) else type(function).__call__
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(target)
 

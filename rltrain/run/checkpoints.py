@@ -9,7 +9,8 @@ A checkpoint is a folder named `step_N` with these parts:
 - `config.yaml`: the config of the run;
 - `manifest.json`: size and CRC-32 of every file; written last.
 
-A folder without a manifest is not a checkpoint. A checkpoint is damaged if any file does not match the manifest.
+A folder without the file `manifest.json` is not a checkpoint. A checkpoint is damaged if any file does not match the
+manifest.
 """
 
 import asyncio
@@ -257,8 +258,8 @@ class Checkpoints:
     ) -> None:
         """Wait until the previous save has ended, and start saving a checkpoint.
 
-        `start` returns when the ranks have copied their tensors. A background task then waits until the ranks have
-        written their files, and completes the checkpoint.
+        The method `start` returns when the training ranks have copied their tensors. A background task then waits until
+        the ranks have written their files, and completes the checkpoint.
 
         Args:
             step: training step of the weights.

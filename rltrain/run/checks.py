@@ -72,7 +72,8 @@ def check(config: Config, fetch: Callable[[Config], Config] = lambda config: con
             checked before the download.
 
     Raises:
-        ConfigError: the config cannot run. The error message is one line with the invalid value, the rule and a remedy.
+        ConfigError: a run with this config is not possible. The error message is one line with the invalid value, the
+            rule and a remedy.
     """
     _check_output(config.trainer)
     check_trackers(config.trainer.trackers)
@@ -131,7 +132,8 @@ def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
         resources: result of `ray.cluster_resources()`. Ranks use the GPUs, or the CPUs if the cluster has no GPUs.
 
     Raises:
-        ConfigError: the cluster has too few devices. The error message gives the numbers of ranks and devices.
+        ConfigError: the cluster has too few devices for the run's ranks. The error message gives the numbers of ranks and
+            devices.
     """
     gpus = int(resources.get("GPU", 0))
     if gpus:

@@ -395,7 +395,7 @@ def _count(number: int, noun: str) -> str:
 def _broken(text: str, width: int) -> str:
     """Insert line breaks after `;` or before `->` where a line would exceed `width` columns.
 
-    The terminal wraps lines that are still too long.
+    The terminal wraps lines that are still longer than its width.
     """
     lines = [""]
     for part in re.split(r"(?<=; )|(?=-> )", text):

@@ -249,7 +249,7 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
     checkpoint in another folder, the run needs new output and checkpoint folders.
 
     Raises:
-        ConfigError: the folders contain newer checkpoints or another run.
+        ConfigError: the output or checkpoint folder contains newer checkpoints or another run.
     """
     trainer, output = config.trainer, Path(absolute(config.trainer.output_dir))
     if str(checkpoint.folder) == str(own.at(f"step_{checkpoint.step}")):
@@ -276,7 +276,7 @@ def _require_same(config: Config, saved: str, where: str) -> None:
     The `trainer` keys are compared first, because they determine some values in other sections.
 
     Raises:
-        ConfigError: a key that must not change has different values.
+        ConfigError: a config key that must not change has another value than in the saved run.
     """
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
@@ -347,7 +347,7 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
 
     Raises:
         ConfigError: a file of data, models or rewards has changed, or the checkpoint's state cannot be loaded. The
-            error message names the problem.
+            message of the ConfigError says what has changed or cannot be loaded.
     """
     state, said = checkpoint.state, []
     kept, repairable = (state.get("sources"), state.get("repairable")) if isinstance(state, dict) else (None, None)

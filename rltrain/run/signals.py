@@ -68,4 +68,4 @@ class Signals:
         if not first or self._tasks is None or self._loop is None:
             raise KeyboardInterrupt
         self._tasks.interrupt(Stopped(self.status))
-        self._loop.call_soon_threadsafe(lambda: None)  # Wake the event loop, which may be waiting for an event.
+        self._loop.call_soon_threadsafe(lambda: None)  # Wake the asyncio loop, which may be waiting for an event.

@@ -81,7 +81,7 @@ def _require_sampled_groups_only(algorithm: AlgorithmConfig) -> None:
 
 
 def _config_of(folder: Path, where: str) -> Mapping[str, Any]:
-    """Return the section `rollout` of the earlier run's config."""
+    """Return the section `rollout` in the config of the run that stored the answers."""
     try:
         found = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["rollout"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:

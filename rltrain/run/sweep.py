@@ -132,7 +132,7 @@ def _with_dots(text: str) -> str:
 
 
 def _run(command: list[str]) -> int:
-    """Run a command and return its exit status.
+    """Run the command of one job of a sweep, and return the command's exit status.
 
     If the user presses Ctrl-C, the command also receives the interrupt, so wait until the command has ended.
     """

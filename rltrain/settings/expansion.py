@@ -22,7 +22,7 @@ def expand(values: dict[str, Any]) -> None:
     """Replace all short forms in the nested values of a config by complete values.
 
     Raises:
-        ConfigError: a short form is invalid. The message of the ConfigError is one line.
+        ConfigError: the short form of a config value is invalid. The message of the ConfigError is one line.
     """
     reward = values.get("reward")
     if isinstance(reward, dict):

@@ -128,7 +128,7 @@ def section(kind: type[T]) -> type[T]:
 def _require_bounds(values: Any) -> None:
     """Raise ConfigError if a value in a section is outside the bounds of its key.
 
-    The value None is always accepted, whatever the bounds are.
+    The value None is accepted for every key, whatever the key's bounds are.
     """
     hints = get_type_hints(type(values))
     for one in fields(values):

@@ -49,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that the user sets for one key.
+    """A value that the user sets for one config key.
 
     If the value is a mapping, it replaces the mapping that the chosen YAML file has under the same key; the two are not
     merged.
@@ -131,8 +131,8 @@ def from_file(path: str) -> list[Item]:
     The file `config.yaml` in a run's output folder can also be used as a config file.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting in it is invalid. The error message is one line and names the
-            config file.
+        ConfigError: the file cannot be read, or a setting in it is invalid. The message of the ConfigError is one line
+            and names the config file.
     """
     where = f"--config {path}"
     values = _load(Path(path).expanduser(), where)

@@ -64,13 +64,14 @@ class Task:
         """Return a flawed answer for the starting model to imitate: often wrong, sometimes without an end.
 
         Returns:
-            The answer, and whether the end token follows it. A finished answer is shorter than `max_response_length`,
-            so that the end token fits; an unfinished answer has exactly `max_response_length` tokens.
+            The flawed answer, and whether the end token follows it. A finished answer is shorter than
+            `max_response_length`, so that the end token fits; an unfinished answer has exactly `max_response_length`
+            tokens.
         """
         return self.mess(row["prompt"].removesuffix(self.mark), rng)
 
     def _draw(self, split: str, rng: Random) -> dict[str, str]:
-        """Draw one random row of the given split by rejection sampling."""
+        """Draw one random prompt of the given split, with its answer, by rejection sampling."""
         while True:
             digits = f"{rng.randrange(10**self.digits):0{self.digits}d}"
             prompt = digits + self.mark

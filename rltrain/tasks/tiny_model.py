@@ -66,9 +66,9 @@ def tiny_model() -> Qwen2ForCausalLM:
 def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, on_step: OnStep | None = None) -> Path:
     """Train a new tiny model on the task's flawed answers, and save it with its tokenizer in Hugging Face format.
 
-    The weights are bitwise the same for the same arguments on the same machine. The caller's random state and thread
-    count do not change. The directory `path` is created completely or not at all. If another process creates `path`
-    during the training, the directory that the other process has created is kept.
+    The weights are bitwise the same for the same arguments on the same machine. The caller's torch random state and
+    number of torch threads do not change. The directory `path` is created completely or not at all. If another process
+    creates `path` during the training, the directory that the other process has created is kept.
 
     Args:
         task: task to learn.
@@ -128,7 +128,7 @@ def cache_root() -> Path:
 
 
 def messy_batch(task: Task, rng: Random, size: int) -> list[torch.Tensor]:
-    """Draw `size` rows for supervised training.
+    """Draw `size` random prompts with flawed answers for supervised training.
 
     Return one int64 tensor (rows, tokens) for each row length, shortest first. A row consists of the prompt, the flawed
     answer and, if the answer is finished, the end token. Only rows of equal length are put into one tensor, so neither
@@ -211,7 +211,7 @@ def _recipe_hash(task: Task, *, seed: int, steps: int) -> str:
 def _own_random_state(seed: int) -> Iterator[None]:
     """Seed torch's CPU generator for the duration of the `with` block, and restore the generator's state afterwards.
 
-    The random generators of GPUs do not change.
+    The states of torch's GPU random generators do not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

@@ -20,7 +20,7 @@ def char_tokenizer() -> Qwen2Tokenizer:
 
     The tokenizer is a byte-level BPE without merges. The class of the tokenizer is `Qwen2Tokenizer`, because
     `AutoTokenizer`, which vLLM also uses, loads the tokenizer of every Qwen2 directory as a `Qwen2Tokenizer`, whatever
-    class was saved. Encoding drops characters outside ASCII.
+    class was saved. When a text is encoded, its characters outside ASCII are dropped.
     """
     vocab = {_visible(code): code for code in range(VOCAB_SIZE)}
     return Qwen2Tokenizer(
