@@ -35,10 +35,10 @@ def code_tests(
 
     If `tests` is text, the tests run in a second process next to the program's process, in the same sandbox. When a
     test calls a function of the program, the function runs in the program's process, and only plain data is sent back.
-    The program can neither read nor change the process that runs the tests. A program cannot pass a test by exiting
-    early, printing output, registering hooks, returning objects that are equal to everything, or redefining `assert`,
-    `AssertionError`, `unittest` or `builtins`. The program sees nothing of the tests except the arguments with which
-    the tests call its functions.
+    The tested program can neither read nor change the memory of the process that runs the tests. A program cannot pass
+    a test by exiting early, printing output, registering hooks, returning objects that are equal to everything, or
+    redefining `assert`, `AssertionError`, `unittest` or `builtins`. The tested program sees nothing of the tests except
+    the arguments with which the tests call the program's functions.
 
     Known weaknesses: A program can detect from the arguments of its functions that it is being tested, and can return
     memorized answers. Helper functions, module members and classes that the tests take from the program are controlled

@@ -3,8 +3,8 @@
 Objects of plain-data types, such as numbers, texts and lists, are copied to the other process. An object that is not
 plain data stays in the process that created it, and the other process gets a `Far` proxy for the object. Whatever the
 program's process sends, the process that runs the tests can only receive plain data and `Far` objects. The process that
-runs the tests never holds an object whose `==` the program defines. Reading a message never calls a function that the
-message names, and never changes an existing object.
+runs the tests never holds an object whose `==` the program defines. Unpickling a message never calls a function that
+the message names, and never changes an existing object.
 """
 
 import builtins
@@ -139,7 +139,7 @@ for _name in (*_BETWEEN_TWO, *_OF_ONE, *(function.__name__ for function in _BY_P
 class Link:
     """One end of the two-pipe connection between the program's process and the tests' process.
 
-    While a request waits for its answer, the `Link` object executes requests from the other process.
+    While `Link.ask` waits for the answer to a request, it executes requests from the other process.
     """
 
     def __init__(self, reads: int, writes: int, *, trusted: str | None = None) -> None:
@@ -233,7 +233,7 @@ class Link:
         return self._far.setdefault(number, Far(self, number))
 
     def mine(self, number: int) -> Any:
-        """Return the local object to which the method `number` assigned the given number."""
+        """Return the object of the current process to which the method `Link.number` assigned the given number."""
         return self._mine[range(len(self._mine))[number]]
 
 

@@ -61,7 +61,7 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
 def _json_text(response: str) -> str:
     """Return the content of the last closed json block, or the whole response if no json block is closed.
 
-    Splitting the text at line breaks is safe, because a JSON string cannot contain a line break.
+    The search splits the response at line breaks, which is safe because a JSON string cannot contain a line break.
     """
     block: str | None = None
     opened: list[str] | None = None

@@ -1,8 +1,8 @@
 """Reward from a judge model, which rates responses at an endpoint with OpenAI's chat completions API.
 
-The endpoint can be a hosted model or a server such as `python -m vllm.entrypoints.openai.api_server`. The training run
-does not start the server behind the judge's endpoint. The HTTP client comes from the package `openai`, which is
-installed with vLLM; the client reuses connections and retries failed requests.
+The judge model's endpoint can be a hosted model or a server such as `python -m vllm.entrypoints.openai.api_server`. The
+training run does not start the server behind the judge's endpoint. The HTTP client comes from the package `openai`,
+which is installed with vLLM; the client reuses connections and retries failed requests.
 """
 
 import asyncio

@@ -221,7 +221,7 @@ def check_aggregation(path: str) -> None:
     """Check that `path` names an aggregation function that can be called with the keyword arguments in `AGGREGATED`.
 
     Raises:
-        ConfigError: the function does not exist, or does not take the arguments in `AGGREGATED`.
+        ConfigError: the aggregation function does not exist, or does not take the arguments in `AGGREGATED`.
     """
     if ":" not in path and "." not in path:
         raise ConfigError(
@@ -280,7 +280,7 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
 def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapping[str, Any]) -> float | None:
     """Call a reward function on one sample, and run the call to completion if the function is async.
 
-    To call the same reward function many times, use `bind` instead of `call`.
+    To call a reward function many times, use `bind` instead of `call`.
 
     Returns:
         The score, or None if the reward function does not apply to the sample.

@@ -56,11 +56,11 @@ def math_answer(
 ) -> float | None:
     r"""Compare the response's answer with the right answer mathematically, using the library math-verify.
 
-    The response's answer is the content of its last closed `\boxed{...}`. If there is no box and the response contains
-    only mathematics, the whole response is its answer. If there is no box and the response also contains other text,
-    math-verify searches the last 1000 characters of the response, for example for "the answer is $x^2$", the last
-    formula or the last number. If only one of the two answers has a percent sign, 50% equals both one half and 50. If
-    the right answer consists of words only ("east"), the response's answer and the right answer are compared as text.
+    The response's answer is the content of its last closed `\boxed{...}`. If the response has no box and contains only
+    mathematics, the whole response is its answer. If the response has no box and also contains other text, math-verify
+    searches the last 1000 characters of the response, for example for "the answer is $x^2$", the last formula or the
+    last number. If only one of the two answers has a percent sign, 50% equals both one half and 50. If the right answer
+    consists of words only ("east"), the response's answer and the right answer are compared as text.
 
     Some expressions would take too long to evaluate. Evaluation is limited by the form of the expression and by the
     number of function calls, not by time, so that every machine and thread gives the same score. An expression with one

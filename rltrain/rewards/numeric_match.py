@@ -102,7 +102,7 @@ def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
 def _last(text: str) -> re.Match[str] | None:
     """Return the regular-expression match of the last number in the text.
 
-    To save time, search only around the last digit of the text if possible.
+    To save time, `_last` first searches only the text around the last digit.
     """
     text = _tidy(text)
     end = len(text)

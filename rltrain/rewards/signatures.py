@@ -273,7 +273,7 @@ def _openrlhf(values: _Values) -> dict[str, Any]:
 def _openrlhf_result(result: Any) -> Any:
     """Return the scores in a result of OpenRLHF's `reward_func`.
 
-    The result is either the scores or a dict that contains the scores under the key `rewards`.
+    OpenRLHF's `reward_func` returns either the scores or a dict that contains the scores under the key `rewards`.
     """
     if not isinstance(result, Mapping):
         return result

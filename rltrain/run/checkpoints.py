@@ -72,7 +72,8 @@ def read(folder: Folder) -> Checkpoint:
     """Read a checkpoint and check the size and CRC-32 of every file.
 
     Raises:
-        CheckpointError: a file is missing, unreadable or damaged, or the step in the folder's name is wrong.
+        CheckpointError: a file of the checkpoint is missing, unreadable or damaged, or the training step in the
+            folder's name is wrong.
     """
     manifest = read_manifest(folder)
     step, name = manifest["step"], str(folder).rpartition("/")[2]
@@ -259,7 +260,7 @@ class Checkpoints:
         """Wait until the previous save has ended, and start saving a checkpoint.
 
         The method `start` returns when the training ranks have copied their tensors. A background task then waits until
-        the ranks have written their files, and completes the checkpoint.
+        the training ranks have written their checkpoint files, and completes the checkpoint.
 
         Args:
             step: training step of the weights.
@@ -310,7 +311,7 @@ class Checkpoints:
             await cancelled(writing)
 
     async def _recorded(self, save: "_Save") -> None:
-        """Complete a checkpoint, and record a span for this work in the run's timeline."""
+        """Complete a checkpoint, and record the duration as a span in the run's timeline."""
         with trace.span(f"checkpoint of step {save.step}"):
             await self._complete(save)
 

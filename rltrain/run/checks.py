@@ -132,8 +132,8 @@ def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
         resources: result of `ray.cluster_resources()`. Ranks use the GPUs, or the CPUs if the cluster has no GPUs.
 
     Raises:
-        ConfigError: the cluster has too few devices for the run's ranks. The error message gives the numbers of ranks and
-            devices.
+        ConfigError: the cluster has too few devices for the run's ranks. The message of the ConfigError gives the
+            numbers of ranks and devices.
     """
     gpus = int(resources.get("GPU", 0))
     if gpus:
@@ -224,7 +224,7 @@ def _check_output(trainer: TrainerConfig) -> None:
         "://" not in trainer.output_dir, f"{where}: is not a local folder; only trainer.checkpoint_dir may be remote"
     )
     _check_writable(folder, where)
-    # If the run may be resumed, `rltrain.run.resume` checks the output folder later.
+    # If the config allows the run to resume, `rltrain.run.resume` checks the output folder later.
     for name in RUN_FILES if trainer.resume == "never" else ():
         require(
             not (folder / name).exists(),

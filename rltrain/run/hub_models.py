@@ -25,7 +25,7 @@ def fetch_models(config: Config, console: Console) -> Config:
         console: shows the progress of downloads.
 
     Raises:
-        ConfigError: a model cannot be downloaded. The error message names the cause and a remedy.
+        ConfigError: a model cannot be downloaded. The message of the ConfigError names the cause and a remedy.
     """
     paths = {"model.path": config.model.path, **{model.key: model.path for model in config.reward.models}}
     names = {key: hub_name(path) for key, path in paths.items() if path != BUILTIN_MODEL}

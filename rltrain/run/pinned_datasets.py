@@ -22,7 +22,7 @@ def fetch_datasets(config: Config, console: Console) -> Config:
         console: shows the progress of downloads.
 
     Raises:
-        ConfigError: a data set cannot be downloaded. The error message names the cause and a remedy.
+        ConfigError: a data set cannot be downloaded. The message of the ConfigError names the cause and a remedy.
     """
     sources = _sources(config.data.train, config.data.val, config.data.val_sets)
     named = {key: source for key, source in sources.items() if _is_on_hub(source, key)}

@@ -1,7 +1,7 @@
 """Handling of the signals SIGTERM, SIGINT (Ctrl-C) and SIGHUP (lost terminal).
 
-The first signal stops the run at a safe point, where no work is lost. If a second signal arrives, the run ends
-immediately.
+The first signal that a run receives stops the run at a safe point, where no work is lost. If a second signal arrives,
+the run ends immediately.
 """
 
 import asyncio
