@@ -9,14 +9,14 @@ _BOX = r"\boxed"
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last closed `\boxed{...}`, or None if there is no closed box.
 
-    If boxes are nested, the box that begins last is used. Pairs of braces are matched by counting, and the escaped
-    braces `\{` and `\}` are treated as text. A `\boxed{` that is never closed, as at the end of a truncated response,
-    is ignored. The running time is linear in the length of the text.
+    If `\boxed{...}` expressions are nested, the one that begins last is used. Pairs of braces are matched by counting,
+    and the escaped braces `\{` and `\}` are treated as text. A `\boxed{` that is never closed, as at the end of a
+    truncated response, is ignored. The running time of `last_boxed` is linear in the length of the text.
     """
     if _BOX not in text:
         return None
     start, end = -1, -1
-    # For each open brace, the index where the content of its box starts, or -1 if the brace opens no box.
+    # One entry for each unclosed brace: the index where the content of `\boxed{` starts, or -1 for a plain `{`.
     open_braces: list[int] = []
     for token in _TOKEN.finditer(text):
         found = token[0]

@@ -35,23 +35,23 @@ def code_tests(
 
     If `tests` is text, the tests run in a second process next to the program's process, in the same sandbox. When a
     test calls a function of the program, the function runs in the program's process, and only plain data is sent back.
-    The program can neither read nor change the process that runs the tests. A program cannot pass a test by exiting
-    early, printing output, registering hooks, returning objects that are equal to everything, or redefining `assert`,
-    `AssertionError`, `unittest` or `builtins`. The program sees nothing of the tests except the arguments with which
-    the tests call its functions.
+    The tested program can neither read nor change the memory of the process that runs the tests. A program cannot pass
+    a test by exiting early, printing output, registering hooks, returning objects that are equal to everything, or
+    redefining `assert`, `AssertionError`, `unittest` or `builtins`. The tested program sees nothing of the tests except
+    the arguments with which the tests call the program's functions.
 
     Known weaknesses: A program can detect from the arguments of its functions that it is being tested, and can return
     memorized answers. Helper functions, module members and classes that the tests take from the program are controlled
-    by the program. When two objects of the program are compared, the program also controls the result. In the weak form
-    of the sandbox, which does not isolate the program, the tests are not protected against a program that attacks
-    through the operating system.
+    by the program. When a test compares two objects that both come from the tested program, the program controls the
+    result of the comparison. In the weak form of the sandbox, which does not isolate the program, the tests are not
+    protected against a program that attacks through the operating system.
 
     Tests given as text cannot use `isinstance` or `except` with the program's own classes. Tests given as text cannot
-    use arithmetic, `<` or `in` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. Between
-    two of the program's objects, the tests can use arithmetic, `<` and `in`. If the program changes an argument in
-    place, the tests see the change through the argument itself, but not through a separate reference to an object
-    nested in the argument. In the tests, the names of Python's builtins and of `math`, `cmath` and `unittest` always
-    mean Python's own versions.
+    use arithmetic, `<` or `in` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. The tests
+    can apply arithmetic, `<` and `in` to two objects that both come from the tested program. If the program changes an
+    argument in place, the tests see the change through the argument itself, but not through a separate reference to an
+    object nested in the argument. In the tests, the names of Python's builtins and of `math`, `cmath` and `unittest`
+    always mean Python's own versions.
 
     Args:
         prompt: the prompt, which is not used.
@@ -73,7 +73,7 @@ def code_tests(
 
     Returns:
         The number of passed tests divided by the number of all tests, unless `all_or_nothing` is set. Tests that have
-        not run when the time is up count as failed.
+        not run when the time limit is reached count as failed.
 
     Raises:
         ValueError: there are no tests, or the tests cannot be parsed, which is an error in the data and not in the

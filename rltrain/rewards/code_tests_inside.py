@@ -35,7 +35,7 @@ def serve_program(program: str, reads: int, writes: int) -> None:
 
 
 def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) -> None:
-    """Run the tests on the program's objects.
+    """Run the tests, which call functions of the tested program.
 
     For each test, write 1 (passed) or 0 (failed) to standard output as soon as the test has ended.
     """
@@ -56,10 +56,11 @@ def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) 
 
 
 def _offered(message: Any) -> dict[str, Any]:
-    """Return the objects of the program that the tests may use, as a dict indexed by name.
+    """Return a dict, indexed by name, of those functions and other objects of the tested program that the tests may
+    use.
 
-    Objects with the name of a builtin, or with a name that begins with `__`, are left out. A name in `_KEPT`, such as
-    `math`, always refers to Python's own module.
+    The returned dict leaves out objects whose name is that of a Python builtin or begins with `__`. A name in `_KEPT`,
+    such as `math`, always refers to Python's own module.
     """
     match message:
         case dict(values), dict(modules) if {type(name) for name in (*values, *modules, *modules.values())} <= {str}:

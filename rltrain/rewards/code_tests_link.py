@@ -1,9 +1,10 @@
 """Let two processes use each other's objects even if one process is hostile; see `code_tests_inside`.
 
-Objects of plain-data types are sent by value. An object of any other type stays in its process, and the other process
-gets a `Far` proxy for that object. Whatever the program's process sends, the process that runs the tests can only
-receive plain data and `Far` objects. The process that runs the tests never holds an object whose `==` the program
-defines. Reading a message never calls a function that the message names, and never changes an existing object.
+Objects of plain-data types, such as numbers, texts and lists, are copied to the other process. An object that is not
+plain data stays in the process that created it, and the other process gets a `Far` proxy for the object. Whatever the
+program's process sends, the process that runs the tests can only receive plain data and `Far` objects. The process that
+runs the tests never holds an object whose `==` the program defines. Unpickling a message never calls a function that
+the message names, and never changes an existing object.
 """
 
 import builtins
@@ -90,21 +91,21 @@ _FOR_THE_PROGRAM = ("call", "get", "set", "iter", "next", "len", "getitem")
 
 
 class Raised(Exception):
-    """Replacement for an exception that was raised in the other process and whose type is not built into Python."""
+    """Replaces an exception from the other end of a `Link` if the exception's type is not built into Python."""
 
 
 class Far:
-    """Proxy for an object that exists in the other process.
+    """Proxy for an object that exists in the process at the other end of a `Link`.
 
     A `Far` object is never equal to an object that is not a `Far` object. Two different `Far` objects are equal if the
-    other process reports that the two objects behind them are equal.
+    process that holds the two represented objects reports that these are equal.
     """
 
     def __init__(self, link: "Link", number: int) -> None:
         vars(self).update(_link=link, _number=number)
 
     def __call__(self, *args: Any, **named: Any) -> Any:
-        """Make the other process call the object that the `Far` object stands for."""
+        """Call the object that this `Far` proxy represents, in the process that holds the object."""
         return self._link.ask("call", self, *args, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -138,7 +139,7 @@ for _name in (*_BETWEEN_TWO, *_OF_ONE, *(function.__name__ for function in _BY_P
 class Link:
     """One end of the two-pipe connection between the program's process and the tests' process.
 
-    While a request waits for its answer, the `Link` object executes requests from the other process.
+    While `Link.ask` waits for the answer to a request, it executes requests from the other process.
     """
 
     def __init__(self, reads: int, writes: int, *, trusted: str | None = None) -> None:
@@ -153,7 +154,7 @@ class Link:
         self._far: dict[int, Far] = {}
 
     def ask(self, what: str, *args: Any, **named: Any) -> Any:
-        """Send a request to the other process, and return its result or raise its exception."""
+        """Send a request to the process at the other end of the link, and return the result or raise the exception."""
         self.send(("ask", what, args, named))
         while True:
             match self.receive():
@@ -169,7 +170,7 @@ class Link:
                     os._exit(4)
 
     def serve(self, what: str, args: tuple[Any, ...], named: dict[str, Any]) -> None:
-        """Execute a request of the other process, and send back the result or the exception."""
+        """Execute a request from the process at the other end of the link, and send back the result or exception."""
         try:
             if self._trusted is not None:
                 self._check(what, args)
@@ -190,7 +191,7 @@ class Link:
             raise AttributeError(f"a program may not replace the method '{name}'")
 
     def send(self, message: object) -> None:
-        """Write the length of a message as 8 bytes, and then the message."""
+        """Write to the link's pipe the length of a message as 8 bytes, and then the pickled message."""
         buffer = io.BytesIO()
         _Out(buffer, self).dump(message)
         data = buffer.getvalue()
@@ -199,10 +200,10 @@ class Link:
             left = left[os.write(self._writes, left) :]
 
     def receive(self) -> Any:
-        """Read one message.
+        """Read and unpickle one message from the link's pipe.
 
-        If the other process has ended or the message is invalid, exit the current process, so that no further test can
-        pass.
+        If the process at the other end of the link has ended or the message is invalid, exit the current process, so
+        that no further test can pass.
         """
         size = int.from_bytes(self._read(8), "little")
         if size > _LONGEST:
@@ -228,11 +229,11 @@ class Link:
         return self._numbers[id(thing)]
 
     def far(self, number: int) -> Far:
-        """Return the `Far` object for the object of the other process that is numbered `number`."""
+        """Return the `Far` proxy for the object that has the number `number` at the other end of the link."""
         return self._far.setdefault(number, Far(self, number))
 
     def mine(self, number: int) -> Any:
-        """Return the local object to which the method `number` assigned the given number."""
+        """Return the object of the current process to which the method `Link.number` assigned the given number."""
         return self._mine[range(len(self._mine))[number]]
 
 
@@ -353,7 +354,7 @@ def _parts(name: str, thing: Any) -> tuple[Any, ...] | None:
 
 
 def _fit(name: str, parts: tuple[Any, ...]) -> bool:
-    """Return whether the arguments have the plain types that the constructor expects."""
+    """Return whether `parts` have the types of the constructor arguments of the plain-data type `name`."""
     kinds = [type(part) for part in parts]
     if name in ("collections.Counter", "collections.OrderedDict"):
         return kinds == [dict]

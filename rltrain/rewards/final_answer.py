@@ -4,7 +4,7 @@ ANSWER_MARK = "#"
 
 
 def final_answer(prompt: str, response: str, *, answer: str, finish_reason: str) -> float:
-    """Compare the text after the last `#` with the expected answer. A response without `#` gets 0.
+    """Compare the text after the last `#` with the expected answer. A response without the character `#` scores 0.
 
     Args:
         prompt: the prompt, which is not used.
@@ -24,6 +24,6 @@ def final_answer(prompt: str, response: str, *, answer: str, finish_reason: str)
 def exact_answer(prompt: str, response: str, *, answer: str, finish_reason: str) -> float:
     """Compare the whole response with the expected answer.
 
-    The arguments and the result have the same meaning as in `final_answer`.
+    The arguments and the result have the same meaning as in the function `final_answer`.
     """
     return float(finish_reason == "stop" and response.strip() == answer)

@@ -22,11 +22,11 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
     Args:
         prompt: unused.
         response: the model's text.
-        schema: the schema, or its JSON text, for example from a column of the data. A schema without `$schema` is read
-            as draft 2020-12.
+        schema: the schema, or its JSON text, for example from a column of the data. A schema without the key `$schema`
+            is read as JSON Schema draft 2020-12.
 
     Returns:
-        1.0 if the JSON is valid, else 0.0; None if `schema` is None.
+        1.0 if the response's JSON is valid under the schema, else 0.0; None if `schema` is None.
 
     Raises:
         ValueError: the schema is not JSON, is not a JSON Schema, refers to itself endlessly, or refers to a definition
@@ -54,14 +54,14 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
                 f"schema {text[:80]!r} contains an endless reference to itself; remove that reference"
             ) from None
         return 0.0
-    except (ValueError, OverflowError):  # `multipleOf` raises OverflowError for a huge number.
+    except (ValueError, OverflowError):  # The schema keyword `multipleOf` causes OverflowError for a huge number.
         return 0.0
 
 
 def _json_text(response: str) -> str:
     """Return the content of the last closed json block, or the whole response if no json block is closed.
 
-    Splitting the text at line breaks is safe, because a JSON string cannot contain a line break.
+    The search splits the response at line breaks, which is safe because a JSON string cannot contain a line break.
     """
     block: str | None = None
     opened: list[str] | None = None

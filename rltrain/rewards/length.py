@@ -20,8 +20,9 @@ def length_penalty(
 
         score = -min(1, max(0, n - target) / target)
 
-    In the formula, n is the length of the response; with `both_sides`, |n - target| replaces max(0, n - target). The
-    score is 0 for lengths up to the target, -0.5 at 1.5 times the target, and -1 from twice the target.
+    In the formula of the length penalty, n is the length of the response; with `both_sides`, |n - target| replaces
+    max(0, n - target). The score is 0 for lengths up to the target, -0.5 at 1.5 times the target, and -1 from twice the
+    target.
 
     Args:
         prompt: unused.

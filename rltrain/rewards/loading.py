@@ -1,9 +1,10 @@
 """Load, check and call the reward functions that users name by import path or file path, without importing torch.
 
 A reward function is `def reward(prompt, response, **columns) -> float | None | RewardResult`, sync or async. A score of
-None means that the function does not apply to the sample. A function with the parameters `prompts` and `responses` is
-batched: it receives lists, also for the columns, and returns a list. If a function has the signature of TRL, verl or
-OpenRLHF, `load_function` returns a wrapper with rltrain's own signature.
+None means that the reward function does not apply to the sample. A reward function with the parameters `prompts` and
+`responses` is batched: it receives lists of prompts, responses and column values, and returns a list of scores. If a
+reward function has the signature of TRL, verl or OpenRLHF, `load_function` returns a wrapper with rltrain's own
+signature.
 """
 
 import asyncio
@@ -78,7 +79,7 @@ Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 
 
 def builtin_path(path: str) -> str:
-    """Return the import path of the built-in function called `path`, or `path` itself if no function has this name."""
+    """Return the import path of the built-in reward function called `path`, or `path` if no built-in has this name."""
     return f"rltrain.rewards.{BUILTIN[path]}:{path}" if path in BUILTIN else path
 
 
@@ -105,7 +106,8 @@ def load_function(path: str) -> Callable[..., Any]:
             directory, and the Python file can import modules from its own folder.
 
     Returns:
-        The function, or a wrapper with rltrain's own parameters if the function has the signature of another trainer.
+        The reward function, or a wrapper with rltrain's own parameters if the reward function has the signature of
+        another trainer.
 
     Raises:
         ConfigError: the module or file does not exist, cannot be imported (the message gives the reason), has no such
@@ -163,7 +165,7 @@ def absolute(path: str) -> str:
 def check_columns(
     function: Callable[..., Any], name: str, columns: Collection[str], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Check that the data and the options provide all arguments of a function, and that the function takes all options.
+    """Check that the data and the options provide all arguments of a reward function, and that it takes all options.
 
     Args:
         function: a function from `load_function`.
@@ -173,8 +175,8 @@ def check_columns(
 
     Raises:
         ConfigError: a column is missing, an option is unknown, or the function takes its arguments only through *args.
-            If a column is missing, the message names the parameter, the column with the most similar name and all
-            existing columns.
+            If a data column is missing, the error message names the function's parameter, the column with the most
+            similar name and all existing columns.
     """
     there = [*offered(function), *STANDARD_COLUMNS, *columns]
     given = {*there, *(BATCHED if is_batched(function) else SINGLE), *ON_REQUEST, *kwargs}
@@ -219,7 +221,7 @@ def check_aggregation(path: str) -> None:
     """Check that `path` names an aggregation function that can be called with the keyword arguments in `AGGREGATED`.
 
     Raises:
-        ConfigError: the function does not exist, or does not take the arguments in `AGGREGATED`.
+        ConfigError: the aggregation function does not exist, or does not take the arguments in `AGGREGATED`.
     """
     if ":" not in path and "." not in path:
         raise ConfigError(
@@ -244,14 +246,15 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
 
     Args:
         function: a function from `load_function`.
-        kwargs: the options of the reward function, by name. An option overrides a column of the same name.
+        kwargs: the options of the reward function, by name. An option from the config overrides a data column of the
+            same name.
 
     Returns:
         A wrapper with the arguments `(prompt, response, columns)`: values of one sample, or lists if the function is
-        batched. The prompt and the response are texts without special tokens. The wrapper passes only the columns that
-        the reward function takes. The wrapper returns the reward function's result, or a coroutine if the function is
-        async; `as_score` converts that result to a score. The wrapper raises ScoreError if a column is missing, and
-        passes on every exception of the reward function.
+        batched. The prompt and the response are texts without special tokens. The wrapper passes to the reward function
+        only the data columns that the function takes. The wrapper returns the reward function's result, or a coroutine
+        if the function is async; `as_score` converts that result to a score. The wrapper raises ScoreError if a data
+        column is missing, and does not catch exceptions of the reward function.
     """
     own = parameters(function)
     first = BATCHED if is_batched(function) else SINGLE
@@ -277,10 +280,10 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
 def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapping[str, Any]) -> float | None:
     """Call a reward function on one sample, and run the call to completion if the function is async.
 
-    To call the same function many times, use `bind` instead of `call`.
+    To call a reward function many times, use `bind` instead of `call`.
 
     Returns:
-        The score, or None if the function does not apply to the sample.
+        The score, or None if the reward function does not apply to the sample.
 
     Raises:
         ScoreError: the result is not a score, or a column is missing.
@@ -338,7 +341,7 @@ def as_score(result: Any) -> float | None:
 
 
 def as_scores(results: Any, count: int) -> list[Any]:
-    """Return the results of a batched function as a list with one result per sample.
+    """Return the results of a batched reward function as a list with one result per sample.
 
     Raises:
         ScoreError: the function did not return a list, or returned the wrong number of results.
@@ -419,7 +422,7 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
 
 
 def source_name(key: str, path: str) -> str:
-    """Return the name under which a checkpoint records the content of a function's file.
+    """Return the name under which a checkpoint records the content of the file that defines a user's function.
 
     A run can only be resumed if the content of the file that defines the function has not changed.
     """

@@ -17,21 +17,21 @@ _LONGEST = 500
 # Largest nesting depth of brackets in an expression; each level may double the parsing time.
 _DEEPEST = 10
 _HUGE = re.compile(
-    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # This part of `_HUGE` matches a power in an exponent.
-    # This part of `_HUGE` matches a large exponent, factorial or binomial.
+    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # This part of the regex `_HUGE` matches a power in an exponent.
+    # This part of the regex `_HUGE` matches a large exponent, factorial or binomial.
     r"|(?:\^|\*\*)[\s{(\[+-]{0,4}\d{5}|\d{4}[\s})]{0,4}!|binom\s?\{\s?\d{5}"
 )
-# `_NESTED` matches a product, factorial or binomial in an exponent.
+# The regular expression `_NESTED` matches a product, factorial or binomial in an exponent.
 _NESTED = re.compile(r"\^\s?\{[^{}]{0,200}\d\d[^{}]{0,200}(?:!|\\cdot|\\times|\*|\\d?binom)")
-# `_POWER` matches a power of a bracketed expression.
+# The regular expression `_POWER` matches a power of a bracketed expression, such as (x+1)^5.
 _POWER = re.compile(r"[)}\]]\s{0,9}(?:\^|\*\*)[\s{(\[+-]{0,4}(\d{1,4})")
 # For a power of a bracketed expression: largest allowed product of the exponent and the largest number in the brackets.
 _LARGEST_POWER = 10**6
 # Largest allowed number of terms in the expansion of a power of a sum.
 _MOST_TERMS = 10**5
 _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
-# `_LONG_OPERATOR` matches operators (such as sums) over large ranges. Evaluating an operator over a large range takes
-# few function calls, but on huge numbers, so a limit on calls does not limit the time.
+# The regular expression `_LONG_OPERATOR` matches operators (such as sums) over large ranges. Evaluating an operator
+# over a large range takes few function calls, but on huge numbers, so a limit on calls does not limit the time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
 # Limit on the number of function calls and returns in one comparison, which is reached after about a second. The
 # longest ordinary answers need a tenth of the function calls and returns that `_WORK` allows.
@@ -56,11 +56,11 @@ def math_answer(
 ) -> float | None:
     r"""Compare the response's answer with the right answer mathematically, using the library math-verify.
 
-    The response's answer is the content of its last closed `\boxed{...}`. If there is no box and the response contains
-    only mathematics, the whole response is its answer. If there is no box and the response also contains other text,
-    math-verify searches the last 1000 characters of the response, for example for "the answer is $x^2$", the last
-    formula or the last number. If only one of the two answers has a percent sign, 50% equals both one half and 50. If
-    the right answer consists of words only ("east"), the response's answer and the right answer are compared as text.
+    The response's answer is the content of its last closed `\boxed{...}`. If the response has no box and contains only
+    mathematics, the whole response is its answer. If the response has no box and also contains other text, math-verify
+    searches the last 1000 characters of the response, for example for "the answer is $x^2$", the last formula or the
+    last number. If only one of the two answers has a percent sign, 50% equals both one half and 50. If the right answer
+    consists of words only ("east"), the response's answer and the right answer are compared as text.
 
     Some expressions would take too long to evaluate. Evaluation is limited by the form of the expression and by the
     number of function calls, not by time, so that every machine and thread gives the same score. An expression with one
@@ -68,12 +68,12 @@ def math_answer(
     space:
 
     - The expression has more than 500 characters, or more than ten levels of nested brackets.
-    - It has a power, product, factorial or binomial in an exponent.
-    - It has an exponent or binomial of five digits, or a factorial of four digits.
-    - It has a large power of a large number.
-    - It has a sum, product, integral or limit over thousands or factorials.
-    - It has a sum, product, integral or limit, and the right answer has no such operator.
-    - Comparing it with the right answer takes more than 5 million function calls and returns.
+    - The expression has a power, product, factorial or binomial in an exponent.
+    - The expression has an exponent or binomial of five digits, or a factorial of four digits.
+    - The expression has a large power of a large number.
+    - The expression has a sum, product, integral or limit over thousands or factorials.
+    - The expression has a sum, product, integral or limit, and the right answer has no such operator.
+    - Comparing the expression with the right answer takes more than 5 million function calls and returns.
 
     Args:
         prompt: unused.
@@ -120,9 +120,10 @@ class _TooMuchError(BaseException):
 
 
 def _bounded(work: Callable[[], bool]) -> bool:
-    """Return the result of `work`, or False if `work` makes too many function calls.
+    """Call `work` and return its result, or return False if `work` makes too many function calls.
 
-    Only function calls in the current thread are counted. The limit on calls needs no signal.
+    `_bounded` counts only function calls in the current thread. Unlike a time limit, a limit on the number of function
+    calls needs no signal.
     """
     left, before = _WORK, sys.getprofile()
 
@@ -143,7 +144,7 @@ def _bounded(work: Callable[[], bool]) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def _right(text: str, both_readings: bool) -> tuple[Any, ...]:
-    """Parse the right answer. The parsed answer is cached for the other samples of the group."""
+    """Parse the right answer with math-verify, and cache the result for the other samples of the same prompt."""
     found = _expressions(text, both_readings=both_readings)
     if not found:
         raise ValueError(
@@ -185,7 +186,8 @@ def _is_percent(text: str) -> bool:
 
 
 def _expressions(text: str, *, both_readings: bool) -> list[Any]:
-    """Parse a whole expression. If the expression is a percentage, parse the number before the percent sign.
+    """Parse a text that consists of one mathematical expression. If the expression is a percentage, parse the number
+    before the percent sign.
 
     With `both_readings`, a percentage also yields a hundredth of the number before the percent sign.
     """
@@ -215,7 +217,7 @@ def _is_too_much(text: str, longest: int) -> bool:
 
 
 def _bracket(text: str, end: int) -> str:
-    """Return the content of the bracket that closes at `end`, or all text before `end` if it was never opened."""
+    """Return the content of the bracket that closes at `end`, or all text before `end` if its opening is missing."""
     depth = 1
     for start in range(end - 1, -1, -1):
         depth += (text[start] in ")]}") - (text[start] in "([{")

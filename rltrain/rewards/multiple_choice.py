@@ -5,7 +5,7 @@ import re
 from collections import deque
 
 _STYLE = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mathsf|mbox)\s{0,4}(?=\{)")
-_WRAP = r"[\s*_$({\[]{0,8}"  # Characters that may stand between "Answer:" and the letter.
+_WRAP = r"[\s*_$({\[]{0,8}"  # Characters that may stand between "Answer:" and the letter of the choice.
 _UNWRAP = r"[\s*_$)}\]]{0,8}"
 _HEAD = (
     r"(?:\\boxed\s{0,4}\{|(?:\b(?i:answer|choice|option)|答案)[\s*_]{0,4}"
@@ -53,7 +53,7 @@ def _right(answer: str | int, choices: str) -> str:
 
 
 def _chosen(response: str, choices: str) -> str | None:
-    """Return the chosen letter, or None if the response chooses no letter or more than one."""
+    """Return the letter that the response chooses, or None if the response chooses no letter or several letters."""
     statement, mention = _patterns(choices)
     text = _STYLE.sub("", response)
     last = next(iter(deque(statement.finditer(text), maxlen=1)), None)

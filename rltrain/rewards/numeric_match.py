@@ -6,8 +6,8 @@ from collections import deque
 
 from rltrain.rewards.boxed import last_boxed
 
-# In the patterns of `numeric_match`, each repetition is bounded, or is followed by characters that it cannot match.
-# Matching a pattern therefore never takes long.
+# In the regular expressions of `numeric_match`, each repetition is bounded, or is followed by characters that the
+# repetition cannot match. Matching a regular expression of `numeric_match` therefore never takes long.
 _DIGITS = r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""
@@ -50,7 +50,8 @@ def numeric_match(
     (one half). If only one of the two numbers has a percent sign, 50% also equals 50. Digits in names (x2), indices and
     exponents (m^2) are not read as numbers.
 
-    Numbers are compared as floats. For integers of more than eight digits, set `rel_tol=0` or use `exact_match`.
+    The number in the response and the right number are compared as floats. For integers of more than eight digits, set
+    `rel_tol=0` or use `exact_match`.
 
     Args:
         prompt: unused.
@@ -87,7 +88,7 @@ def numeric_match(
 
 
 def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
-    """Return the response's number and whether the number is a percentage, or None if the response states no number."""
+    """Return the number that the response states and whether it is a percentage, or None if there is no number."""
     if marker is not None:
         _, there, response = response.rpartition(marker)
         if not there:
@@ -101,7 +102,7 @@ def _stated(response: str, marker: str | None) -> tuple[float, bool] | None:
 def _last(text: str) -> re.Match[str] | None:
     """Return the regular-expression match of the last number in the text.
 
-    To save time, search only around the last digit of the text if possible.
+    To save time, `_last` first searches only the text around the last digit.
     """
     text = _tidy(text)
     end = len(text)
@@ -149,9 +150,9 @@ def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
 
 
 def _read(match: re.Match[str] | None) -> tuple[float, bool] | None:
-    """Return the number that a match of the pattern stands for, and whether the number is a percentage.
+    """Return the number that a regular-expression match stands for, and whether the number is a percentage.
 
-    A percentage is returned as a fraction of 1. A fraction with denominator zero gives nan.
+    A percentage is divided by 100, so that 50% gives 0.5. A fraction with denominator zero gives NaN.
     """
     if match is None:
         return None

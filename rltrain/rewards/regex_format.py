@@ -21,7 +21,7 @@ def regex_format(prompt: str, response: str, *, pattern: str, full: bool = True,
             break) and x (verbose).
 
     Returns:
-        1.0 if the pattern matches, else 0.0.
+        1.0 if the regular expression matches the response, else 0.0.
 
     Raises:
         ValueError: the pattern is not a valid regular expression, or a flag is unknown.

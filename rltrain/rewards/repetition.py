@@ -19,10 +19,10 @@ def repetition_penalty(prompt: str, response: str, *, ngram: int = 3, max_penalt
             repeats one n-gram gets a score close to `max_penalty`.
 
     Returns:
-        A score from `max_penalty` to 0.
+        A score between `max_penalty` (which is negative) and 0.
 
     Raises:
-        ValueError: an option is out of its range.
+        ValueError: `ngram` is below 1, or `max_penalty` is not below 0.
     """
     if ngram < 1:
         raise ValueError(f"ngram={ngram} must be >= 1; 3 is usual")

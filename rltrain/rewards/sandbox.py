@@ -5,26 +5,26 @@ sandbox work only on Linux.
 
 The strong form of the sandbox uses bubblewrap (`bwrap`). In the strong form of the sandbox, the program sees only the
 files that Python needs and only its own processes, and the program has no network access. In the strong form of the
-sandbox, the program can write only to an in-memory folder that disappears when the program ends. The strong form
-requires that bwrap is installed and that the kernel allows the current user to create namespaces. Each process that
-starts sandboxes tests only once whether the strong form works.
+sandbox, the program can write only to an in-memory folder that disappears when the program ends. The strong form of the
+sandbox requires that bwrap is installed and that the kernel allows the current user to create namespaces. Each process
+that starts sandboxes tests only once whether the strong form of the sandbox works.
 
-The weak form has the same limits as the strong form on time, memory, output, processes and file size, the same minimal
-environment, and a folder that is removed after the run. The weak form does not isolate the program from the machine. A
-program in the weak form of the sandbox can read and write every file that the current user can, use the network, and
-send signals to all processes of the current user, including the process that started the sandbox. For example, a
-program in the weak form of the sandbox can kill a reward process. A program can also hide that it has started, so that
-the sample counts as failed instead of scoring 0. If the current user is root, a program in the weak form of the sandbox
-can also read the tests and their results. The weak form of the sandbox protects against mistakes in programs but not
-against malicious programs.
+The weak form of the sandbox has the same limits as the strong form on time, memory, output, processes and file size,
+the same minimal environment, and a folder that is removed after the run. The weak form of the sandbox does not isolate
+the program from the machine. A program in the weak form of the sandbox can read and write every file that the current
+user can, use the network, and send signals to all processes of the current user, including the process that started the
+sandbox. For example, a program in the weak form of the sandbox can kill a reward process. A program in the weak form of
+the sandbox can hide that it has started, so that its sample is excluded from training as a failure instead of scoring
+0. If the current user is root, a program in the weak form of the sandbox can also read the tests and their results. The
+weak form of the sandbox protects against mistakes in programs but not against malicious programs.
 
-The strong form has one gap: if the current user is root, a program can change the file mode of the five device files of
-the machine that are visible in the sandbox (null, zero, full, random, urandom). If rltrain runs as a user other than
-root, a program in the sandbox cannot change the file mode of the machine's device files.
+The strong form of the sandbox has one gap: if the current user is root, a program can change the file mode of the five
+device files of the machine that are visible in the sandbox (null, zero, full, random, urandom). If rltrain runs as a
+user other than root, a program in the sandbox cannot change the file mode of the machine's device files.
 
 Both forms of the sandbox limit the address space of each process. The total memory and the number of the program's
 processes and threads are checked about fifty times a second, so a program can exceed both limits for a moment. The
-memory limit does not count memory that the kernel holds for pipes and memfds.
+sandbox's memory limit does not count memory that the kernel holds for pipes and memfds.
 """
 
 import contextlib
@@ -58,8 +58,8 @@ _END_LIMIT_S = 2.0
 # Time limit for reading the remaining output after the watcher has ended; reached only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
-# `_why_not` is empty until the strong form of the sandbox is tested. After the test, `_why_not` contains the reason why
-# the strong form does not work, or "" if the strong form works.
+# `_why_not` is empty until the strong form of the sandbox is tested. After the test, the only item of `_why_not` is the
+# reason why the strong form does not work, or "" if it works.
 _why_not: list[str] = []
 _warned: list[str] = []
 
@@ -111,17 +111,17 @@ def run(
     """Run a program until it ends or reaches a limit, and then kill all its processes and remove its files.
 
     The program is the main module of an isolated process with the same Python interpreter as the calling process. The
-    program can import only the standard library. `run` can be called from any thread and from several threads at once.
-    The program's standard input is a file.
+    sandboxed program can import only modules of Python's standard library. `run` can be called from any thread and from
+    several threads at once. The sandboxed program's standard input is a file, not a pipe.
 
     Args:
         code: Python source of the program.
         stdin: text that the program can read from standard input.
         judge: source of a second program that runs next to the first program. Two pipes connect the program and the
-            judge. The program and the judge each read from and write to these pipes at the file descriptors
-            `sandbox_inside.LINK`, a tuple (read, write). The program cannot access the judge's memory, source or
-            output, except in the weak form of the sandbox if the current user is root. If a judge is given, the run
-            ends when the judge ends, and the result has the exit code and the status of the judge.
+            judge, the second program in the sandbox. The program and the judge each read from and write to these pipes
+            at the file descriptors `sandbox_inside.LINK`, a tuple (read, write). The program cannot access the judge's
+            memory, source or output, except in the weak form of the sandbox if the current user is root. If a judge is
+            given, the run ends when the judge ends, and the result has the exit code and the status of the judge.
         timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.
@@ -136,7 +136,7 @@ def run(
 
     Raises:
         SandboxError: no sandbox of the requested level works on the local machine, or Python does not start in the
-            sandbox. The message of the SandboxError says how to solve the problem.
+            sandbox. The message of the SandboxError says how to make the sandbox work.
         ValueError: a limit is not positive, or the sandbox level is unknown.
     """
     _check(locals())
@@ -310,10 +310,10 @@ class _Watched:
             self._control.shutdown(socket.SHUT_WR)
 
     def result(self) -> SandboxResult:
-        """Return the outcome of the program.
+        """Return the outcome of the program that ran in the sandbox.
 
         Raises:
-            SandboxError: the interpreter did not start.
+            SandboxError: the Python interpreter did not start in the sandbox.
         """
         texts = [bytes(text[: self._max_bytes]).decode(errors="replace") for text in self._written.values()]
         if not self._said:
@@ -340,7 +340,7 @@ def _verdict(code: int | None, last: str) -> tuple[Status, str]:
 def _read(source: Any) -> bytes:
     try:
         return os.read(source.fileno(), 1 << 16)
-    except ConnectionResetError:  # The watcher was killed before it read the last message.
+    except ConnectionResetError:  # The supervising process was killed before it read the last message.
         return b""
 
 
@@ -360,14 +360,14 @@ def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | 
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:
             pipe.close()
-    if mark is not None and process.returncode:  # The watcher died before it could kill all processes.
+    if mark is not None and process.returncode:  # The supervising process died and may have left processes.
         _kill_marked(mark.encode())
 
 
 def _kill_marked(mark: bytes) -> None:
     """Kill all processes with `mark` in their environment variables.
 
-    A process that has cleared its environment variables is not found.
+    `_kill_marked` does not find a process that has cleared its environment variables.
     """
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
@@ -377,7 +377,7 @@ def _kill_marked(mark: bytes) -> None:
 
 @contextlib.contextmanager
 def _folder() -> Iterator[str]:
-    """Create a temporary folder, and remove it afterwards, even if its content is deeply nested or read-only."""
+    """Context manager for a temporary folder, which is removed even if it is deeply nested or read-only."""
     folder = tempfile.mkdtemp(prefix="rltrain-sandbox-")
     try:
         yield folder

@@ -58,7 +58,8 @@ def _walls(bwrap: str) -> list[str]:
 def _places(python: str) -> list[str]:
     """Return the bwrap options for the program's file system.
 
-    The program sees the executables of the system, Python without installed packages, a few devices and an empty /tmp.
+    The sandboxed program sees the executables of the system, Python without installed packages, a few devices and an
+    empty /tmp.
     """
     places = ["--tmpfs", "/tmp", "--proc", "/proc", "--dir", "/dev", "--symlink", "/tmp", "/dev/shm"]
     for name in ("null", "zero", "full", "random", "urandom"):

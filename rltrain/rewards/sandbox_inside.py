@@ -2,8 +2,8 @@
 
 Only `rltrain.rewards.sandbox` uses `sandbox_inside`. The program and the judge run in forks of the watcher, so a
 sandbox starts only one interpreter. The watcher reads neither the program's source nor the judge's source, so the
-program's memory contains no data of the judge. The interpreter runs without site-packages, so psutil is not available
-in the watcher.
+program's memory contains no data of the judge. The watcher's Python interpreter runs without site-packages, so psutil
+is not available.
 """
 
 import os
@@ -20,7 +20,8 @@ _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def start(given: dict[str, int]) -> int:
-    """Fork the program and, if the run has a judge, the judge. `start` returns only in the forked processes.
+    """Fork a process for the sandboxed program, and another for the judge (a second program) if there is one. `start`
+    returns only in the forked processes.
 
     Args:
         given: settings of the watcher by name, which `rltrain.rewards.sandbox` passes on the command line.
@@ -30,7 +31,7 @@ def start(given: dict[str, int]) -> int:
     """
     has_judge, alone = given["has_judge"], os.getpid() == 1
     if not alone:
-        # Orphaned processes become children of the watcher, even if they called setsid.
+        # Orphaned processes of the sandbox become child processes of the watcher, even if they called setsid.
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     # Other processes cannot access the memory and the open files of a process that is not dumpable.
     _prctl(_PR_SET_DUMPABLE, 0)
@@ -66,7 +67,7 @@ def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
     for link, number in zip(links, LINK, strict=False):
         os.dup2(link, number, inheritable=False)
     os.closerange(3, LINK[0] if links else last)
-    # Highest descriptor that the forked process has inherited.
+    # Highest file descriptor that the forked process has inherited.
     highest = max(given[name] for name in ("control", "program", "judge", "verdicts"))
     os.closerange(last + 1, max(highest + 1, 1024))
     mebibyte = 1 << 20
@@ -98,7 +99,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
-    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop; return the event."""
+    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop, and return what happened."""
     control = given["control"]
     wake = [control]
     try:
@@ -118,7 +119,7 @@ def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
 
 
 def _reap(first: int) -> int | None:
-    """Reap all children that have ended, including adopted orphans.
+    """Reap all child processes of the watcher that have ended, including adopted orphans.
 
     Return the exit code of the process `first` if that process has ended, else None.
     """
@@ -143,7 +144,7 @@ def _excess(given: dict[str, int], *, alone: bool) -> str:
                 tasks += int(file.read().rpartition(b")")[2].split()[17])
             with open(f"/proc/{pid}/statm", "rb") as file:
                 pages = file.read().split()
-        except (OSError, IndexError):  # The process has already ended.
+        except (OSError, IndexError):  # A sandboxed process ended before its /proc files were read.
             continue
         memory += (int(pages[1]) - int(pages[2])) * resource.getpagesize()
     if tasks > given["max_processes"] + given["has_judge"]:
@@ -173,7 +174,7 @@ def _others(*, alone: bool) -> list[int]:
                     children = [int(pid) for pid in file.read().split()]
                 found += children
                 fresh += children
-        except OSError:  # The parent process has already ended.
+        except OSError:  # The process `parent` ended before its /proc files were read.
             continue
     return found
 

@@ -26,10 +26,10 @@ _Values = Mapping[str, Any]
 
 
 def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """Return the parameters of a function.
+    """Return the parameters in the signature of a reward function.
 
     Raises:
-        ConfigError: Python cannot read the function's signature.
+        ConfigError: Python cannot read the reward function's signature.
     """
     try:
         return list(inspect.signature(function).parameters.values())
@@ -41,12 +41,12 @@ def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 def is_batched(function: Callable[..., Any]) -> bool:
-    """Return whether the function is batched, that is, takes a list of samples in each call."""
+    """Return whether a reward function is batched, that is, takes a list of samples in each call."""
     return {p.name for p in parameters(function)} >= set(BATCHED)
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Return whether calling the function returns an awaitable."""
+    """Return whether a call of the reward function returns an awaitable."""
     target = function if inspect.isfunction(function) or inspect.ismethod(function) else type(function).__call__
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(target)
 
@@ -103,7 +103,7 @@ class Adapted:
         self.__signature__ = inspect.Signature(_wrapper_parameters(own, signature, given))
 
     def __call__(self, **values: Any) -> Any:
-        """Call the wrapped function with its trainer's arguments, and convert the result to rltrain's form."""
+        """Call the wrapped reward function with the arguments that its trainer would pass, and convert the result."""
         return self._converts(self._function(**self._arguments(values)))
 
     def _arguments(self, values: _Values) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Adapted:
                 raise ScoreError(
                     f"needs a value in one of the columns {', '.join(self.one_of)}, and this sample has none"
                 )
-            arguments.pop(self._truth, None)  # The wrapped function uses its parameter's default.
+            arguments.pop(self._truth, None)  # The user's function then uses its default right answer.
         return {name: value for name, value in arguments.items() if self._takes_all or name in self._names}
 
 
@@ -123,7 +123,7 @@ class AsyncAdapted(Adapted):
     """Wrapper that gives rltrain's own parameters to an async reward function of another trainer."""
 
     async def __call__(self, **values: Any) -> Any:
-        """Await the wrapped function with its trainer's arguments, and convert the result to rltrain's form."""
+        """Await the wrapped reward function with the arguments that its trainer would pass, and convert the result."""
         return self._converts(await self._function(**self._arguments(values)))
 
 
@@ -145,9 +145,9 @@ def _wrapper_parameters(
 
 
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper with rltrain's own parameters if the function was written for another trainer.
+    """Return a wrapper with rltrain's own parameters if a reward function was written for another trainer.
 
-    A function that was not written for another trainer is returned unchanged.
+    A reward function that was not written for another trainer is returned unchanged.
     """
     try:
         names = {p.name for p in parameters(function)}
@@ -219,7 +219,7 @@ def _verl(values: _Values) -> dict[str, Any]:
 def _verl_batch(values: _Values) -> dict[str, Any]:
     """Return the arguments that verl passes to `compute_score` for a list of samples.
 
-    Each argument is a list, and its name is the plural of the argument's name for one sample.
+    Each argument that verl passes is a list, such as `solution_strs` with one `solution_str` per sample.
     """
     count, reads = len(values["responses"]), (_DATA_SOURCE, _EXTRA_INFO, *_VERL_TRUTH)
     lists = {name: values.get(name) or [None] * count for name in reads}
@@ -273,7 +273,7 @@ def _openrlhf(values: _Values) -> dict[str, Any]:
 def _openrlhf_result(result: Any) -> Any:
     """Return the scores in a result of OpenRLHF's `reward_func`.
 
-    The result is either the scores or a dict that contains the scores under the key `rewards`.
+    OpenRLHF's `reward_func` returns either the scores or a dict that contains the scores under the key `rewards`.
     """
     if not isinstance(result, Mapping):
         return result

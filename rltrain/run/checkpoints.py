@@ -9,7 +9,8 @@ A checkpoint is a folder named `step_N` with these parts:
 - `config.yaml`: the config of the run;
 - `manifest.json`: size and CRC-32 of every file; written last.
 
-A folder without a manifest is not a checkpoint. A checkpoint is damaged if any file does not match the manifest.
+A folder without the file `manifest.json` is not a checkpoint. A checkpoint is damaged if any file does not match the
+manifest.
 """
 
 import asyncio
@@ -39,8 +40,8 @@ MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
 # Shortest and longest pause, in seconds, between two checks of whether a rank has written its checkpoint files. The
-# pause doubles after each check. A rank runs one method call at a time, so a method that waited for the files would
-# delay training.
+# pause between two checks doubles after each check. A training rank runs one method call at a time, so a method that
+# waited until checkpoint files are written would delay training.
 _ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 
@@ -71,7 +72,8 @@ def read(folder: Folder) -> Checkpoint:
     """Read a checkpoint and check the size and CRC-32 of every file.
 
     Raises:
-        CheckpointError: a file is missing, unreadable or damaged, or the step in the folder's name is wrong.
+        CheckpointError: a file of the checkpoint is missing, unreadable or damaged, or the training step in the
+            folder's name is wrong.
     """
     manifest = read_manifest(folder)
     step, name = manifest["step"], str(folder).rpartition("/")[2]
@@ -105,7 +107,8 @@ def read(folder: Folder) -> Checkpoint:
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
-    """Read, check and return the manifest of a checkpoint. Other files of the checkpoint are not read.
+    """Read, check and return the manifest of a checkpoint. The function reads only the manifest, not the other files of
+    the checkpoint.
 
     Raises:
         CheckpointError: the manifest is missing, unreadable or invalid.
@@ -152,10 +155,10 @@ class SavesState(Protocol):
         """Start writing the rank's state to a checkpoint's folder, and return as soon as the tensors are copied."""
 
     def saved_state(self) -> Saved | None:
-        """Return the result of the last `save_state` call, or None while the save is running."""
+        """Return the result of the last `save_state` call, or None while checkpoint files are still being written."""
 
     def load_state(self, url: str | None) -> None:
-        """Load the state from the checkpoint folder `url`; None resets the role to its state before the first step."""
+        """Load the rank's state from the checkpoint folder `url`; if `url` is None, restore the initial state."""
 
 
 @dataclass
@@ -256,8 +259,8 @@ class Checkpoints:
     ) -> None:
         """Wait until the previous save has ended, and start saving a checkpoint.
 
-        `start` returns when the ranks have copied their tensors. A background task then waits until the ranks have
-        written their files, and completes the checkpoint.
+        The method `start` returns when the training ranks have copied their tensors. A background task then waits until
+        the training ranks have written their checkpoint files, and completes the checkpoint.
 
         Args:
             step: training step of the weights.
@@ -293,27 +296,27 @@ class Checkpoints:
         await asyncio.sleep(0)
 
     async def finish(self) -> None:
-        """If a save is in progress, wait until it has ended.
+        """If a checkpoint is being saved, wait until the save has ended.
 
-        Raise WorkerLost if a rank is lost while the method waits.
+        Raise WorkerLost if a training rank dies or stops responding while the method waits.
         """
         if self.writing is not None:
             await self.writing
             self.writing = None
 
     async def abandon(self) -> None:
-        """Discard the save in progress after its ranks have died."""
+        """Discard the checkpoint that is being saved, after training ranks have died."""
         writing, self.writing = self.writing, None
         if writing is not None:
             await cancelled(writing)
 
     async def _recorded(self, save: "_Save") -> None:
-        """Complete a checkpoint, and record the work as an event of the run's timeline."""
+        """Complete a checkpoint, and record the duration as a span in the run's timeline."""
         with trace.span(f"checkpoint of step {save.step}"):
             await self._complete(save)
 
     async def _complete(self, save: "_Save") -> None:
-        """Wait until all ranks have written their files, then add the driver's files."""
+        """Wait until all training ranks have written their checkpoint files, then add the driver's files."""
         complete = False
         try:
             errors = [one.error for one in await self._written(save) if one.error]
@@ -335,7 +338,7 @@ class Checkpoints:
                 self._failed(save, "a rank died while it wrote")
 
     async def _written(self, save: "_Save") -> list[Saved]:
-        """Wait until all ranks have written their files, and return the results of the ranks."""
+        """Wait until all training ranks have written their checkpoint files, and return what each rank reports."""
         for role, group in save.groups.items():
             pause_s = _ASK_AFTER_S
             while role not in save.saved:
@@ -389,7 +392,7 @@ class Checkpoints:
             logger.warning("%s: an old checkpoint cannot be removed (%s)", self.folder, reason(error))
 
     def _failed(self, save: _Save, why: str) -> None:
-        """Warn that a save has failed, and remove its partial files. The run continues despite the failed save."""
+        """Warn that a checkpoint could not be saved, and remove its partial files, while the run continues."""
         folder = self.folder.at(f"step_{save.step}")
         if self.last == save.step:
             self.last = None
@@ -430,7 +433,9 @@ class Checkpoints:
         self.folder.remove(name)
 
     def clean(self) -> None:
-        """Remove the unfinished saves that a crash has left behind. The method must be called at the start of a run."""
+        """Remove the unfinished checkpoints that a crash has left behind. The method `clean` must be called at the
+        start of a run.
+        """
         for name in _unfinished(self.folder):
             self._discard(name)
 
@@ -438,8 +443,8 @@ class Checkpoints:
 def _publish(model: Folder, path: Path) -> None:
     """Replace the folder `path` with a copy of the folder `model`.
 
-    Weight files become hard links if possible; other files are copied. While `_publish` runs, the folder `path` may be
-    missing for a moment, but the folder is never incomplete.
+    The weight files in `path` are hard links if possible; the other files are copies. While `_publish` runs, the folder
+    `path` may be missing for a moment, but the folder is never incomplete.
     """
     partial, old = path.with_name(f"{path.name}.partial"), path.with_name(f"{path.name}.old")
     for leftover in (partial, old):
@@ -473,7 +478,8 @@ def require_own(folder: Folder) -> None:
     The check is needed because saving a checkpoint would overwrite any other folder named `step_N`.
 
     Raises:
-        ConfigError: a folder `step_N` contains files that a run does not write. The error message names the folder.
+        ConfigError: a folder `step_N` contains files that a run does not write. The error message names the folder with
+            the unexpected files.
     """
     for name in _unfinished(folder):
         strange = sorted({part.removesuffix(".partial") for part in folder.at(name).names()} - _PARTS)

@@ -1,7 +1,7 @@
 """Checks of the config that involve several keys or the machine: files, registries and cores.
 
-All checks run before any worker starts. Cheap checks come first, and heavy imports are inside functions, so that most
-mistakes are reported immediately.
+All checks of the config run before any worker process starts. Cheap checks come first, and heavy imports are inside
+functions, so that most mistakes are reported immediately.
 """
 
 import difflib
@@ -72,7 +72,8 @@ def check(config: Config, fetch: Callable[[Config], Config] = lambda config: con
             checked before the download.
 
     Raises:
-        ConfigError: the config cannot run. The error message is one line with the invalid value, the rule and a remedy.
+        ConfigError: a run with this config is not possible. The error message is one line with the invalid value, the
+            rule and a remedy.
     """
     _check_output(config.trainer)
     check_trackers(config.trainer.trackers)
@@ -111,7 +112,7 @@ def _check_models(config: Config) -> None:
 
 
 def _check_weights(config: Config) -> None:
-    """Check that every role can load the weights of `model.path` completely.
+    """Check that every role, such as actor or critic, can load the weights of `model.path` completely.
 
     If the algorithm needs a critic, first check whether a model of this type can be a critic.
     """
@@ -131,7 +132,8 @@ def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
         resources: result of `ray.cluster_resources()`. Ranks use the GPUs, or the CPUs if the cluster has no GPUs.
 
     Raises:
-        ConfigError: the cluster has too few devices. The error message gives the numbers of ranks and devices.
+        ConfigError: the cluster has too few devices for the run's ranks. The message of the ConfigError gives the
+            numbers of ranks and devices.
     """
     gpus = int(resources.get("GPU", 0))
     if gpus:
@@ -222,7 +224,7 @@ def _check_output(trainer: TrainerConfig) -> None:
         "://" not in trainer.output_dir, f"{where}: is not a local folder; only trainer.checkpoint_dir may be remote"
     )
     _check_writable(folder, where)
-    # If the run may be resumed, `rltrain.run.resume` checks the output folder later.
+    # If the config allows the run to resume, `rltrain.run.resume` checks the output folder later.
     for name in RUN_FILES if trainer.resume == "never" else ():
         require(
             not (folder / name).exists(),

@@ -27,11 +27,11 @@ def command_of(overrides: Sequence[str], files: Sequence[str] = ()) -> Command:
 
 
 def describe(output_dir: Path, args: Args, tokenizer: Any) -> None:
-    """Write the command of a run and the texts of the tokens to the run's output folder."""
+    """Write the command line of a run and the text of each token id to the run's output folder."""
     write_command(command_of(args.overrides, args.files), output_dir)
     try:
         write_token_texts(tokenizer, output_dir)
-    # A user's own tokenizer may raise any exception. The run continues without the texts of the tokens.
+    # A user's own tokenizer may raise any exception. The run continues without a file of token texts.
     except Exception as error:
         logger.warning(
             "%s is not written, so the report shows token ids instead of texts: %s", TOKENS, described(error)

@@ -9,7 +9,7 @@ from rltrain.settings.schema import Config
 def with_epochs_as_steps(config: Config, prompts: int) -> Config:
     """Return the config with `trainer.total_steps` computed from `trainer.total_epochs`.
 
-    If `trainer.total_epochs` is None, the config is returned unchanged. The number of steps is rounded up.
+    If `trainer.total_epochs` is None, the config is returned unchanged. The number of training steps is rounded up.
 
     Args:
         config: the whole config.

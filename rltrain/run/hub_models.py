@@ -1,4 +1,4 @@
-"""Pins each model that a run takes from the hub to a commit, and downloads the files of the model."""
+"""Pins each model that a run takes from the Hugging Face Hub to a commit, and downloads the files of the model."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,9 +14,9 @@ from rltrain.settings.schema import Config
 
 
 def fetch_models(config: Config, console: Console) -> Config:
-    """Download the models on the hub, and return the config with pinned names of the models.
+    """Download the config's models from the Hugging Face Hub, and return the config with pinned names of the models.
 
-    A pinned name contains the commit of the model.
+    The pinned name of a model contains a commit of the model's repository.
 
     If the name of a model has no revision, a resumed run uses the commit that the saved run used.
 
@@ -25,7 +25,7 @@ def fetch_models(config: Config, console: Console) -> Config:
         console: shows the progress of downloads.
 
     Raises:
-        ConfigError: a model cannot be downloaded. The error message names the cause and a remedy.
+        ConfigError: a model cannot be downloaded. The message of the ConfigError names the cause and a remedy.
     """
     paths = {"model.path": config.model.path, **{model.key: model.path for model in config.reward.models}}
     names = {key: hub_name(path) for key, path in paths.items() if path != BUILTIN_MODEL}

@@ -18,8 +18,8 @@ from rltrain.settings.schema import TrainerConfig
 class RunLock:
     """Context manager that locks the output folder of a run, and also the checkpoint folder if that folder is local.
 
-    The locks last until the context exits or the process ends, even if the process is killed. A forked child process
-    does not hold the locks.
+    The file locks last until the `with` block ends or the process ends, even if the process is killed. A forked child
+    process does not hold the file locks of its parent process.
 
     Entering the context creates no files, but raises ConfigError if another run has locked one of the folders. The
     method `take` creates the lock files and takes the locks.
@@ -72,8 +72,8 @@ class RunLock:
                 f"{where}: another run is using this folder (process {holder}, {file}); wait until that run ends, or "
                 "name a new folder"
             ) from None
-        # If the file system has no locks or the user has no write access, the run goes on without a lock. A later write
-        # to the folder reports missing write access.
+        # If the file system has no locks or the user has no write access, the run goes on without a lock. If write
+        # access is missing, a later write to the folder reports an error.
         except OSError:
             return
         self.held.append(lock)

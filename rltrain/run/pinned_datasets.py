@@ -1,4 +1,4 @@
-"""Pins each data set that a run takes from the hub to a commit, before the data is read."""
+"""Pins each data set that a run takes from the Hugging Face Hub to a commit, before the data is read."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,9 +11,9 @@ from rltrain.settings.schema import Config
 
 
 def fetch_datasets(config: Config, console: Console) -> Config:
-    """Download the data sets on the hub, and return the config with pinned names of the data sets.
+    """Download the data sets from the Hugging Face Hub, and return the config with pinned names of the data sets.
 
-    A pinned name contains the commit of the data set.
+    The pinned name of a data set contains a commit of the data set's repository.
 
     If the name of a data set has no revision, a resumed run uses the commit that the saved run used.
 
@@ -22,7 +22,7 @@ def fetch_datasets(config: Config, console: Console) -> Config:
         console: shows the progress of downloads.
 
     Raises:
-        ConfigError: a data set cannot be downloaded. The error message names the cause and a remedy.
+        ConfigError: a data set cannot be downloaded. The message of the ConfigError names the cause and a remedy.
     """
     sources = _sources(config.data.train, config.data.val, config.data.val_sets)
     named = {key: source for key, source in sources.items() if _is_on_hub(source, key)}

@@ -143,7 +143,7 @@ def _epochs(trainer: TrainerConfig) -> str:
 
 
 def _data(facts: Facts) -> str:
-    """Describe how the data was read: from which source, and with which form of prompts."""
+    """Describe how the training data was read: from which source, and with which form of prompts."""
     others = {name: said for name, said in facts.val_data.items() if said != facts.data}
     return "; ".join([facts.data, *(f"evaluation{' ' * bool(name)}{name}: {said}" for name, said in others.items())])
 
@@ -395,7 +395,7 @@ def _count(number: int, noun: str) -> str:
 def _broken(text: str, width: int) -> str:
     """Insert line breaks after `;` or before `->` where a line would exceed `width` columns.
 
-    The terminal wraps lines that are still too long.
+    The terminal wraps lines that are still longer than its width.
     """
     lines = [""]
     for part in re.split(r"(?<=; )|(?=-> )", text):

@@ -8,7 +8,8 @@ from rltrain.base.errors import WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
-# Seconds to wait before the first, second, third and fourth restart. Each later restart waits as long as the fourth.
+# Seconds to wait before the first, second, third and fourth restart. The wait before each restart after the fourth is
+# as long as the wait before the fourth restart.
 PAUSES_S = (0.0, 2.0, 8.0, 30.0)
 
 
@@ -17,7 +18,7 @@ class Restarts:
 
     Args:
         restart: coroutine function that ends all processes of the training ranks and starts new processes. If `restart`
-            is None, the ranks cannot be restarted.
+            is None, the training ranks cannot be restarted.
         limit: maximum number of restarts.
 
     Attributes:
@@ -28,14 +29,14 @@ class Restarts:
         self.restart, self.limit, self.count = restart, limit, 0
 
     async def after(self, error: WorkerLost, step: int) -> None:
-        """Restart the training ranks after a rank was lost.
+        """Restart the training ranks after one of them has died or stopped responding.
 
         Args:
-            error: the error that reported the loss of the rank.
+            error: the error that reported that a training rank died or stopped responding.
             step: training step from which the run will continue; used in the log message.
 
         Raises:
-            WorkerError: the limit of restarts is reached, or the ranks cannot be restarted.
+            WorkerError: the limit of restarts is reached, or the training ranks cannot be restarted.
         """
         while True:
             if self.restart is None or self.count >= self.limit:

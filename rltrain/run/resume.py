@@ -56,7 +56,7 @@ class Beginning:
 
 
 def beginning(config: Config) -> Beginning:
-    """Determine where the run begins according to `trainer.resume`.
+    """Determine from `trainer.resume` whether a run trains from the start or continues from a checkpoint.
 
     Args:
         config: the whole config, including the default values of all settings (knobs) of the loss and the estimator.
@@ -80,8 +80,8 @@ def saved_values(trainer: TrainerConfig) -> Mapping[str, Any]:
     """Return the config values of the saved run that `trainer.resume` continues.
 
     Returns:
-        The config as nested values; {} if a new run begins or the config cannot be read. If the config cannot be read,
-        the function `beginning` reports why.
+        The saved run's config as nested values; {} if a new run begins or the saved config cannot be read. If the saved
+        run's config cannot be read, the function `beginning` reports the reason.
     """
     if trainer.resume == NEVER:
         return {}
@@ -182,7 +182,7 @@ def _named(path: str) -> Checkpoint:
     folder contains several checkpoints, the newest undamaged checkpoint is returned.
 
     Raises:
-        ConfigError: the path leads to no undamaged checkpoint.
+        ConfigError: the path does not lead to an undamaged checkpoint.
     """
     where, folder = f"trainer.resume={path}", Folder(absolute(path))
     if folder.exists(MANIFEST):
@@ -243,13 +243,13 @@ def _require_no_checkpoints(trainer: TrainerConfig, own: Folder) -> None:
 
 
 def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -> None:
-    """Check that resuming from the given checkpoint does not mix the files of two runs.
+    """Check that a run resumed from the given checkpoint does not mix the files of two runs.
 
     A checkpoint in the run's own checkpoint folder must be the newest checkpoint in that folder. To resume from a
     checkpoint in another folder, the run needs new output and checkpoint folders.
 
     Raises:
-        ConfigError: the folders contain newer checkpoints or another run.
+        ConfigError: the output or checkpoint folder contains newer checkpoints or another run.
     """
     trainer, output = config.trainer, Path(absolute(config.trainer.output_dir))
     if str(checkpoint.folder) == str(own.at(f"step_{checkpoint.step}")):
@@ -276,7 +276,7 @@ def _require_same(config: Config, saved: str, where: str) -> None:
     The `trainer` keys are compared first, because they determine some values in other sections.
 
     Raises:
-        ConfigError: a key that must not change has different values.
+        ConfigError: a config key that must not change has another value than in the saved run.
     """
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
@@ -318,7 +318,7 @@ def _values(text: str, where: str) -> Mapping[str, Any]:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Flatten nested mappings to one mapping with dotted keys. Lists are not flattened."""
+    """Flatten nested mappings to one mapping with dotted keys. Lists inside the nested mappings are not flattened."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         found |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -346,7 +346,8 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
         Lines of text to show to the user.
 
     Raises:
-        ConfigError: a source has changed, or the state cannot be loaded. The error message names the problem.
+        ConfigError: a file of data, models or rewards has changed, or the checkpoint's state cannot be loaded. The
+            message of the ConfigError says what has changed or cannot be loaded.
     """
     state, said = checkpoint.state, []
     kept, repairable = (state.get("sources"), state.get("repairable")) if isinstance(state, dict) else (None, None)
@@ -362,7 +363,7 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
         )
     try:
         _try(config, checkpoint, prompts)
-    except Exception as error:  # An invalid state may cause any exception.
+    except Exception as error:  # Loading an invalid checkpoint state may raise any exception.
         raise ConfigError(
             f"{checkpoint.folder}: its state cannot be used to resume a run ({described(error, 200)}); give another "
             "checkpoint"

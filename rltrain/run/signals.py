@@ -1,6 +1,7 @@
 """Handling of the signals SIGTERM, SIGINT (Ctrl-C) and SIGHUP (lost terminal).
 
-The first signal stops the run at a safe point, where no work is lost. A second signal stops the run immediately.
+The first signal that a run receives stops the run at a safe point, where no work is lost. If a second signal arrives,
+the run ends immediately.
 """
 
 import asyncio
@@ -67,4 +68,4 @@ class Signals:
         if not first or self._tasks is None or self._loop is None:
             raise KeyboardInterrupt
         self._tasks.interrupt(Stopped(self.status))
-        self._loop.call_soon_threadsafe(lambda: None)  # Wake the event loop, which may be waiting for an event.
+        self._loop.call_soon_threadsafe(lambda: None)  # Wake the asyncio loop, which may be waiting for an event.

@@ -19,7 +19,7 @@ _DISTRIBUTION = ("temperature", "top_p", "top_k")
 
 
 def check_stored_run(config: Config) -> None:
-    """Check that the earlier run has stored all answers that this run needs.
+    """Check that an earlier run has stored all answers that the new run needs.
 
     `check_stored_run` does not compare the prompts of the two runs; the engine compares the prompts during training.
 
@@ -81,7 +81,7 @@ def _require_sampled_groups_only(algorithm: AlgorithmConfig) -> None:
 
 
 def _config_of(folder: Path, where: str) -> Mapping[str, Any]:
-    """Return the section `rollout` of the earlier run's config."""
+    """Return the section `rollout` in the config of the run that stored the answers."""
     try:
         found = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["rollout"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:

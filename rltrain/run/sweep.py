@@ -99,7 +99,7 @@ class Job:
         self.files = list(files)
 
     def __call__(self, _: Any) -> float:
-        """Run one job in a separate process.
+        """Run one job of the sweep in a separate process.
 
         Returns:
             The last value of the metric that `trainer.keep_best` names. Without `trainer.keep_best`, the metric is the
@@ -132,7 +132,7 @@ def _with_dots(text: str) -> str:
 
 
 def _run(command: list[str]) -> int:
-    """Run a command and return its exit status.
+    """Run the command of one job of a sweep, and return the command's exit status.
 
     If the user presses Ctrl-C, the command also receives the interrupt, so wait until the command has ended.
     """
@@ -140,7 +140,7 @@ def _run(command: list[str]) -> int:
         try:
             return process.wait()
         except KeyboardInterrupt:
-            process.wait()  # The interrupted command saves a checkpoint before it ends.
+            process.wait()  # The interrupted training command saves a checkpoint before it ends.
             raise
 
 

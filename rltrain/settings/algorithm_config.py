@@ -232,7 +232,7 @@ class RejectionConfig:
 
 @section
 class AlgorithmConfig:
-    """All settings under `algorithm`.
+    """All settings in the config section `algorithm`.
 
     The mappings `advantage` and `loss` set extra parameters of the selected advantage estimator and policy loss to
     values other than their defaults.

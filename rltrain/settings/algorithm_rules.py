@@ -2,9 +2,9 @@
 
 The checks of the algorithm settings run before any worker starts.
 
-The registries in `rltrain.algorithms` tell which extra parameters a loss or an estimator takes. The values of these
-parameters are tested by calling the selected functions once on a tiny batch. This module imports torch only inside
-functions, so that most config errors are reported without waiting for the import.
+The registries in `rltrain.algorithms` tell which extra parameters a loss or an estimator takes. The values of the extra
+parameters are tested by calling the selected loss and estimator once on a tiny batch. This module imports torch only
+inside functions, so that most config errors are reported without waiting for the import.
 """
 
 import dataclasses
@@ -123,8 +123,8 @@ def _tiny_column(name: str, components: int) -> Any:
         return torch.zeros(2, dtype=torch.int64)
     if name == "reward_components":
         return torch.zeros(2, components)
-    # The condition on COLUMNS selects batch columns with one value per row. COLUMNS does not contain `log_probs`,
-    # because the update computes `log_probs`.
+    # The condition on COLUMNS selects batch columns that hold one value per answer. COLUMNS does not contain
+    # `log_probs`, because the update computes `log_probs`.
     if name in COLUMNS and COLUMNS[name][0] == "row":
         return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
     return torch.zeros(2, 2)
@@ -220,7 +220,7 @@ def _check_rejection(algorithm: AlgorithmConfig) -> None:
 def _check_groups(config: Config) -> None:
     """Raise ConfigError if a setting compares answers to the same prompt, although each prompt gets only one answer.
 
-    Raise ConfigError also if dynamic sampling is on with an estimator that does not compare answers to the same prompt.
+    Dynamic sampling with an estimator that does not compare answers to the same prompt also raises ConfigError.
     """
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
     in_groups = "uid" in _columns(algorithm)
@@ -326,9 +326,9 @@ def _may_fall_below_zero(algorithm: AlgorithmConfig) -> bool:
 def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError if `bootstrap_truncated` is on but cannot work or has no effect, because of other settings.
 
-    `bootstrap_truncated` credits a truncated answer with the critic's value of the state in which the answer was cut
-    off. For `bootstrap_truncated` to work, the critic's value must exist, affect the advantages, and not be undone by
-    another setting.
+    With `bootstrap_truncated`, a truncated answer gets an extra reward: gamma times the critic's value of the state in
+    which the answer was cut off. For `bootstrap_truncated` to work, the critic's value must exist, affect the
+    advantages, and not be undone by another setting.
     """
     if not algorithm.bootstrap_truncated:
         return

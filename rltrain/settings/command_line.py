@@ -39,7 +39,7 @@ EXAMPLES = (
 
 @dataclass(frozen=True)
 class Args:
-    """The parsed command line.
+    """The flags and settings parsed from the command line.
 
     Attributes:
         action: what the program does: train, print the plan, print the resolved config, train once for each combination
@@ -54,8 +54,8 @@ class Args:
 
 
 def parse_args(argv: Sequence[str]) -> Args:
-    """Split the command line into flags and overrides. If several flags select an action, the first one in the order
-    help, sweep, config, plan is taken.
+    """Split the command line into flags and config settings. If several flags select an action, the first one in the
+    order help, sweep, config, plan is taken.
 
     Raises:
         ConfigError: a flag is unknown, or `--config` is given without a file.

@@ -43,7 +43,7 @@ def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config
         The composed config twice: as a typed `Config`, and as YAML text with every key.
 
     Raises:
-        ConfigError: the settings or the resulting values are invalid. The error message is one line.
+        ConfigError: the settings or the resulting values are invalid. The message of the ConfigError is one line.
     """
     items = _items(overrides, files)
     values = _resolve(items)
@@ -108,7 +108,7 @@ def to_yaml(config: Config) -> str:
 def _resolve(items: list[Item]) -> dict[str, Any]:
     """Compose the chosen YAML files, apply the user's settings, and resolve references such as `${data.train}`.
 
-    Return the config as nested dicts of plain values.
+    Return the composed config as nested dicts of plain values.
     """
     try:
         with initialize_config_dir(str(config_dir()), version_base="1.3"):

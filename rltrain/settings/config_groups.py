@@ -9,7 +9,8 @@ from rltrain.settings.schema import Config
 def config_dir() -> Path:
     """Return the folder of rltrain's YAML config files.
 
-    In an installed rltrain, the folder is inside the package. In a source checkout, the folder is beside the package.
+    In an installed rltrain, the folder `config` is inside the package `rltrain`. In a source checkout, the folder
+    `config` is beside the package `rltrain`.
     """
     package = Path(__file__).resolve().parents[1]
     inside = package / "config"

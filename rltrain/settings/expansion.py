@@ -22,7 +22,7 @@ def expand(values: dict[str, Any]) -> None:
     """Replace all short forms in the nested values of a config by complete values.
 
     Raises:
-        ConfigError: a short form is invalid. The error message is one line.
+        ConfigError: the short form of a config value is invalid. The message of the ConfigError is one line.
     """
     reward = values.get("reward")
     if isinstance(reward, dict):
@@ -114,7 +114,7 @@ def _lora(lora: Any) -> Any:
     if not isinstance(lora, dict) or "rank" not in lora:
         raise ConfigError(f"model.lora={lora}: must be null, or a mapping with a rank, as in model.lora={{rank:16}}")
     rank, targets = lora["rank"], lora.get("targets", ALL_LINEAR)
-    # If the rank is not a number, a later check reports an error.
+    # If the LoRA rank is not a number, a later check reports an error.
     twice = 2 * rank if isinstance(rank, int | float) else rank
     return {"alpha": twice} | lora | {"targets": [targets] if isinstance(targets, str) else targets}
 

@@ -1,8 +1,8 @@
 """Declares config keys: the meaning, unit and bounds of a key, and whether a resumed run may change the key's value.
 
-Each section of the config is a dataclass with the decorator `section`. Each field of a section is declared with `key`.
-The bounds of the keys are checked when an instance of a section is created. `rltrain.settings.reference` generates the
-documentation of the keys from their declarations.
+Each section of the config is a dataclass with the decorator `section`. Each field of a config section is declared with
+the function `key`. The bounds of the keys are checked when an instance of a section is created.
+`rltrain.settings.reference` generates the documentation of the keys from their declarations.
 """
 
 from collections.abc import Iterator
@@ -51,7 +51,7 @@ class Key:
     text: bool
 
     def allows(self, value: float) -> bool:
-        """Return whether a value is inside the bounds of the key."""
+        """Return whether a value is inside the bounds of the config key."""
         return (
             (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
@@ -88,8 +88,8 @@ def key(
 ) -> Any:
     """Declare a field of a config section.
 
-    The arguments of `key` have the same meaning as the attributes of `Key`. A field declared with `key` has no default
-    value.
+    The arguments of `key` have the same meaning as the attributes of `Key`. A dataclass field that is declared with the
+    function `key` has no default value.
     """
     declared = Key(
         meaning=meaning,
@@ -128,7 +128,7 @@ def section(kind: type[T]) -> type[T]:
 def _require_bounds(values: Any) -> None:
     """Raise ConfigError if a value in a section is outside the bounds of its key.
 
-    The value None is always accepted, whatever the bounds are.
+    The value None is accepted for every key, whatever the key's bounds are.
     """
     hints = get_type_hints(type(values))
     for one in fields(values):
@@ -163,7 +163,7 @@ class Declared:
 def declared_keys(kind: type, prefix: str = "", *, changeable: bool = False) -> Iterator[Declared]:
     """Yield the keys of a section and of its nested sections, in the order of their declaration.
 
-    Each nested section is yielded before the section's keys.
+    The key of a nested section is yielded before the keys inside that section.
 
     Args:
         kind: class of the section.
@@ -181,7 +181,7 @@ def declared_keys(kind: type, prefix: str = "", *, changeable: bool = False) -> 
 
 def _section_in(hint: Any) -> type | None:
     """Return the config section (a dataclass) that a type annotation contains, such as `S` in `list[S]`. Return None if
-    the annotation contains no section.
+    the type annotation contains no config section.
     """
     return next((kind for kind in (hint, *get_args(hint)) if isinstance(kind, type) and is_dataclass(kind)), None)
 

@@ -29,7 +29,7 @@ class Name:
 
     @property
     def note(self) -> str:
-        """The hint in brackets, to be put at the end of an error message; "" if there is no hint."""
+        """The text of `hint` in brackets, to be put at the end of an error message; "" if there is no hint."""
         return f" ({self.hint})" if self.hint else ""
 
 

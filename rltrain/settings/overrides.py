@@ -25,15 +25,17 @@ from rltrain.settings.other_names import name_here
 from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys, require, unknown_key
 
-# Maps each section of function parameters to the config key that selects the function. The schema does not know which
-# parameters a function has. `rltrain.settings.algorithm_rules` checks the names and values of the parameters.
+# Maps each section of function parameters to the config key that selects the function. The config schema does not know
+# which parameters a loss or an estimator has. `rltrain.settings.algorithm_rules` checks the names and values of the
+# parameters.
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
 TEXT_KEYS = text_keys(Config)
 # Keys whose values are lists of texts, where `\n` stands for a line break. Hydra parses the lists, but does not convert
 # `\n` to a line break.
 LISTS_OF_TEXT = frozenset({"rollout.stop"})
 _NEW_LINE = re.compile(r"\\?\\n")
-# The value of this key is a mapping or null. If the value is null, setting a key of the mapping creates the mapping.
+# The value of the config key `model.lora` is a mapping or null. If it is null, setting a key such as `model.lora.rank`
+# creates the mapping.
 OPTIONAL = "model.lora"
 
 
@@ -47,7 +49,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Setting:
-    """A value that the user sets for one key.
+    """A value that the user sets for one config key.
 
     If the value is a mapping, it replaces the mapping that the chosen YAML file has under the same key; the two are not
     merged.
@@ -78,8 +80,8 @@ def from_command_line(text: str) -> Item:
 
     Hydra does not parse the values of the keys in `TEXT_KEYS`, which are free text and may contain any character. In
     free text, a backslash followed by `n` stands for a line break, and two backslashes followed by `n` stand for one
-    backslash and `n`. The whole value `null` means that there is no text. The texts of the keys in `LISTS_OF_TEXT` may
-    contain the same escapes for line breaks.
+    backslash and `n`. For a free-text key, the value `null` means that there is no text. The texts of the keys in
+    `LISTS_OF_TEXT` may contain the same escapes for line breaks.
 
     Hydra requires a `+` before a key that is not in the YAML files, such as an optional function parameter. rltrain
     accepts `KEY=VALUE` without a `+` for all keys.
@@ -129,8 +131,8 @@ def from_file(path: str) -> list[Item]:
     The file `config.yaml` in a run's output folder can also be used as a config file.
 
     Raises:
-        ConfigError: the file cannot be read, or a setting in it is invalid. The error message is one line and names the
-            config file.
+        ConfigError: the file cannot be read, or a setting in it is invalid. The message of the ConfigError is one line
+            and names the config file.
     """
     where = f"--config {path}"
     values = _load(Path(path).expanduser(), where)
@@ -182,8 +184,8 @@ def _settings(key: str, value: Any) -> list[Item]:
     inside = any(name.startswith(f"{key}.") for name in keys(Config))
     if not (inside and isinstance(value, dict)):
         text = f"{key}: {value}"
-        # A section may be null here. If the section is not optional, the conversion to the typed config raises an
-        # error.
+        # In a config file, the value of a section may be null. If the section is not optional, the conversion to the
+        # typed config raises an error.
         if not (inside and value is None):
             _check_key(key, text)
         return [_setting(key, value, text)]
@@ -289,7 +291,7 @@ def set_text(values: dict[str, Any], items: list[Item]) -> None:
 
 
 def chosen(items: list[Item]) -> Mapping[str, str]:
-    """Return the choice for each config group. If a group is chosen several times, the last choice in `items` is
-    returned.
+    """Return the user's choices as a dict from the config group to the name of the chosen YAML file. If a group is
+    chosen several times, the last choice in `items` is returned.
     """
     return {item.group: item.choice for item in items if isinstance(item, Choice)}

@@ -9,7 +9,7 @@ pages and the comments, and prints the names of the changed files:
 A YAML file that inherits from another choice of its config group contains only the values that differ from that choice.
 The comments in an inheriting file are not replaced, because they explain the particular values. A YAML file that does
 not inherit contains every key of its sections, and the comments of these keys are generated. The comment at the start
-of a file, and comments above lines without a key, are kept.
+of a YAML file, and comments above lines without a key, are kept.
 """
 
 import re
@@ -31,7 +31,7 @@ from rltrain.settings.other_names import NAMES
 from rltrain.settings.schema import Config
 
 WIDTH = 120  # This is the maximum number of characters in a line of a YAML file.
-TOP = ""  # This key path stands for the whole config.
+TOP = ""  # The empty key path stands for the whole config.
 # This is the first line of each YAML file that belongs to one config group but sets keys of several sections.
 WHOLE_CONFIG = "# @package _global_"
 INTRODUCTION = """\
@@ -236,8 +236,8 @@ def _without_head(lines: list[str]) -> tuple[list[str], list[str]]:
 
 
 def _paths(lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
-    """Yield each line of a YAML file, together with the full path of the line's key. The path is "" for a line without
-    a key.
+    """Yield each line of a YAML file, together with the full path of the line's key. For a line without a key, the
+    yielded path is "".
     """
     # `around` holds the column and the path of each key in which the current line is nested.
     around: list[tuple[int, str]] = [(-1, prefix.rstrip("."))]

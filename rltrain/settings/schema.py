@@ -15,10 +15,10 @@ from rltrain.settings.key import key, section
 from rltrain.settings.reward_config import RewardConfig
 from rltrain.settings.typed import require
 
-REWARD_MODEL = "reward_model"  # The role name of a reward model is this prefix, a space, and the model's name.
+REWARD_MODEL = "reward_model"  # The role name of a reward model is "reward_model", a space, and the model's name.
 ALL_LINEAR = "all-linear"  # This value of `model.lora.targets` selects every linear layer except the last.
-# Smallest valid value of `trainer.hang_timeout_s`, in seconds. Workers are polled once a second, and report progress
-# once per micro-batch.
+# Smallest valid value of `trainer.hang_timeout_s`, in seconds. The driver asks the workers for their progress once a
+# second, and workers report progress once per micro-batch.
 SHORTEST_HANG_S = 10.0
 
 
@@ -164,7 +164,7 @@ class LoRAConfig:
     matrices A and B.
     """
 
-    given_whole = True  # True means that the user sets the section as one key whose value is a mapping.
+    given_whole = True  # True means that the user sets all of `model.lora` as one mapping.
 
     rank: int = key("Rank of an adapter's matrices A and B.", if_left_out="required", at_least=1)
     alpha: float = key(
@@ -343,8 +343,8 @@ class DataConfig:
 
     @property
     def evaluations(self) -> dict[str, tuple[str, str]]:
-        """A mapping from the name of each evaluation set to its config key and data source. The set of `data.val` has
-        the name "".
+        """A mapping from the name of each evaluation set to its config key and data source. The evaluation set that the
+        key `data.val` defines has the name "".
         """
         main = {"": ("val", self.val)} if self.val is not None else {}
         return main | {name: (f"val_sets.{name}", source) for name, source in self.val_sets.items()}
@@ -352,7 +352,7 @@ class DataConfig:
 
 @section
 class VLLMConfig:
-    """Settings that only vLLM uses."""
+    """Settings that only the inference engine vLLM uses."""
 
     process: Literal["auto", "inprocess", "async"] = key(
         "Process in which vLLM's engine core runs. inprocess: the worker's process. async: a separate process. auto: "
@@ -587,7 +587,7 @@ class Config:
         """Raise ConfigError if top-p or top-k sampling is on and another setting needs the engine's log-probs.
 
         With top-p or top-k sampling, the engine's log-probs are renormalized over the tokens that can be sampled. The
-        renormalized log-probs are not those of the distribution that is trained.
+        renormalized log-probs are not the log-probs of the policy that is trained.
         """
         algorithm, correction = self.algorithm, self.algorithm.correction.level
         rejection, squares = algorithm.rejection.kl_estimator, algorithm.squared_log_ratio_coef
@@ -637,8 +637,8 @@ class Config:
 
     @property
     def minibatches_per_epoch(self) -> int:
-        """Number of mini-batches in one pass over the answers of a training step. Each mini-batch is one optimizer
-        step.
+        """Number of mini-batches in one pass over the answers of a training step. The trainer takes one optimizer step
+        for each mini-batch.
         """
         return self.trainer.prompts_per_step // self.trainer.prompts_per_minibatch
 

@@ -35,8 +35,8 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
         where: text, such as `trainer.`, that is put before the key names in error messages.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value is invalid. The error message names the key and the rule.
-            For an unknown key, the error message also names the most similar known key.
+        ConfigError: a key is unknown or missing, or a value is invalid. The error message names the config key and the
+            rule. For an unknown key, the error message also names the most similar known key.
     """
     hints = _hints(cast("Any", kind))
     for key in values:
@@ -59,18 +59,18 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """Return the ConfigError for a key that does not exist. The error message names the most similar known key."""
+    """Return the ConfigError for a key that does not exist. The message of this error names the most similar key."""
     hint = f"; the nearest known key is '{max(known, key=lambda name: _likeness(key, name))}'" if known else ""
     return ConfigError(f"unknown config key '{key}'{hint}")
 
 
 def _likeness(key: str, name: str) -> float:
-    # A key with a wrong section should still match well. Therefore, the similarity of the two names without their
-    # sections, times 0.9, also counts.
+    # A key that the user wrote in a wrong section should still match well. Therefore, 0.9 times the similarity of the
+    # two key names without their sections also counts.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
-    # A user may write only the beginning of a long key name. By the ratio alone, an unrelated short name could be more
-    # similar. Therefore, a name that starts with the user's key has a likeness of at least 0.9.
+    # A user may write only the beginning of a long key name. By SequenceMatcher's ratio alone, an unrelated short name
+    # could be more similar. Therefore, a name that starts with the user's key has a likeness of at least 0.9.
     return max(whole, 0.9 * last, 0.9 * name.startswith(key))
 
 
@@ -107,15 +107,15 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         require(isinstance(value, Mapping), _wrong_type(key, value, "a mapping"))
         return parse(hint, value, f"{key}.")
     good = isinstance(value, (int, float) if hint is float else hint) and (hint is bool or not isinstance(value, bool))
-    # The value is compared without conversion to float, because the conversion of a very large int would fail. NaN
-    # fails the comparison.
+    # The value is compared without conversion to float, because the conversion of a very large int would fail. A NaN
+    # value makes the comparison false.
     good = good and (hint is not float or abs(value) <= sys.float_info.max)
     good = good and (hint is not int or abs(value) <= LARGEST_INT)
     require(good, _wrong_type(key, value, _KINDS.get(hint, hint.__name__)))
     return float(value) if hint is float else value
 
 
-LARGEST_INT = 2**63 - 1  # This is the largest number in an int64 tensor.
+LARGEST_INT = 2**63 - 1  # This is the largest number that an int64 tensor can hold.
 
 _KINDS: dict[Any, str] = {
     int: "a whole number below 2^63",

@@ -6,15 +6,15 @@ from dataclasses import dataclass
 from random import Random
 
 SPLITS = ("train", "val")
-VAL_SHARE = 10  # one prompt in ten is held out for evaluation
+VAL_SHARE = 10  # One prompt in ten is held out for evaluation.
 
 
 @dataclass(frozen=True)
 class Task:
     """A task on decimal digits, whose prompts consist of `digits` random digits and the character `mark`.
 
-    All lengths are counted in tokens. The built-in tokenizer encodes each character as one token, and lengths include
-    the end token.
+    The lengths of prompts and answers are counted in tokens. The built-in tokenizer encodes each character as one
+    token, and the length of an answer includes the end token.
 
     Attributes:
         name: key in `rltrain.tasks.TASKS`.
@@ -64,13 +64,14 @@ class Task:
         """Return a flawed answer for the starting model to imitate: often wrong, sometimes without an end.
 
         Returns:
-            The answer, and whether the end token follows it. A finished answer is shorter than `max_response_length`,
-            so that the end token fits; an unfinished answer has exactly `max_response_length` tokens.
+            The flawed answer, and whether the end token follows it. A finished answer is shorter than
+            `max_response_length`, so that the end token fits; an unfinished answer has exactly `max_response_length`
+            tokens.
         """
         return self.mess(row["prompt"].removesuffix(self.mark), rng)
 
     def _draw(self, split: str, rng: Random) -> dict[str, str]:
-        """Draw one random row of the given split by rejection sampling."""
+        """Draw one random prompt of the given split, with its answer, by rejection sampling."""
         while True:
             digits = f"{rng.randrange(10**self.digits):0{self.digits}d}"
             prompt = digits + self.mark
@@ -81,7 +82,7 @@ class Task:
 def split_of(prompt: str) -> str:
     """Return the split ("train" or "val") to which a hash of the prompt's text assigns the prompt.
 
-    The hash is the same on every machine.
+    The hash of a prompt's text is the same on every machine.
     """
     digest = hashlib.blake2b(prompt.encode(), digest_size=8).digest()
     return "val" if int.from_bytes(digest, "big") % VAL_SHARE == 0 else "train"

@@ -13,7 +13,7 @@ MAX_RESPONSE_LENGTH = 16
 # Most answers only guess, so reinforcement learning has to discover that sorting the digits first earns more reward.
 SCRATCH_SHARE = 0.22
 ENDLESS_SHARE = 0.11
-GUESS_RIGHT = 0.07  # probability that a guess is the median; otherwise a guess is a random digit
+GUESS_RIGHT = 0.07  # Probability that a guessed answer is the median instead of a random digit.
 
 
 def solve(digits: str) -> str:

@@ -1,4 +1,4 @@
-"""Sort six digits: `371924>` -> `123479`. The starting model often fails to end its answer."""
+"""Sort six digits: `371924>` -> `123479`. The starting model often fails to end its answer with the end token."""
 
 from random import Random
 
@@ -7,7 +7,7 @@ from rltrain.tasks.base import Task
 DIGITS = 6
 MAX_RESPONSE_LENGTH = 12
 ENDLESS_SHARE = 0.33
-SLIP_SHARE = 0.7  # share of answers in which a random digit overwrites one digit
+SLIP_SHARE = 0.7  # Share of flawed answers in which a random digit overwrites one digit.
 
 
 def solve(digits: str) -> str:

@@ -1,6 +1,6 @@
 """The tiny starting model of the built-in tasks.
 
-The model is trained in seconds when it is needed, always with the same result.
+The tiny model is trained in seconds when a run needs it, always with the same result.
 """
 
 import contextlib
@@ -52,7 +52,7 @@ def tiny_model() -> Qwen2ForCausalLM:
         num_key_value_heads=2,
         max_position_embeddings=1024,
         tie_word_embeddings=True,
-        # a narrow model learns faster with an initial standard deviation of 0.03 than with the usual 0.02
+        # A narrow model learns faster if its weights start with a standard deviation of 0.03 instead of the usual 0.02.
         initializer_range=0.03,
         bos_token_id=None,
         eos_token_id=EOS_ID,
@@ -66,9 +66,9 @@ def tiny_model() -> Qwen2ForCausalLM:
 def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, on_step: OnStep | None = None) -> Path:
     """Train a new tiny model on the task's flawed answers, and save it with its tokenizer in Hugging Face format.
 
-    The weights are bitwise the same for the same arguments on the same machine. The caller's random state and thread
-    count do not change. The directory `path` is created completely or not at all. If another process creates `path`
-    during the training, the directory that the other process has created is kept.
+    The weights are bitwise the same for the same arguments on the same machine. The caller's torch random state and
+    number of torch threads do not change. The directory `path` is created completely or not at all. If another process
+    creates `path` during the training, the directory that the other process has created is kept.
 
     Args:
         task: task to learn.
@@ -102,7 +102,7 @@ def cached_start(task: Task, *, seed: int = 0, steps: int = STEPS, on_step: OnSt
     """
     path = start_path(task, seed=seed, steps=steps)
     if not path.exists():
-        # `make_start` raises FileExistsError if another process has created the directory in the meantime
+        # `make_start` raises FileExistsError if another process has created the directory in the meantime.
         with contextlib.suppress(FileExistsError):
             make_start(task, path, seed=seed, steps=steps, on_step=on_step)
     return path
@@ -128,7 +128,7 @@ def cache_root() -> Path:
 
 
 def messy_batch(task: Task, rng: Random, size: int) -> list[torch.Tensor]:
-    """Draw `size` rows for supervised training.
+    """Draw `size` random prompts with flawed answers for supervised training.
 
     Return one int64 tensor (rows, tokens) for each row length, shortest first. A row consists of the prompt, the flawed
     answer and, if the answer is finished, the end token. Only rows of equal length are put into one tensor, so neither
@@ -143,7 +143,7 @@ def messy_batch(task: Task, rng: Random, size: int) -> list[torch.Tensor]:
 
 
 def _train(model: Qwen2ForCausalLM, task: Task, rng: Random, *, steps: int, on_step: OnStep | None) -> None:
-    """Train the model on supervised rows with AdamW.
+    """Train the model with AdamW to imitate the task's flawed answers.
 
     The learning rate warms up linearly and then decays linearly to zero.
     """
@@ -167,7 +167,7 @@ def _train(model: Qwen2ForCausalLM, task: Task, rng: Random, *, steps: int, on_s
 def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, prompt_length: int) -> torch.Tensor:
     """Return the summed cross-entropy of the answers' tokens, in nats: ids (rows, tokens) -> 0-dim tensor.
 
-    The tokens of the prompts do not count.
+    The tokens of the prompts do not count towards the loss.
     """
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, prompt_length - 1 :]
     return cross_entropy(model.lm_head(hidden).flatten(0, 1), ids[:, prompt_length:].flatten(), reduction="sum")
@@ -188,8 +188,8 @@ def _save(model: Qwen2ForCausalLM, path: Path) -> None:
         char_tokenizer().save_pretrained(draft)
         draft.rename(path)
     except OSError:
-        # Renaming to a non-empty directory fails.
-        # If `path` is a directory, another process has created the same model in the meantime.
+        # Renaming a directory fails if the target is a non-empty directory. If `path` is a directory, another process
+        # has created the same model in the meantime.
         if not path.is_dir():
             raise
         logger.debug("%s was made by another process; discarding our copy", path)
@@ -211,7 +211,7 @@ def _recipe_hash(task: Task, *, seed: int, steps: int) -> str:
 def _own_random_state(seed: int) -> Iterator[None]:
     """Seed torch's CPU generator for the duration of the `with` block, and restore the generator's state afterwards.
 
-    The random generators of GPUs do not change.
+    The states of torch's GPU random generators do not change.
     """
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)

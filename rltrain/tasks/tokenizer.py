@@ -6,20 +6,21 @@ from transformers import Qwen2Tokenizer
 VOCAB_SIZE = 128
 # The ids of the special tokens are control codes that no text uses.
 # Where possible, the meaning of a control code in ASCII fits its special token.
-PAD_ID, PAD_TOKEN = 0, "<pad>"  # NUL
-EOS_ID, EOS_TOKEN = 3, "<eos>"  # ETX, the control code for the end of a text
-# SUB, a token that is never produced; without it, Qwen2Tokenizer would add an unknown token
+PAD_ID, PAD_TOKEN = 0, "<pad>"  # The token `<pad>` has the ASCII code NUL.
+EOS_ID, EOS_TOKEN = 3, "<eos>"  # `<eos>` has the ASCII code ETX (end of text).
+# The token `<unk>` has the ASCII code SUB and is never produced; without `<unk>`, Qwen2Tokenizer would add its own
+# unknown token.
 UNK_ID, UNK_TOKEN = 26, "<unk>"
 
 
 def char_tokenizer() -> Qwen2Tokenizer:
-    """Build the tokenizer, which has 128 token ids and no begin token.
+    """Build the character tokenizer, which has 128 token ids and no begin token.
 
     The tokenizer adds no tokens to a text, and decodes the ids of a text to the same text.
 
     The tokenizer is a byte-level BPE without merges. The class of the tokenizer is `Qwen2Tokenizer`, because
     `AutoTokenizer`, which vLLM also uses, loads the tokenizer of every Qwen2 directory as a `Qwen2Tokenizer`, whatever
-    class was saved. Encoding drops characters outside ASCII.
+    class was saved. When a text is encoded, its characters outside ASCII are dropped.
     """
     vocab = {_visible(code): code for code in range(VOCAB_SIZE)}
     return Qwen2Tokenizer(
@@ -29,13 +30,13 @@ def char_tokenizer() -> Qwen2Tokenizer:
         eos_token=EOS_TOKEN,
         unk_token=UNK_TOKEN,
         clean_up_tokenization_spaces=False,
-        padding_side="left",  # padding is on the left, because generation continues at the right end
+        padding_side="left",  # Prompts are padded on the left, because generation continues at the right end.
         model_max_length=1024,
     )
 
 
 def _visible(code: int) -> str:
-    """Return the token that stands for the character with the code `code`.
+    """Return the token that stands for the character with the ASCII code `code`.
 
     Byte-level BPE writes each byte as a visible character, for instance a space as U+0120.
     """
