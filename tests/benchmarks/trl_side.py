@@ -20,8 +20,8 @@ import torch  # noqa: E402
 from datasets import Dataset  # noqa: E402
 from trl import GRPOConfig, GRPOTrainer  # noqa: E402
 
-from rltrain.rewards.exact_match import exact_match  # noqa: E402
 from rltrain.rewards.final_answer import final_answer  # noqa: E402
+from rltrain.rewards.numeric_match import numeric_match  # noqa: E402
 
 DUAL_CLIP = 3.0  # TRL's `delta` bounds the loss of negative advantages, like the dual clip in grpo.yaml.
 
@@ -86,7 +86,7 @@ def text_of(completion: Any) -> str:
 def score(task: str, prompt: Any, response: str, answer: str, finish_reason: str) -> float:
     """Score a response with the reward function of the job's task."""
     if task == "sums":
-        return exact_match(str(prompt), response, answer=answer) or 0.0
+        return numeric_match(str(prompt), response, answer=answer) or 0.0
     return final_answer(prompt, response, answer=answer, finish_reason=finish_reason)
 
 
