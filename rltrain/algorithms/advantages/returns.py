@@ -28,7 +28,7 @@ def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: 
 def places(mask: Tensor) -> Tensor:
     """Return the index of each trained token among the trained tokens of its row, counted from 0.
 
-    The index has no meaning in slots where `mask` is False.
+    The returned index has no meaning in slots where `mask` is False.
     """
     return mask.cumsum(-1) - 1
 

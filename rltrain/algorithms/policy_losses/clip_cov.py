@@ -32,9 +32,9 @@ def clip_cov(
     the denominators of the aggregation. The selection already acts at r = 1: at the old policy, the gradient is the
     REINFORCE gradient of the tokens that are not selected.
 
-    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are
-    sums: `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (selected, hence dropped, tokens),
-    `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
+    metric sums are `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (selected, hence dropped,
+    tokens), `ratio_mean` and `ppo_kl`.
     """
     mask = as_mask(response_mask)
     dropped = as_mask(selected)
