@@ -85,7 +85,7 @@ class RunningSoftmax:
 
     @property
     def mean(self) -> Tensor:
-        """Return the mean under the softmax, as (R,) for the R positions."""
+        """Return the accumulated mean under the softmax, as (R,) for the R positions."""
         return self.weighted / self.total
 
 
@@ -105,7 +105,8 @@ class GradientSums:
         self.part = torch.empty(0)
 
     def add(self, rows: slice, columns: slice, to_logits: Tensor) -> None:
-        """Add the contribution of a chunk, given the gradient (rows, columns) of its logits.
+        """Add a chunk's contribution to the accumulated gradients, given the gradient (rows, columns) of the chunk's
+        logits.
 
         Chunks must be added in the order in which the function `chunks` yields them.
         """

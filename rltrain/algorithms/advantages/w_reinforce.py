@@ -36,7 +36,7 @@ def w_reinforce(
     """
     for name, weight in (("positive_weight", positive_weight), ("negative_weight", negative_weight)):
         if not 0 <= weight < float("inf"):
-            raise ValueError(f"{name}={weight} must be finite and >= 0; use 0 to learn nothing from these answers")
+            raise ValueError(f"{name}={weight} must be finite and >= 0; use 0 to leave such answers out")
     if positive_weight == negative_weight == 0:
         raise ValueError("positive_weight=0 with negative_weight=0: nothing is learnt; set at least one above 0")
     decided = known_successes(successes, counted_rows(response_mask, valid))

@@ -63,7 +63,8 @@ def select_clip_cov(
     N is the number of trained tokens, and the means are over these tokens. Among the tokens with a covariance in [lb,
     ub], the selector takes those with the smallest `random_draws`. The `random_draws` are uniform numbers that the
     caller assigns to tokens, not to positions in the batch, so the order of rows does not matter. A token whose draw
-    equals the largest selected draw is also selected. If no token has a covariance in [lb, ub], no token is selected.
+    equals the largest selected draw is also selected. If no token has a covariance in [clip_cov_lb, clip_cov_ub], no
+    token is selected.
 
     The selector differs in two ways from the implementation by the authors of Clip-Cov. First, the selector uses log pi
     of the old policy, because the selection precedes the update. Second, the selector can select tokens that PPO's

@@ -1,4 +1,4 @@
-"""Direct reward optimisation (DRO) policy loss: a quadratic penalty towards the old policy replaces clipping."""
+"""Direct reward optimisation (DRO) policy loss, in which a quadratic penalty replaces the clipping of ratios."""
 
 import torch
 from torch import Tensor

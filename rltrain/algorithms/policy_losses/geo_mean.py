@@ -1,4 +1,4 @@
-"""Geometric-mean policy optimization (GMPO): token ratios are clipped in log space and averaged over the response."""
+"""Policy loss of GMPO, which clips token ratios in log space and takes their geometric mean over a response."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Group sequence policy optimization (GSPO): one ratio for a whole response."""
+"""Group sequence policy optimization (GSPO), a policy loss with one importance ratio for a whole response."""
 
 from torch import Tensor
 

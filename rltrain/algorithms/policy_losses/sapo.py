@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimization (SAPO): a smooth gate replaces clipping."""
+"""Policy loss of soft adaptive policy optimization (SAPO), in which a smooth gate replaces the clipping of ratios."""
 
 import torch
 from torch import Tensor

@@ -1,4 +1,4 @@
-"""Tapered off-policy REINFORCE (TOPR): bad answers weigh less as the policy moves away from them."""
+"""Policy loss of tapered off-policy REINFORCE (TOPR): bad answers weigh less as they become less probable."""
 
 import torch
 from torch import Tensor

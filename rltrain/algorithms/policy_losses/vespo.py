@@ -1,4 +1,5 @@
-"""Variational sequence-level soft policy optimization (VESPO): a smooth weight of an answer replaces clipping."""
+"""Policy loss of VESPO (variational sequence-level soft policy optimization), which weights answers smoothly,
+unclipped."""
 
 import torch
 from torch import Tensor
