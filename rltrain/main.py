@@ -161,7 +161,7 @@ def show(text: str) -> int:
 def _system_error(error: OSError) -> str:
     where = f" ({error.filename})" if error.filename else ""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)
-    remedy = "free space, or choose another trainer.output_dir" if full else "correct that, or name another path"
+    remedy = "free space, or choose another trainer.output_dir" if full else "correct this error, or name another path"
     return f"{error.strerror or error}{where}: {remedy}"
 
 
@@ -394,9 +394,9 @@ async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Cons
         return stopped.status if isinstance(stopped, Stopped) else STOPPED
     except ClusterLost as lost:
         raise ClusterLost(f"{lost}; {await saved_at_least(trainer, lost)}") from lost
-    except (RLTrainError, OSError):  # A full disk, for example, raises OSError.
+    except (RLTrainError, OSError):  # Saving to a full disk, for example, raises OSError.
         with contextlib.suppress(RLTrainError):
-            # The call waits until a checkpoint that is already being saved is complete.
+            # `finish` waits until a checkpoint that is already being saved is complete.
             await trainer.checkpoints.finish()
         raise
 
@@ -411,7 +411,11 @@ async def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
             await trainer.save()
         await trainer.checkpoints.finish()
     checkpoint = trainer.last_good()
-    return "it has no checkpoint" if checkpoint is None else f"its last checkpoint is of step {checkpoint.step}"
+    return (
+        "the run has no checkpoint"
+        if checkpoint is None
+        else f"the last checkpoint of the run is of step {checkpoint.step}"
+    )
 
 
 def resolved_yaml(config: Config) -> str:

@@ -94,7 +94,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "reward/kl",
             "mean KL from the policy to the reference policy, as used by the KL penalty in the reward",
-            "nats a token",
+            "nats per token",
         ),
         Metric("reward/kl_coef", "coefficient of the KL penalty in the reward", "number"),
     ),
@@ -110,7 +110,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/entropy",
             "estimate of the policy's entropy: the mean of -log p over the sampled tokens",
-            "nats a token",
+            "nats per token",
             "falls slowly, stays above 0",
         ),
         Metric(
@@ -125,7 +125,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/log_prob_gap",
             "mean absolute difference between the log-probs of the rollout engine and the actor",
-            "nats a token",
+            "nats per token",
             "below `rollout.max_log_prob_gap`",
         ),
         Metric(
@@ -133,11 +133,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "largest absolute difference between the log-probs of the rollout engine and the actor",
             "nats",
         ),
-        Metric("rollout/kl", "KL(engine || actor), estimated with k1", "nats a token", "near 0"),
+        Metric("rollout/kl", "KL(engine || actor), estimated with k1", "nats per token", "near 0"),
         Metric(
             "rollout/k3",
             "KL(engine || actor), estimated with k3; single token values are not limited to 10 nats",
-            "nats a token",
+            "nats per token",
             "near 0",
         ),
         Metric(
@@ -202,30 +202,30 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "actor/ppo_kl",
             "KL(old policy || new policy), estimated as the mean of r - 1 - log r with r = p_new / p_old",
-            "nats a token",
+            "nats per token",
             "below 0.1",
         ),
         Metric(
             "actor/same_policy_gap",
             "mean absolute difference of the actor's and the old log-probs, before the step's first optimizer step",
-            "nats a token",
+            "nats per token",
             "0",
         ),
         Metric(
             "actor/engine_gap",
             "like `rollout/log_prob_gap`, but measured during the first optimizer step's forward pass",
-            "nats a token",
+            "nats per token",
             "below `rollout.max_log_prob_gap`",
         ),
         Metric(
             "actor/engine_kl",
             "like `rollout/kl`, but measured during the first optimizer step's forward pass",
-            "nats a token",
+            "nats per token",
         ),
         Metric(
             "actor/engine_k3",
             "like `rollout/k3`, but measured during the first optimizer step's forward pass",
-            "nats a token",
+            "nats per token",
         ),
         Metric(
             "actor/engine_effective_sample_size",
@@ -254,12 +254,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "actor/correction_rollout_kl",
             "like `rollout/k3`, but averaged over the tokens of all updates of the step",
-            "nats a token",
+            "nats per token",
         ),
         Metric(
             "actor/rejection_divergence",
             "mean of the KL estimate that `algorithm.rejection` compares with its bounds",
-            "nats a token",
+            "nats per token",
         ),
         Metric(
             "actor/rejection_outside_fraction",
@@ -286,12 +286,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "actor/ref_kl",
             "mean KL from the policy to the reference policy; the estimator `k3` is limited to 10 nats per token",
-            "nats a token",
+            "nats per token",
         ),
         Metric(
             "actor/entropy",
             "mean entropy of the policy; present only with an entropy bonus or an entropy target",
-            "nats a token",
+            "nats per token",
         ),
         Metric("actor/entropy_coef", "coefficient of the entropy bonus; present only with an entropy target", "number"),
         Metric("actor/advantage_abs_mean", "mean absolute value of the advantages of trained tokens", "reward"),

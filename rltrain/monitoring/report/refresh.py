@@ -54,7 +54,9 @@ class ReportFile:
         if process.returncode == 0:
             self.next_at = self.clock() + float(said) / SHARE
             return
-        self._warn((complaints.strip().splitlines() or [f"its process ended with status {process.returncode}"])[-1])
+        self._warn(
+            (complaints.strip().splitlines() or [f"the report process ended with status {process.returncode}"])[-1]
+        )
         self.next_at = self.clock() + FIRST_AFTER_S / SHARE
 
     def close(self) -> Path | None:

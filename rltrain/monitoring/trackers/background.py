@@ -110,7 +110,7 @@ class BackgroundSink:
                 self.sink.give_up()
             self._alarms.put(
                 f"trainer.trackers: {self.name} was not done after {CLOSE_TIMEOUT_S:.0f} s, with {waiting} calls still "
-                "waiting; the run ends without it, and metrics.jsonl has all metrics"
+                "waiting; the run ends without waiting any longer, and metrics.jsonl has all metrics"
             )
 
     def alarms(self) -> list[str]:
@@ -127,7 +127,7 @@ class BackgroundSink:
             self._full = True
             self._alarms.put(
                 f"trainer.trackers: {self.name} is slower than the run: {MAX_WAITING} calls are waiting, and further "
-                "ones are left out until it catches up; metrics.jsonl has all metrics"
+                f"calls are left out until {self.name} catches up; metrics.jsonl has all metrics"
             )
 
     def _work(self) -> None:
@@ -146,6 +146,6 @@ class BackgroundSink:
             if not self._failed:
                 self._failed = True
                 self._alarms.put(
-                    f"trainer.trackers: {self.name} failed, and the run goes on without the data that it could not "
-                    f"log there ({described(error)}); metrics.jsonl has all metrics"
+                    f"trainer.trackers: {self.name} failed and lacks some data of the run ({described(error)}); the "
+                    "run continues, and metrics.jsonl has all metrics"
                 )
