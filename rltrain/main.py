@@ -147,7 +147,7 @@ def set_threads(config: Config) -> None:
 def show(text: str) -> int:
     """Print a text to stdout, and return the exit status.
 
-    It is no error if the reader of stdout, such as `head`, closes the pipe early.
+    If the reader of stdout, such as `head`, closes the pipe early, the exit status is still 0.
     """
     try:
         sys.stdout.write(text)
@@ -264,7 +264,8 @@ def train(
     *,
     text_of: Callable[[list[int]], str],
 ) -> tuple["Tracker", Path | None, int]:
-    """Start the workers and train. On Ctrl-C, SIGTERM or SIGHUP, `train` saves a checkpoint and ends the run.
+    """Start the workers, and run the training loop. On Ctrl-C, SIGTERM or SIGHUP, `train` saves a checkpoint and ends
+    the run.
 
     The argument `text_of` is a function that converts token ids to text, including special tokens, for printed samples.
 

@@ -91,10 +91,10 @@ def engine_differs(history: History) -> Finding | None:
 def stale_answers(history: History) -> Finding | None:
     """Detect off-policy answers for which no correction is configured.
 
-    Some answers were sampled by older weights (`rollout/staleness_max` is above 0). The gap between the log-probs of
-    engine and actor, averaged over all steps, is above `rollout.max_log_prob_gap`. The run does not correct for the
-    gap: `algorithm.correction.level` and `algorithm.rejection.kl_estimator` are null, and `algorithm.old_log_probs` is
-    `actor`.
+    Some answers were sampled by weights older than the current weights (`rollout/staleness_max` is above 0). The gap
+    between the log-probs of engine and actor, averaged over all steps, is above `rollout.max_log_prob_gap`. The run
+    does not correct for the gap: `algorithm.correction.level` and `algorithm.rejection.kl_estimator` are null, and
+    `algorithm.old_log_probs` is `actor`.
     """
     gaps = _gaps(history)
     corrected = (
@@ -121,8 +121,8 @@ def stale_answers(history: History) -> Finding | None:
 def answers_too_old(history: History) -> Finding | None:
     """Detect answers that are too old to learn from.
 
-    Some answers were sampled by older weights. The effective sample size of the importance weights, averaged over the
-    last 5 steps, is below half of the number of tokens.
+    Some answers were sampled by weights older than the current weights. The effective sample size of the importance
+    weights, averaged over the last 5 steps, is below half of the number of tokens.
     """
     sizes = history.points("rollout/effective_sample_size") or history.points("actor/engine_effective_sample_size")
     if len(sizes) < ENOUGH_STEPS or not _asynchronous(history) or last_mean(sizes) >= SMALL_SAMPLE:

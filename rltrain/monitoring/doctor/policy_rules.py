@@ -36,12 +36,13 @@ JUDGED_STEPS = 10  # A critic's explained variance is noisy, so the doctor avera
 def learning_rate_too_high(history: History) -> Finding | None:
     """Detect updates that are too large.
 
-    At least one of three conditions holds. First: the updates of one step moved the policy by a KL of at least 0.5 nats
-    per token, and the mean reward then fell. Second: the updates of at least 3 steps each moved the policy by a KL of
-    at least 0.3 nats per token. Third: the entropy changed by a factor of at least 3 from one step to the next, the
-    mean reward then fell, and the run measured no KL above 0 (which is normal with one update per step). A fall of the
-    mean reward counts if it is at least half the standard deviation of single rewards. The fall of the mean reward is
-    measured from the 5 steps up to the large update to the last 5 steps of the run.
+    The rule has three conditions, of which at least one holds. First condition: the updates of one step moved the
+    policy by a KL of at least 0.5 nats per token, and the mean reward then fell. Second condition: the updates of at
+    least 3 steps each moved the policy by a KL of at least 0.3 nats per token. Third condition: the entropy changed by
+    a factor of at least 3 from one step to the next, the mean reward then fell, and the run measured no KL above 0
+    (which is normal with one update per step). A fall of the mean reward counts if it is at least half the standard
+    deviation of single rewards. The fall of the mean reward is measured from the 5 steps up to the large update to the
+    last 5 steps of the run.
     """
     kl = history.points("actor/ppo_kl")
     huge = [point for point in kl if point[1] >= HUGE_KL]
@@ -93,8 +94,8 @@ def _rate(history: History) -> str:
 def _jump(history: History) -> int | None:
     """Return the training step just before the first entropy jump that precedes a fall of the mean reward.
 
-    An entropy jump is a change of the entropy by a factor of at least 3 from one step to the next. The result is None
-    if the mean reward did not fall after any entropy jump.
+    An entropy jump is a change of the entropy by a factor of at least 3 from one step to the next. The returned step is
+    None if the mean reward did not fall after any entropy jump.
     """
     entropy = [point for point in history.points("rollout/entropy") if point[1] > 0]
     for (step, before), (_, after) in pairwise(entropy):
@@ -140,7 +141,7 @@ def _reward_after(history: History, step: int) -> str:
 
 
 def skipped_updates(history: History) -> Finding | None:
-    """Detect skipped updates.
+    """Detect optimizer updates that were skipped.
 
     At least one update of the actor or the critic was skipped because the loss or the gradient was not finite.
     """

@@ -16,7 +16,7 @@ from rltrain.monitoring.report.run_files import RunFiles, read_run
 from rltrain.monitoring.report.samples import encode_samples, number, packed, to_json
 
 REPORT = "report.html"
-MAX_BYTES = 19_800_000  # maximum size of a page in bytes
+MAX_BYTES = 19_800_000  # maximum size of a report page in bytes
 
 
 def write_report(

@@ -25,18 +25,19 @@ class GivesUp(Protocol):
     """Optional interface of a sink whose library may keep the run's process from exiting."""
 
     def give_up(self) -> None:
-        """Stop the work that the sink's library is still doing.
+        """Stop the work that the library of the sink is still doing.
 
         `BackgroundSink` calls `give_up` in the main thread if the sink's method `close` takes too long.
         """
 
 
 class BackgroundSink:
-    """Forwards each method call to a wrapped sink. The calls are executed in a separate thread, in the original order.
+    """Sink that forwards each method call to a wrapped sink. The forwarded calls are executed in a separate thread, in
+    the original order.
 
-    Of the methods of `BackgroundSink`, only `close` waits for the wrapped sink, and none raises an exception. If a call
-    of the wrapped sink raises an exception, the later calls are still made. If `restore` fails, the wrapped sink has no
-    run to write to, so the wrapped sink gets no calls until the next `restore`.
+    Of the methods of `BackgroundSink`, only `close` waits for the wrapped sink, and no method raises an exception. If a
+    call of the wrapped sink raises an exception, the later calls are still made. If `restore` fails, the wrapped sink
+    has no run to write to, so the wrapped sink gets no calls until the next `restore`.
 
     Args:
         name: name of the wrapped sink in the text of alarms.
