@@ -136,7 +136,7 @@ def set_threads(config: Config) -> None:
     """Set the number of OpenMP threads of the driver process; call this function before torch is imported.
 
     With `placement=inprocess`, the driver process itself trains the model. With Ray, each worker process sets its own
-    number of threads.
+    number of OpenMP threads.
     """
     settings = openmp_settings(config.placement.threads_per_worker)
     if config.placement.launcher == "ray":
@@ -264,8 +264,9 @@ def train(
     *,
     text_of: Callable[[list[int]], str],
 ) -> tuple["Tracker", Path | None, int]:
-    """Start the workers, and run the training loop. On Ctrl-C, SIGTERM or SIGHUP, `train` saves a checkpoint and ends
-    the run.
+    """Start the workers, and run the training loop.
+
+    On Ctrl-C, SIGTERM or SIGHUP, `train` saves a checkpoint and ends the run.
 
     The argument `text_of` is a function that converts token ids to text, including special tokens, for printed samples.
 

@@ -69,8 +69,8 @@ class Trainer:
         val_prompts: maps the name of each evaluation set to the prompts of the set; the evaluation set of `data.val`
             has the name "".
         tasks: the run's background tasks. If the run is interrupted, a wait is cancelled only if no results can be
-        lost. restart: function that ends all processes of the training ranks and starts new processes; None if the
-        ranks
+            lost.
+        restart: function that ends all processes of the training ranks and starts new processes; None if the ranks
             cannot be restarted.
         timeline: collects the timeline events of all processes after each step; None records no timeline.
 
@@ -442,8 +442,7 @@ class Trainer:
         await self.collector.rollout.load(self.actor.ranks, self.step, check=self.config.rollout.verify_sync)
 
     async def evaluate(self) -> None:
-        """Evaluate sampled and greedy answers to all evaluation prompts, unless the current step is already
-        evaluated."""
+        """Evaluate sampled and greedy answers to all evaluation prompts, unless the current step has been evaluated."""
         if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:

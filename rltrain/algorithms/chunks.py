@@ -105,8 +105,7 @@ class GradientSums:
         self.part = torch.empty(0)
 
     def add(self, rows: slice, columns: slice, to_logits: Tensor) -> None:
-        """Add a chunk's contribution to the accumulated gradients, given the gradient (rows, columns) of the chunk's
-        logits.
+        """Add a chunk's contribution to the gradients, given the gradient (rows, columns) of the chunk's logits.
 
         Chunks must be added in the order in which the function `chunks` yields them.
         """

@@ -46,9 +46,9 @@ class Sink(Protocol):
         """Receive the metrics of an evaluation.
 
         Args:
-            step: number of training steps that the run took before the evaluation. The argument `step` of
-            `log_evaluation` is 0 for an evaluation of the run's initial weights. metrics: the value of each metric by
-            the metric's name, as in `log_step`.
+            step: number of training steps that the run took before the evaluation; 0 for an evaluation of the run's
+                initial weights.
+            metrics: the value of each metric by the metric's name, as in `log_step`.
         """
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:

@@ -1,9 +1,10 @@
 """Writes a run's timeline to a file in Chrome's trace-event format, which https://ui.perfetto.dev can open.
 
-The file contains a JSON object whose list `traceEvents` holds the events. Complete events (`"ph": "X"`) have a start
-`ts` and a duration `dur` in microseconds. Metadata events (`"ph": "M"`) name the processes and threads. Perfetto draws
-each thread as a row of the timeline, and requires that any two events of a thread are disjoint or nested. If two events
-of a process overlap without one containing the other, the writer puts the two events on different threads.
+The file contains a JSON object whose list `traceEvents` holds the events. Complete events, whose key `ph` is X, have a
+start `ts` and a duration `dur` in microseconds. Metadata events, whose key `ph` is M, name processes and threads.
+Perfetto draws each thread as one row of the timeline, and requires that any two events of a thread are disjoint or
+nested. If two events of a process overlap without one containing the other, the writer puts the two events on different
+threads.
 
 The trace-event format is described in the document "Trace Event Format"; see
 https://perfetto.dev/docs/getting-started/other-formats.

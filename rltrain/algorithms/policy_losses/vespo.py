@@ -1,5 +1,4 @@
-"""Policy loss of VESPO (variational sequence-level soft policy optimization), which weights answers smoothly,
-unclipped."""
+"""Variational sequence-level soft policy optimization (VESPO), a policy loss with a smooth weight, not clipping."""
 
 import torch
 from torch import Tensor

@@ -27,8 +27,9 @@ _START = (
 
 
 class ReportFile:
-    """Writer that keeps the file `report.html` of a run up to date. An error while writing the report never ends the
-    run.
+    """Writer that keeps the file `report.html` of a run up to date.
+
+    An error while writing the report never ends the run.
 
     Args:
         output_dir: output folder of the run; must exist.

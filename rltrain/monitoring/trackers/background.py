@@ -32,8 +32,9 @@ class GivesUp(Protocol):
 
 
 class BackgroundSink:
-    """Sink that forwards each method call to a wrapped sink. The forwarded calls are executed in a separate thread, in
-    the original order.
+    """Sink that forwards each method call to a wrapped sink.
+
+    The forwarded calls are executed in a separate thread, in the original order.
 
     Of the methods of `BackgroundSink`, only `close` waits for the wrapped sink, and no method raises an exception. If a
     call of the wrapped sink raises an exception, the later calls are still made. If `restore` fails, the wrapped sink
