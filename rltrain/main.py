@@ -136,7 +136,7 @@ def set_threads(config: Config) -> None:
     """Set the number of OpenMP threads of the driver process; call this function before torch is imported.
 
     With `placement=inprocess`, the driver process itself trains the model. With Ray, each worker process sets its own
-    number of threads.
+    number of OpenMP threads.
     """
     settings = openmp_settings(config.placement.threads_per_worker)
     if config.placement.launcher == "ray":
@@ -147,7 +147,7 @@ def set_threads(config: Config) -> None:
 def show(text: str) -> int:
     """Print a text to stdout, and return the exit status.
 
-    It is no error if the reader of stdout, such as `head`, closes the pipe early.
+    If the reader of stdout, such as `head`, closes the pipe early, the exit status is still 0.
     """
     try:
         sys.stdout.write(text)
@@ -161,7 +161,7 @@ def show(text: str) -> int:
 def _system_error(error: OSError) -> str:
     where = f" ({error.filename})" if error.filename else ""
     full = error.errno in (errno.ENOSPC, errno.EDQUOT, None)
-    remedy = "free space, or choose another trainer.output_dir" if full else "correct that, or name another path"
+    remedy = "free space, or choose another trainer.output_dir" if full else "correct this error, or name another path"
     return f"{error.strerror or error}{where}: {remedy}"
 
 
@@ -264,7 +264,9 @@ def train(
     *,
     text_of: Callable[[list[int]], str],
 ) -> tuple["Tracker", Path | None, int]:
-    """Start the workers and train. On Ctrl-C, SIGTERM or SIGHUP, `train` saves a checkpoint and ends the run.
+    """Start the workers, and run the training loop.
+
+    On Ctrl-C, SIGTERM or SIGHUP, `train` saves a checkpoint and ends the run.
 
     The argument `text_of` is a function that converts token ids to text, including special tokens, for printed samples.
 
@@ -394,9 +396,9 @@ async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Cons
         return stopped.status if isinstance(stopped, Stopped) else STOPPED
     except ClusterLost as lost:
         raise ClusterLost(f"{lost}; {await saved_at_least(trainer, lost)}") from lost
-    except (RLTrainError, OSError):  # A full disk, for example, raises OSError.
+    except (RLTrainError, OSError):  # Saving to a full disk, for example, raises OSError.
         with contextlib.suppress(RLTrainError):
-            # The call waits until a checkpoint that is already being saved is complete.
+            # `finish` waits until a checkpoint that is already being saved is complete.
             await trainer.checkpoints.finish()
         raise
 
@@ -411,7 +413,11 @@ async def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
             await trainer.save()
         await trainer.checkpoints.finish()
     checkpoint = trainer.last_good()
-    return "it has no checkpoint" if checkpoint is None else f"its last checkpoint is of step {checkpoint.step}"
+    return (
+        "the run has no checkpoint"
+        if checkpoint is None
+        else f"the last checkpoint of the run is of step {checkpoint.step}"
+    )
 
 
 def resolved_yaml(config: Config) -> str:

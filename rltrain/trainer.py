@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 
 class Trainer:
-    """Runs the training loop of a run, including recovery from lost training ranks.
+    """Training loop of a run, including recovery from lost training ranks.
 
     Args:
         config: the whole config of the run.
@@ -68,8 +68,8 @@ class Trainer:
         checkpoints: saves and reads the checkpoints of the run.
         val_prompts: maps the name of each evaluation set to the prompts of the set; the evaluation set of `data.val`
             has the name "".
-        tasks: the run's background tasks. If the run is interrupted, only those waits are cancelled in which no results
-            can be lost.
+        tasks: the run's background tasks. If the run is interrupted, a wait is cancelled only if no results can be
+            lost.
         restart: function that ends all processes of the training ranks and starts new processes; None if the ranks
             cannot be restarted.
         timeline: collects the timeline events of all processes after each step; None records no timeline.
@@ -250,7 +250,7 @@ class Trainer:
         logger.warning("the training ranks were restarted; training continues after step %d", self.step)
 
     async def train_step(self) -> tuple[dict[str, float], DataProto]:
-        """Take one training step. Return the metrics of the training step, and the batch on which the step trained."""
+        """Run one training step. Return the metrics of the training step, and the batch on which the step trained."""
         config, timer = self.config, Timer()
         self.timer = timer
         async with self.saved_on_error():
@@ -442,7 +442,7 @@ class Trainer:
         await self.collector.rollout.load(self.actor.ranks, self.step, check=self.config.rollout.verify_sync)
 
     async def evaluate(self) -> None:
-        """Evaluate sampled and greedy answers to all evaluation prompts, unless this step is already evaluated."""
+        """Evaluate sampled and greedy answers to all evaluation prompts, unless the current step has been evaluated."""
         if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:

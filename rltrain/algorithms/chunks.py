@@ -8,8 +8,8 @@ from torch import Tensor
 
 from rltrain.algorithms.ratio import as_float
 
-LEAST_LOG = -1e4  # finite replacement for -inf: exp gives 0 in every dtype, and 0 * LEAST_LOG is 0, not NaN
-# largest number of rows in a chunk; more rows would leave room for fewer columns without speeding up the matrix product
+LEAST_LOG = -1e4  # Finite replacement for -inf: exp gives 0 in every dtype, and 0 * LEAST_LOG is 0, not NaN.
+# Largest number of rows in a chunk; more rows would leave room for fewer columns without a faster matrix product.
 MAX_ROWS = 2048
 # Number of logits per chunk, by device type.
 # On a CPU, a chunk must fit into the cache, because the computation reads the chunk several times. On other devices,
@@ -47,12 +47,12 @@ def logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float
 
 
 class RunningSoftmax:
-    """Accumulates the sum of exp(logit) and a mean under the softmax for each position, over chunks of columns.
+    """Accumulator of the sum of exp(logit) and of a mean under the softmax for each position, over chunks of columns.
 
-    Each sum is relative to the largest logit added so far, and is rescaled when a larger logit is added. The mean under
-    the softmax is the mean of `values`, or, without `values`, the mean of the differences between the logits and the
-    largest logit. A word of probability 0, such as a word with logit -inf, adds exactly 0 to the mean, whatever its
-    entry in `values`.
+    Each accumulated sum is relative to the largest logit added so far, and is rescaled when a larger logit is added.
+    The mean under the softmax is the mean of `values`, or, without `values`, the mean of the differences between the
+    logits and the largest logit. A word of probability 0, such as a word with logit -inf, adds exactly 0 to the mean,
+    whatever its entry in `values`.
     """
 
     def __init__(self, hidden: Tensor, *, with_mean: bool) -> None:
@@ -85,12 +85,12 @@ class RunningSoftmax:
 
     @property
     def mean(self) -> Tensor:
-        """Return the mean under the softmax, as (R,) for the R positions."""
+        """Return the accumulated mean under the softmax, as (R,) for the R positions."""
         return self.weighted / self.total
 
 
 class GradientSums:
-    """Accumulates the gradients of hidden (R, H), head (V, H) and bias (V,) from the logit gradients of all chunks.
+    """Accumulator of the gradients of hidden (R, H), head (V, H) and bias (V,) from the logit gradients of all chunks.
 
     Gradients in types narrower than float32 are summed in float32 and rounded once. `wanted` says which of the three
     gradients (hidden, head, bias) are computed; a gradient that is not computed is None.
@@ -105,7 +105,7 @@ class GradientSums:
         self.part = torch.empty(0)
 
     def add(self, rows: slice, columns: slice, to_logits: Tensor) -> None:
-        """Add the contribution of a chunk, given the gradient (rows, columns) of its logits.
+        """Add a chunk's contribution to the gradients, given the gradient (rows, columns) of the chunk's logits.
 
         Chunks must be added in the order in which the function `chunks` yields them.
         """

@@ -21,11 +21,11 @@ class FixedKLController:
         """Do nothing: the coefficient is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state to save in a checkpoint."""
+        """Return the state of the controller, which a checkpoint saves."""
         return {"kl_coef": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from a `state_dict`."""
+        """Restore the state of the controller from a `state_dict`."""
         self.value = float(state["kl_coef"])
 
 
@@ -34,8 +34,8 @@ class AdaptiveKLController(FixedKLController):
 
     e = clip(KL / target - 1, -0.2, 0.2);   kl_coef <- kl_coef * (1 + e * n_steps / horizon)
 
-    KL is measured since the last update, in the unit of `target`. n_steps is the amount of data seen since the last
-    update, in the unit of `horizon` (sequences, according to the configuration schema).
+    KL is the divergence measured since the last update, in the unit of `target`. n_steps is the amount of data seen
+    since the last update, in the unit of `horizon` (sequences, according to the configuration schema).
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
@@ -79,11 +79,11 @@ class FixedEntropyController:
         """Do nothing: the coefficient is fixed."""
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state to save in a checkpoint."""
+        """Return the state of the controller, which a checkpoint saves."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from a `state_dict`."""
+        """Restore the state of the controller from a `state_dict`."""
         self.value = float(state["value"])
 
 
@@ -99,7 +99,7 @@ class AdaptiveEntropyController(FixedEntropyController):
 
     The controller differs from Skywork-OR1 in three ways:
 
-    * c has a floor of 0. A negative c would turn the entropy bonus into a penalty when the entropy next falls below the
+    * c is never below 0. A negative c would turn the entropy bonus into a penalty when the entropy next falls below the
       target.
     * c has the upper bound `maximum`, 0.005 in the training script of Skywork-OR1. Without an upper bound on c, an
       unreachable target makes the entropy bonus outweigh the reward. `load_state_dict` reduces a saved coefficient
@@ -142,10 +142,10 @@ class AdaptiveEntropyController(FixedEntropyController):
         self.value = self.entropy_coef if entropy <= self.target else 0.0
 
     def state_dict(self) -> dict[str, float]:
-        """Return the state to save in a checkpoint."""
+        """Return the state of the controller, which a checkpoint saves."""
         return {**super().state_dict(), "entropy_coef": self.entropy_coef}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore the state from a `state_dict`, with coefficients reduced to at most `maximum`."""
+        """Restore the state of the controller from a `state_dict`, with coefficients reduced to at most `maximum`."""
         self.value = min(float(state["value"]), self.maximum)
         self.entropy_coef = min(float(state["entropy_coef"]), self.maximum)

@@ -35,29 +35,30 @@ def rollout_correction(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Compute importance weights w = pi_old / pi_rollout and the mask of the tokens that keep their policy-loss term.
 
-    The knob `level` defines the importance weight w of a token. "token" is pi_old(y_t) / pi_rollout(y_t). "sequence" is
-    the product of the token ratios over the row's trained tokens. "geometric" is the |y|-th root of the sequence ratio.
-    `mode` defines what happens to tokens whose w is outside of [lower, upper]:
+    The knob `level` defines the importance weight w of a token. At the level "token", w is pi_old(y_t) /
+    pi_rollout(y_t). At the level "sequence", w is the product of the token ratios over the row's trained tokens. At the
+    level "geometric", w is the |y|-th root of the sequence ratio. The knob `mode` defines what happens to tokens whose
+    w is outside of [lower, upper]:
 
         truncate  w is clamped to the bounds and no token is dropped; lower=0 gives TIS (truncated importance sampling)
         mask      tokens outside are dropped; tokens inside have weight w (IcePop, arXiv 2510.18855). At the levels
                   sequence and geometric, all tokens of a row have the same w, so whole rows are dropped
 
-    A bound of None means no bound. If `advantages` A are given, the mode "mask" drops only tokens with A < 0. Tokens
-    that have a negative advantage and are unlikely under the trained policy destabilise training. If a token's w is
-    outside of the bounds but the token is not dropped, its w is clamped to the bounds. To drop tokens or rows without
-    weighting the kept tokens, use `rollout_rejection`.
+    A value of None for `lower` or `upper` means no bound. If `advantages` A are given, the mode "mask" drops only
+    tokens with A < 0. Tokens that have a negative advantage and are unlikely under the trained policy destabilise
+    training. If a token's w is outside of the bounds but the token is not dropped, its w is clamped to the bounds. To
+    drop tokens or rows without weighting the kept tokens, use `rollout_rejection`.
 
     The policy-loss term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate the policy-loss term
     over the whole `response_mask`, so that a dropped token still counts in every denominator and keeps its KL and
     entropy terms. If half of a row's tokens are dropped, the row's policy gradient is halved, as in IcePop, which
     divides by the number |y| of all sampled tokens.
 
-    Log-ratios are clamped to [-20, 20]. Masked slots are ignored.
+    Log-ratios are clamped to [-20, 20]. The inputs in masked slots are ignored.
 
     Returns:
         (weights, mask, metrics). The weights (B, T) are detached, and 0 outside of the mask. The mask (B, T) is bool
-        and a subset of `response_mask`. The metrics are sums over `response_mask`: `weight_mean`,
+        and a subset of `response_mask`. The sums over `response_mask` in the metrics are `weight_mean`,
         `outside_fraction`, `dropped_fraction` and `rollout_kl`, which estimates KL(pi_rollout || pi_old).
 
     Raises:
@@ -95,13 +96,14 @@ def rollout_rejection(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the mask of the tokens on which the policy is still close to the policy that sampled the tokens.
 
-    With d = log pi_rollout(y_t) - log pi(y_t), a token's value is an estimate of KL(pi_rollout || pi), by one of four
-    estimators:
+    With d = log pi_rollout(y_t) - log pi(y_t), the value of a token is an estimate of KL(pi_rollout || pi), by one of
+    four estimators:
 
         k1 d        k2 d^2 / 2        k3 e^-d - 1 + d        abs |d|
 
-    Tokens or rows with a value outside of [lower, upper] are dropped. A bound of None means no bound. `level` defines
-    which values are compared with the bounds, and what is dropped:
+    Tokens or rows whose estimate is outside of [lower, upper] are dropped. A value of None for `lower` or `upper` means
+    no bound. The knob `level` defines which values are compared with the bounds, and whether tokens or rows are
+    dropped:
 
         token     each token's value; the token is dropped
         sequence  the mean over the row's trained tokens (k1: log of the geometric mean of pi_rollout / pi); the row is
@@ -119,12 +121,12 @@ def rollout_rejection(
     A dropped token loses only its policy-loss term: compute `torch.where(mask, token_losses, 0)`, and aggregate the
     result over the whole `response_mask`.
 
-    No gradient goes to `log_probs`. d is clamped to [-20, 20]. Masked slots are ignored. A NaN at a trained token
-    causes no rejection, so that the mask does not hide the NaN.
+    No gradient goes to `log_probs`. d is clamped to [-20, 20]. The inputs in masked slots are ignored. A NaN at a
+    trained token causes no rejection, so that the mask does not hide the NaN.
 
     Returns:
-        (mask, metrics). The mask (B, T) is bool and a subset of `response_mask`. The metrics are sums over
-        `response_mask`: `divergence` (the tokens' values), `outside_fraction` and `dropped_fraction`.
+        (mask, metrics). The mask (B, T) is bool and a subset of `response_mask`. The sums over `response_mask` in the
+        metrics are `divergence` (the tokens' values), `outside_fraction` and `dropped_fraction`.
 
     Raises:
         ValueError: if `kl_estimator` or `level` is unknown, if both bounds are None, if `lower` is given for an
@@ -149,7 +151,7 @@ def rollout_rejection(
 
 
 def rollout_diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """Measure how far the rollout engine's probabilities of the sampled tokens are from the actor's.
+    """Measure how far the rollout engine's probabilities of the sampled tokens are from the actor's probabilities.
 
     All tensors have the shape (B, T), and the results are sums over trained tokens. With w = pi_old(y_t) /
     pi_rollout(y_t), log w clamped to [-20, 20], and d = -log w, the results are:
@@ -175,13 +177,13 @@ def effective_sample_size(
 ) -> float | Tensor:
     """Compute (sum w)^2 / (count * sum w^2), in (0, 1]: the effective share of `count` weighted samples.
 
-    The result is 1 if all weights are equal (as when engine and actor agree) or if there is no sample. The formula is
-    from Kish, Survey Sampling (1965). Each argument is a number or a 0-dim tensor.
+    The effective share is 1 if all weights are equal (as when engine and actor agree) or if `count` is 0. The formula
+    of the effective sample size is from Kish, Survey Sampling (1965). Each argument is a number or a 0-dim tensor.
     """
     if not count > 0:
         return 1.0
     share = (weight_sum / count) * (weight_sum / weight_squared_sum)
-    return min(share, 1.0)  # rounding can make the share slightly larger than 1
+    return min(share, 1.0)  # rounding can make the effective share of samples slightly larger than 1
 
 
 def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:

@@ -25,15 +25,15 @@ def full_kl(
         dKL / dz_v = pi_v (log pi_v - log pi_ref_v - KL) / temperature
 
     hidden (N, H) and head (V, H) belong to the policy. ref_hidden (N, H') and ref_head (V, H') belong to the reference,
-    which gets no gradient. The result is (N,) and never negative. The module `kl` contains estimators that need only
-    log-probs of sampled tokens.
+    which gets no gradient. The returned KL has the shape (N,) and is never negative. The module `kl` contains
+    estimators that need only log-probs of sampled tokens.
 
-    A word of probability 0 under the policy adds exactly 0 and has no gradient. The policy and the reference can have
-    logits of -inf for the same words. If only the reference has a logit of -inf for a word, the KL is inf.
+    A word of probability 0 under the policy adds exactly 0 to the KL and has no gradient. The policy and the reference
+    can have logits of -inf for the same words. If only the reference has a logit of -inf for a word, the KL is inf.
 
     Each model has at most `chunk_size` logits (positions times words) in memory at a time, also in the backward pass,
     which recomputes the logits. If `chunk_size` is None, a size that suits the device is used. The chunk size does not
-    change the result. Each matrix product is computed in the dtype of its factors, as in the models. All other
+    change the computed KL. Each matrix product is computed in the dtype of its factors, as in the models. All other
     operations use float64 if the product is float64, and float32 otherwise.
 
     `full_kl` takes no mask, so the caller must select the trained positions first. The KL covers the whole distribution
@@ -78,7 +78,7 @@ class _FullKL(torch.autograd.Function):
                 ref_chunk = logits(ref_hidden[rows], ref_head[columns], None, temperature)
                 policy.add(rows, chunk, chunk - ref_chunk)
                 reference.add(rows, ref_chunk)
-        # Subtract policy.log_sum - reference.log_sum in a form that avoids the rounding of each `log_sum`.
+        # Subtract reference.log_sum from policy.log_sum in a form that avoids the rounding of each `log_sum`.
         kl = policy.mean - (policy.top - reference.top) - (policy.total / reference.total).log()
         ctx.save_for_backward(hidden, head, ref_hidden, ref_head, policy.log_sum, reference.log_sum, kl)
         ctx.temperature, ctx.size = temperature, size

@@ -64,7 +64,8 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def _straight_through(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return an estimator with the value of `estimator` and the gradient of k2, so that the reverse KL is minimised.
 
-    In k3+, the bound of k3 applies only to the value. The gradient of k3+ is that of k2, which is d and needs no bound.
+    In k3+, the bound of k3 applies only to the value of the estimate, not to the gradient. The gradient of k3+ is that
+    of k2, which is d and needs no bound.
     """
 
     @functools.wraps(estimator)
@@ -88,9 +89,9 @@ def kl_estimate(
     is multiplied by r = pi / pi_old, so that its mean over samples from pi_old equals the mean over samples from pi.
     Gradients also flow through the importance ratio r:
 
-    * r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. r k3 is the
-      unbiased estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
-    * r k2 and r abs have the gradient of the mean of k2 and of abs under pi.
+    * The products r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. The
+      product r k3 is the unbiased KL estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
+    * The products r k2 and r abs have the gradients of the means of k2 and of abs over samples from pi.
     * A "+" estimator, such as k3+, already has the complete gradient, so a gradient through r would count it twice. For
       a "+" estimator, r is detached and only reweights the estimate.
 

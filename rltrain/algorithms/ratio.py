@@ -45,7 +45,7 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
 def row_log_ratio(log_ratio: Tensor) -> Tensor:
     """Sum the safe log-ratios of each row, as (B, 1), clamped to [-20, 20] and without gradient.
 
-    The exponential of the result is the ratio of the whole row, pi(y) / pi_old(y).
+    The exponential of the sum is the ratio of the whole row, pi(y) / pi_old(y).
     """
     return log_ratio.detach().sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -53,7 +53,8 @@ def row_log_ratio(log_ratio: Tensor) -> Tensor:
 def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
     """Compute log pi (B, T) as log pi_old + the safe log-ratio.
 
-    The result is finite even where pi is 0. The result has a gradient exactly where `log_ratio` has one.
+    The computed log pi is finite even where pi is 0. The computed log pi has a gradient exactly where `log_ratio` has a
+    gradient.
     """
     return masked(old_log_probs.detach(), mask) + log_ratio
 
@@ -113,7 +114,7 @@ def metric_sum(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def policy_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Return the metric sums that every policy loss reports: `clip_fraction`, `ratio_mean` and `ppo_kl`.
+    """Return the sums of the metrics `clip_fraction`, `ratio_mean` and `ppo_kl`, which every policy loss reports.
 
     `ppo_kl` estimates KL(pi_old || pi) by r - 1 - log r, which is never negative.
 

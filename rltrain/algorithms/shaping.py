@@ -53,8 +53,8 @@ def suppress_truncated(scores: Tensor, truncated: Tensor, nothing: Tensor) -> Te
     """Compute min(r, nothing) where `truncated`, else r: (B,) -> (B,).
 
     `nothing` (B,) is the score that the row would have if every reward function gave it 0. A truncated row gets the
-    score `nothing`, or its own score if its own score is lower. Truncation never improves a score, neither that of a
-    right answer nor that of a wrong answer.
+    score `nothing`, or its own score if its own score is lower. Truncation never improves the score of an answer,
+    whether the answer is right or wrong.
 
     `truncated` (B,) must come from the engine's finish reason, never from the length. A score of NaN, which means that
     the row has no score, stays NaN. `suppress_truncated` does not decide which rows enter the statistics or which

@@ -33,7 +33,7 @@ LOST_SHARE = 0.5
 
 
 class Alarms:
-    """Checks the metrics of each step for signs of failure.
+    """Checker of the metrics of each training step for signs of failure.
 
     Args:
         config: the whole config of the run.
@@ -59,8 +59,8 @@ class Alarms:
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
         """Check the metrics of one step, and return one line of text for each newly raised alarm.
 
-        The line of an alarm contains the metric's value, the limit and a remedy. Call `look` exactly once for each
-        step, in order.
+        The line of text of an alarm contains the metric's value, the limit and a remedy. Call the method `look` exactly
+        once for each training step, in order.
         """
         known = {name: value for name, value in metrics.items() if value is not None and isfinite(value)}
         begun = []
@@ -74,9 +74,9 @@ class Alarms:
     def _gap(self, metrics: Mapping[str, float]) -> str:
         """Return an alarm message if engine and actor give too different log-probs to tokens; otherwise return "".
 
-        The result is "" for a batch with tokens sampled by older weights, because older weights give different
-        log-probs. With top-p or top-k sampling, the result is always "", because the engine's log-probs then describe a
-        truncated distribution.
+        The returned message is "" for a batch with tokens sampled by older weights, because older weights give
+        different log-probs. With top-p or top-k sampling, the returned message is always "", because the engine's
+        log-probs then describe a truncated distribution.
         """
         if self.config.rollout.is_restricted:
             return ""
@@ -112,7 +112,7 @@ class Alarms:
     def _same_outcome(self, metrics: Mapping[str, float]) -> str:
         """Return an alarm message if rewards have long been equal for all answers to each prompt; else return "".
 
-        If each prompt has only one answer, there are no answers to compare, so the result is "".
+        If each prompt has only one answer, there are no answers to compare, so the returned message is "".
         """
         all_flat = metrics.get("reward/same_outcome_fraction", 0.0) >= 1
         self.flat = self.flat + 1 if all_flat and self.config.rollout.samples_per_prompt > 1 else 0

@@ -94,7 +94,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "reward/kl",
             "mean KL from the policy to the reference policy, as used by the KL penalty in the reward",
-            "nats a token",
+            "nats per token",
         ),
         Metric("reward/kl_coef", "coefficient of the KL penalty in the reward", "number"),
     ),
@@ -110,7 +110,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/entropy",
             "estimate of the policy's entropy: the mean of -log p over the sampled tokens",
-            "nats a token",
+            "nats per token",
             "falls slowly, stays above 0",
         ),
         Metric(
@@ -125,7 +125,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "rollout/log_prob_gap",
             "mean absolute difference between the log-probs of the rollout engine and the actor",
-            "nats a token",
+            "nats per token",
             "below `rollout.max_log_prob_gap`",
         ),
         Metric(
@@ -133,11 +133,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "largest absolute difference between the log-probs of the rollout engine and the actor",
             "nats",
         ),
-        Metric("rollout/kl", "KL(engine || actor), estimated with k1", "nats a token", "near 0"),
+        Metric("rollout/kl", "KL(engine || actor), estimated with the estimator k1", "nats per token", "near 0"),
         Metric(
             "rollout/k3",
-            "KL(engine || actor), estimated with k3; single token values are not limited to 10 nats",
-            "nats a token",
+            "KL(engine || actor), estimated with the estimator k3, without its limit of 10 nats per token",
+            "nats per token",
             "near 0",
         ),
         Metric(
@@ -179,7 +179,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/weight_mean",
-            "for the losses `topr` and `vespo`: mean factor by which a token's gradient is multiplied",
+            "for the losses `topr` and `vespo`: mean factor by which the loss multiplies a token's gradient",
             "number",
         ),
         Metric(
@@ -195,41 +195,41 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/ratio_mean",
-            "mean ratio p_new / p_old of the token probabilities; for `gspo` and `geo_mean`, of the whole answer",
+            "mean token ratio p_new / p_old (for the losses `gspo` and `geo_mean`, the ratio of the whole answer)",
             "number",
             "near 1",
         ),
         Metric(
             "actor/ppo_kl",
             "KL(old policy || new policy), estimated as the mean of r - 1 - log r with r = p_new / p_old",
-            "nats a token",
+            "nats per token",
             "below 0.1",
         ),
         Metric(
             "actor/same_policy_gap",
-            "mean absolute difference of the actor's and the old log-probs, before the step's first optimizer step",
-            "nats a token",
+            "mean absolute difference of the actor's log-probs and the old log-probs before the first update",
+            "nats per token",
             "0",
         ),
         Metric(
             "actor/engine_gap",
-            "like `rollout/log_prob_gap`, but measured during the first optimizer step's forward pass",
-            "nats a token",
+            "mean absolute log-prob difference of engine and actor in the first optimizer step's forward pass",
+            "nats per token",
             "below `rollout.max_log_prob_gap`",
         ),
         Metric(
             "actor/engine_kl",
-            "like `rollout/kl`, but measured during the first optimizer step's forward pass",
-            "nats a token",
+            "KL(engine || actor), estimated with k1 in the first optimizer step's forward pass",
+            "nats per token",
         ),
         Metric(
             "actor/engine_k3",
-            "like `rollout/k3`, but measured during the first optimizer step's forward pass",
-            "nats a token",
+            "KL(engine || actor), estimated with k3 in the first optimizer step's forward pass",
+            "nats per token",
         ),
         Metric(
             "actor/engine_effective_sample_size",
-            "like `rollout/effective_sample_size`, but measured during the first optimizer step's forward pass",
+            "value of `rollout/effective_sample_size` in the first optimizer step's forward pass",
             "share",
             "near 1",
         ),
@@ -253,13 +253,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/correction_rollout_kl",
-            "like `rollout/k3`, but averaged over the tokens of all updates of the step",
-            "nats a token",
+            "KL(engine || actor), estimated with k3 and averaged over the tokens of all updates of the step",
+            "nats per token",
         ),
         Metric(
             "actor/rejection_divergence",
             "mean of the KL estimate that `algorithm.rejection` compares with its bounds",
-            "nats a token",
+            "nats per token",
         ),
         Metric(
             "actor/rejection_outside_fraction",
@@ -280,18 +280,18 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/squared_log_ratio",
-            "squared difference of the policy's and the engine's log-probs, averaged like the policy loss",
+            "squared difference of policy and engine log-probs, averaged in the same way as the policy loss",
             "nats squared",
         ),
         Metric(
             "actor/ref_kl",
             "mean KL from the policy to the reference policy; the estimator `k3` is limited to 10 nats per token",
-            "nats a token",
+            "nats per token",
         ),
         Metric(
             "actor/entropy",
             "mean entropy of the policy; present only with an entropy bonus or an entropy target",
-            "nats a token",
+            "nats per token",
         ),
         Metric("actor/entropy_coef", "coefficient of the entropy bonus; present only with an entropy target", "number"),
         Metric("actor/advantage_abs_mean", "mean absolute value of the advantages of trained tokens", "reward"),
@@ -391,7 +391,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric(
             "perf/tokens_per_s",
             "number of prompt and response tokens of the step, including tool outputs, divided by the time of the step",
-            "tokens a second",
+            "tokens per second",
         ),
         Metric(
             "perf/actor_filler_fraction",
@@ -401,19 +401,19 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "perf/critic_filler_fraction",
-            "like `perf/actor_filler_fraction`, but for the critic update",
+            "share of filler tokens, which ranks without rows process, in all tokens of the critic update",
             "share",
             "near 0",
         ),
         Metric(
             "perf/actor_idle_fraction",
-            "share of the actor update's time in which a rank waits for slower ranks, estimated from the work per rank",
+            "share of the actor update's time in which ranks wait for slower ranks, estimated from the work per rank",
             "share",
             "below 0.1",
         ),
         Metric(
             "perf/critic_idle_fraction",
-            "like `perf/actor_idle_fraction`, but for the critic update",
+            "share of the critic update's time in which ranks wait for slower ranks, estimated from the work per rank",
             "share",
             "below 0.1",
         ),
@@ -427,12 +427,13 @@ def page() -> str:
     lines = [
         "# Metrics",
         "",
-        "This page is made from `rltrain/monitoring/catalogue.py`: `python -m rltrain.monitoring.catalogue`.",
+        "The command `python -m rltrain.monitoring.catalogue` prints this page from `rltrain/monitoring/catalogue.py`.",
         "",
-        "`metrics.jsonl` has one line for each step, `evaluations.jsonl` one for each evaluation. Shares and means a",
-        "token are over all trained tokens, including those that `correction` or `rejection` drop. Nothing under",
-        "`reward/`, `actor/` or `critic/` depends on the clock. `kl` in the progress line is `actor/ppo_kl`, or the KL",
-        "to the reference if there is a KL term. The metrics of a named evaluation set (`data.val_sets`) have the",
+        "The file `metrics.jsonl` has one line for each training step, and the file `evaluations.jsonl` has one line",
+        "for each evaluation. Shares and means over tokens count all trained tokens, including the tokens that the",
+        "config sections `correction` and `rejection` drop. No metric under `reward/`, `actor/` or `critic/` depends",
+        "on the time that a step takes. The value `kl` in the progress line is `actor/ppo_kl`, or the KL to the",
+        "reference if the run has a KL term. The metric names of a named evaluation set (`data.val_sets`) contain the",
         "name of the set after `eval/`, as in `eval/aime/sampled_reward`.",
     ]
     for title, metrics in SECTIONS.items():

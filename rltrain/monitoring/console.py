@@ -41,7 +41,7 @@ TIMED_STEPS = 20  # The remaining time of a run is estimated from its 20 most re
 
 
 class ConsoleDisplay:
-    """Shows the progress of a run: as a live progress bar on a terminal, and as lines of text in a file or pipe.
+    """Display of the progress of a run: a live progress bar on a terminal, and lines of text in a file or pipe.
 
     Args:
         total_steps: total number of training steps of the run.
@@ -91,7 +91,7 @@ class ConsoleDisplay:
 
     @contextmanager
     def waiting(self, what: str) -> Iterator[None]:
-        """Show what the run is waiting for while the `with` block runs."""
+        """While the `with` block runs, show what the training run is waiting for."""
         if self.console.is_terminal:
             with self.console.status(what):
                 yield
@@ -102,8 +102,8 @@ class ConsoleDisplay:
     def progress_of(self, what: str) -> Callable[[int, int], None]:
         """Return a callback that shows the progress of a phase before training, such as creating the built-in model.
 
-        The arguments of the callback are the number of finished steps and the total number of steps of the phase.
-        Nothing is shown until the first call of the callback.
+        The arguments of the callback are the number of finished steps and the total number of steps of the phase. No
+        progress is shown until the first call of the callback.
         """
 
         def update(done: int, total: int) -> None:
@@ -184,8 +184,8 @@ def downloading(console: Console, what: str) -> Iterator[Callable[[int, int], No
     """Show the progress of a download while the `with` block runs: a bar on a terminal, otherwise a line every minute.
 
     Yields:
-        A callback that takes the number of downloaded bytes and the total number of bytes. Nothing is shown until the
-        first call of the callback.
+        A callback that takes the number of downloaded bytes and the total number of bytes. No progress is shown until
+        the first call of the callback.
     """
     bar = Progress(
         TextColumn("downloading {task.description}", markup=False),

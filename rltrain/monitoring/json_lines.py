@@ -13,7 +13,7 @@ from typing import Any
 
 
 class JsonLinesFile:
-    """A file to which JSON objects are appended, one per line.
+    """A file of JSON lines, to which JSON objects are appended, one per line.
 
     Args:
         path: path of the file, in an existing folder. Existing lines of the file are kept.
@@ -45,7 +45,7 @@ class JsonLinesFile:
 
 
 def line_of(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Convert metrics to values that JSON can represent: NaN and infinity become None."""
+    """Convert metrics to values that JSON can represent, with None in the place of NaN and infinity."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 

@@ -11,11 +11,12 @@ CURVES = ("step", "reward/mean", "rollout/length_mean")
 class StepHistory:
     """The metrics of all training steps, in 24 bytes per step.
 
-    The first and the last step keep all metrics. The steps between them keep only the metrics of `CURVES`.
+    The first and the last step keep all metrics. The steps between the first and the last step keep only the metrics of
+    `CURVES`.
     """
 
     def __init__(self, rows: Iterable[dict[str, float]] = ()) -> None:
-        self._whole: list[dict[str, float]] = []  # the rows of the first step and of the last step
+        self._whole: list[dict[str, float]] = []  # the metrics of the first step and of the last step
         self._between = {name: array("d") for name in CURVES}
         for row in rows:
             self.append(row)

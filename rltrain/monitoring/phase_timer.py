@@ -9,7 +9,7 @@ from rltrain.batch.data_proto import DataProto
 
 
 class Timer:
-    """Measures the seconds that each phase of one training step takes.
+    """Timer of the seconds that each phase of one training step takes.
 
     Attributes:
         phase: name of the phase that started most recently; "" before the first phase starts.
@@ -35,7 +35,7 @@ class Timer:
         """Return the duration in seconds of each phase and of the whole step, and the number of tokens per second.
 
         The number of tokens per second counts prompt, response and observation tokens, because the workers process all
-        of them.
+        of these tokens.
         """
         step = time.perf_counter() - self.began
         tokens = len(batch.values("prompts")) + len(batch.values("responses"))

@@ -28,7 +28,7 @@ _OF_TOKENS = (
 
 
 class SampleFiles:
-    """Writes the samples of training steps to files in the output folder of the run.
+    """Writer of the samples of training steps to files in the output folder of the run.
 
     Args:
         output_dir: output folder of the run; must exist. Tables of samples are written to the subfolder `rollouts`, and

@@ -26,15 +26,15 @@ class Sink(Protocol):
     process of the same run sent, because only the method `restore` decides which metrics are kept. A sink may also
     implement the interfaces `TakesConfig` and `TakesSamples`.
 
-    The trainer calls `JsonLines` and `TensorBoard` directly, so an exception in one of these two ends the run. Every
-    other sink is called in a separate thread (`BackgroundSink`), and an exception in such a sink is reported as an
-    alarm.
+    The trainer calls `JsonLines` and `TensorBoard` directly, so an exception in `JsonLines` or `TensorBoard` ends the
+    run. Every other sink is called in a separate thread (`BackgroundSink`), and an exception in such a sink is reported
+    as an alarm.
     """
 
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Receive the metrics of a training step.
 
-        The trainer calls `log_step` once after each training step, and the first training step has number 1.
+        The trainer calls `log_step` once after each training step; the first training step has the number 1.
 
         Args:
             step: number of the training step.
@@ -46,8 +46,8 @@ class Sink(Protocol):
         """Receive the metrics of an evaluation.
 
         Args:
-            step: number of training steps that the run took before the evaluation. The argument `step` is 0 for an
-                evaluation of the run's initial weights.
+            step: number of training steps that the run took before the evaluation; 0 for an evaluation of the run's
+                initial weights.
             metrics: the value of each metric by the metric's name, as in `log_step`.
         """
 
@@ -120,10 +120,10 @@ def table_of(rows: Rows) -> dict[str, list[Any]]:
 
 
 class JsonLines:
-    """Writes one JSON object per line: training steps to `metrics.jsonl`, and evaluations to `evaluations.jsonl`.
+    """Sink that writes one JSON object per line: training steps to `metrics.jsonl`, evaluations to `evaluations.jsonl`.
 
     Args:
-        output_dir: output folder of the run, which contains the two files; must exist.
+        output_dir: output folder of the run, which contains both JSON Lines files; must exist.
     """
 
     def __init__(self, output_dir: Path) -> None:
@@ -149,7 +149,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes TensorBoard events, one curve for each metric of training steps and of evaluations.
+    """Sink that writes TensorBoard events, with one curve for each metric of training steps and of evaluations.
 
     Args:
         output_dir: folder in which the subfolder `tensorboard` is created.

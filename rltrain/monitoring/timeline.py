@@ -19,7 +19,7 @@ DRIVER, STEPS = "driver", "steps"
 
 
 class Timeline:
-    """Collects the timeline events of the driver and of the worker processes, and writes the events to a file.
+    """Collector of the timeline events of the driver and the worker processes, which writes the events to a file.
 
     If the timeline file cannot be written, the recording stops with a warning, and the run continues.
 

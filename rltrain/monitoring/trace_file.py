@@ -1,9 +1,10 @@
 """Writes a run's timeline to a file in Chrome's trace-event format, which https://ui.perfetto.dev can open.
 
-The file contains a JSON object whose list `traceEvents` holds the events. Complete events (`"ph": "X"`) have a start
-`ts` and a duration `dur` in microseconds. Metadata events (`"ph": "M"`) name the processes and threads. Perfetto draws
-each thread as a row of the timeline, and requires that any two events of a thread are disjoint or nested. If two events
-of a process overlap without one containing the other, the writer puts the two events on different threads.
+The file contains a JSON object whose list `traceEvents` holds the events. Complete events, whose key `ph` is X, have a
+start `ts` and a duration `dur` in microseconds. Metadata events, whose key `ph` is M, name processes and threads.
+Perfetto draws each thread as one row of the timeline, and requires that any two events of a thread are disjoint or
+nested. If two events of a process overlap without one containing the other, the writer puts the two events on different
+threads.
 
 The trace-event format is described in the document "Trace Event Format"; see
 https://perfetto.dev/docs/getting-started/other-formats.
@@ -41,7 +42,7 @@ def next_path(folder: Path) -> Path:
 
 
 class TraceFile:
-    """Writes timeline events to a gzip file that is complete and valid after each call of `write`.
+    """Writer of timeline events to a gzip file that is complete and valid after each call of `write`.
 
     Each call of `write` appends compressed events, the closing brackets of the JSON text, and the checksum of the gzip
     format. The next call of `write` overwrites the closing brackets and the checksum. Even if the run is killed, the
@@ -76,7 +77,7 @@ class TraceFile:
         os.close(self.file)
 
     def _append(self, text: str) -> None:
-        """Overwrite the end of the file with compressed text, new closing brackets and a new checksum."""
+        """Overwrite the end of the trace file with compressed text, new closing brackets and a new checksum."""
         body = self.compressor.compress(text.encode()) + self.compressor.flush(zlib.Z_SYNC_FLUSH)
         ending = self.compressor.copy()
         data = body + ending.compress(_CLOSING) + ending.flush()
@@ -149,8 +150,8 @@ class _Process:
     def thread_of(self, event: Event) -> tuple[int, bool]:
         """Return the number of the thread on which an event is drawn, and whether the thread is new.
 
-        In a Perfetto timeline, a thread is one row of events. The row is one of the rows of the event's track. Each
-        earlier event in this row either ends before the new event starts or contains the new event.
+        In a Perfetto timeline, a thread is one row of events. The chosen row is one of the rows of the event's track.
+        Each earlier event in the chosen row either ends before the new event starts or contains the new event.
         """
         if not event.nests:
             return self._free_thread(event)

@@ -34,7 +34,7 @@ class Display(Protocol):
 
 
 class Tracker:
-    """Records the results of a run as they arrive.
+    """Recorder of the results of a run, called as soon as a result exists.
 
     The tracker sends metrics to all sinks, and writes samples, alarms and the ledger to files.
 
@@ -155,7 +155,7 @@ class Tracker:
         return self.samples.save_batch(step, batch)
 
     def warn(self, text: str) -> None:
-        """Show a warning to the user immediately."""
+        """Show a warning about the run to the user immediately."""
         self.display.warning(text)
 
     def log_alarm(self, step: int, text: str) -> None:
@@ -178,7 +178,7 @@ class Tracker:
         Sinks that are called in separate threads are closed concurrently.
 
         Returns:
-            The path of the learning curve's image, or None if the run took no training step.
+            The path of the image of the learning curve, or None if the run took no training step.
         """
         for sink in self.sinks:
             if isinstance(sink, BackgroundSink):

@@ -29,7 +29,7 @@ def test_findings_are_plain_lines_in_a_pipe_and_status_1_whichever_run_has_them(
     lines = capsys.readouterr().out.splitlines()
     assert lines[:4] == [
         f"{cut}: 1 finding in 20 steps", "1. answers cut, from step 1",
-        "   evidence: 100% of the answers were cut from step 1 to step 20",
+        "   evidence: 100% of the answers were truncated from step 1 to step 20",
         "   evidence: rollout.max_response_length=16",
     ]  # fmt: skip
     assert {line.partition(":")[0].strip() for line in lines[4:-1]} == {"likely cause", "change"}

@@ -34,7 +34,7 @@ def test_characters_that_the_encoding_of_stdout_lacks_are_shown_as_escapes(monke
     ("number", "remedy"),
     [
         (errno.ENOSPC, "No space left on device (/there/x): free space, or choose another trainer.output_dir"),
-        (errno.EACCES, "Permission denied (/there/x): correct that, or name another path"),
+        (errno.EACCES, "Permission denied (/there/x): correct this error, or name another path"),
     ],
 )
 def test_an_error_of_the_system_names_its_path_and_its_own_remedy(monkeypatch, capsys, number, remedy):

@@ -1,8 +1,8 @@
 """Advantage estimators.
 
-Every estimator has the signature (token_level_rewards, response_mask, columns..., *, knobs) -> (advantages, returns).
-The package `advantages` imports every module in its folder, so the functions of a new file in the folder are registered
-without further code.
+Every advantage estimator has the signature (token_level_rewards, response_mask, columns..., *, knobs) -> (advantages,
+returns). The package `advantages` imports every module in its folder, so the functions of a new file in the folder are
+registered without further code.
 """
 
 import importlib

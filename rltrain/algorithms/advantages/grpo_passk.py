@@ -19,8 +19,8 @@ def grpo_passk(
     maximum over the rows other than i. If row i is the best row, the maximum over the rows other than i is r_second.
     The maximum of the group is the quantity that pass@k rewards when k is the group size. If two rows share the best
     reward, neither of the two raises the maximum, and the whole group gets advantages of exactly 0. A group that has
-    only one row also gets advantages of exactly 0. A row that is not `valid` is excluded from the statistics and gets
-    an advantage of 0.
+    only one row gets advantages of exactly 0. A row that is not `valid` is excluded from the statistics and gets an
+    advantage of 0.
 
     r_i is the sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same `uid`. The
     std is unbiased (divisor n - 1). With `norm_by_std` False, the advantages are not divided by the std.

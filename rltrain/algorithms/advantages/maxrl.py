@@ -13,15 +13,15 @@ def maxrl(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid
     """Compute A_{i,t} = (r_i - mean(r_group)) / mean(r_group); MaxRL, arXiv 2602.02710, Algorithm 1.
 
     r_i is the sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same `uid`. The
-    paper's rewards are 1 for a correct answer and 0 for a wrong one. With k correct answers among the N answers of a
-    group, a correct answer gets (N - k) / k and a wrong one gets -1, so a prompt that is rarely solved weighs more than
-    under GRPO. The mean of these gradients over many groups is the gradient of a truncated series of log p, where p is
-    the probability of a correct answer.
+    rewards in the MaxRL paper are 1 for a correct answer and 0 for a wrong one. With k correct answers among the N
+    answers of a group, a correct answer gets (N - k) / k and a wrong one gets -1, so a prompt that is rarely solved
+    weighs more than under GRPO. The mean of MaxRL's policy gradients over many groups is the gradient of a truncated
+    series of log p, where p is the probability of a correct answer.
 
-    The formula has no meaning for a mean below 0. A group whose mean is 0 or below gets advantages of exactly 0, and so
-    does a group that has only one row, or whose rewards are all equal. A row that is not `valid` is excluded from the
-    statistics and gets an advantage of 0. In contrast to the authors' code, which adds 1e-6 to the mean, the division
-    is exact.
+    The formula of MaxRL has no meaning for a group whose mean reward is below 0. A group whose mean reward is 0 or
+    below gets advantages of exactly 0, and so does a group that has only one row, or whose rewards are all equal. A row
+    that is not `valid` is excluded from the statistics and gets an advantage of 0. In contrast to the code of MaxRL's
+    authors, which adds 1e-6 to the mean, `maxrl` divides by the exact mean.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
     slots. The returns equal the advantages.
@@ -29,6 +29,7 @@ def maxrl(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid
     scores, counted = response_scores(token_level_rewards, response_mask, valid)
     raw = masked(scores, counted).double()
     of = statistics_of(raw, group_index(uid), counted)
-    # A group with a NaN or inf must not pass for a group that teaches nothing, so its advantages are not finite either.
+    # A group with a NaN or inf reward gets advantages that are not finite, so that the broken reward is not mistaken
+    # for a group with equal rewards.
     learns = counted & of.varied & ((of.mean > 0) | ~of.mean.isfinite())
     return spread(masked((raw - of.mean) / of.mean, learns).to(scores.dtype), response_mask)

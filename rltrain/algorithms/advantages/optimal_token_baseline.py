@@ -31,10 +31,10 @@ def optimal_token_baseline(
     trained token, the baseline at t is that row's own return, so A is exactly 0 on the tail of the longest row. A row
     that is not `valid` is excluded from the statistics and gets an advantage of 0.
 
-    The energy e_{i,j} of `optimal_token_baseline` differs from the energy in arXiv 2602.07078. In the paper, e_{i,j}
-    is the squared gradient of log pi(y_j) with respect to the logits, 1 - 2 pi(y_j) + sum_v pi_v^2. The batch does not
-    contain sum_v pi_v^2, so `optimal_token_baseline` replaces sum_v pi_v^2 by pi(y_j), whose mean over y_j ~ pi is
-    sum_v pi_v^2.
+    The energy e_{i,j} of `optimal_token_baseline` differs from the energy in arXiv 2602.07078. In arXiv 2602.07078,
+    e_{i,j} is the squared gradient of log pi(y_j) with respect to the logits, 1 - 2 pi(y_j) + sum_v pi_v^2. The batch
+    does not contain sum_v pi_v^2, so `optimal_token_baseline` replaces sum_v pi_v^2 by pi(y_j), whose mean over y_j ~
+    pi is sum_v pi_v^2.
 
     token_level_rewards, response_mask and old_log_probs are (B, T); uid and valid are (B,). The advantages and the
     returns are (B, T) and 0 in masked slots. The returned `returns` hold the undiscounted reward sums G_{i,t}.

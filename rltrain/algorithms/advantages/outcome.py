@@ -18,7 +18,7 @@ def response_scores(token_level_rewards: Tensor, response_mask: Tensor, valid: T
 
 
 def known_successes(successes: Tensor, counted: Tensor) -> Tensor:
-    """Return the mask (B,) of the `counted` rows of which it is known whether the answer is correct.
+    """Return the mask (B,) of the `counted` rows whose answer is known to be correct or wrong.
 
     Raises:
         ValueError: if no counted row is known to be correct or wrong.

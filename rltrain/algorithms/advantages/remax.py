@@ -15,7 +15,7 @@ def remax(
 
     r_t is the reward of a trained token. If the last trained token gets the whole score r of the row and there is no KL
     penalty, A_t is r - b for all tokens, as in the ReMax paper. If the reward has a KL penalty, the sum in A_t includes
-    the KL penalties from t on, while b is a score without KL penalties. The result of a row does not depend on other
+    the KL penalties from t on, while b is a score without KL penalties. The advantages of a row do not depend on other
     rows. A row that is not `valid`, or whose b is NaN (the greedy answer has no score), gets an advantage and a return
     of 0.
 

@@ -28,7 +28,7 @@ def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: 
 def places(mask: Tensor) -> Tensor:
     """Return the index of each trained token among the trained tokens of its row, counted from 0.
 
-    The index has no meaning in slots where `mask` is False.
+    The returned index has no meaning in slots where `mask` is False.
     """
     return mask.cumsum(-1) - 1
 
@@ -36,7 +36,7 @@ def places(mask: Tensor) -> Tensor:
 def to_left(values: Tensor, mask: Tensor, place: Tensor) -> Tensor:
     """Move each row's values at trained tokens to the front of the row, in order, and fill all other slots with 0."""
     rows, length = values.shape
-    bin_for_masked = length  # masked values are written to one extra column, which is dropped in the result
+    bin_for_masked = length  # masked values are written to one extra column, which is dropped from the returned tensor
     aligned = values.new_zeros(rows, length + 1).scatter(1, place.where(mask, bin_for_masked), masked(values, mask))
     return aligned[:, :length]
 

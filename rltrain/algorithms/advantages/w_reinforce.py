@@ -1,4 +1,4 @@
-"""Advantages that depend only on whether an answer is correct: PSR, NSR and W-REINFORCE."""
+"""PSR, NSR and W-REINFORCE advantages, which depend only on whether an answer is correct."""
 
 from torch import Tensor
 
@@ -19,13 +19,14 @@ def w_reinforce(
 ) -> tuple[Tensor, Tensor]:
     """Compute A_t = positive_weight for a correct answer, -negative_weight for a wrong one; arXiv 2506.01347.
 
-    The defaults are those of W-REINFORCE. With `positive_weight` 0, only wrong answers are learnt from: negative sample
-    reinforcement (NSR). With `negative_weight` 0, only correct answers are learnt from: positive sample reinforcement
-    (PSR). There is no baseline, so the result of a row does not depend on other rows.
+    The default weights are those of W-REINFORCE. With `positive_weight` 0, the policy learns only from wrong answers,
+    which is negative sample reinforcement (NSR). With `negative_weight` 0, the policy learns only from correct answers,
+    which is positive sample reinforcement (PSR). `w_reinforce` subtracts no baseline, so the advantages of a row do not
+    depend on other rows.
 
     `successes` is 1 for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the answer
-    is correct. A row that is not `valid`, or that is undecided, gets an advantage of 0. `w_reinforce` does not read
-    `token_level_rewards`, so shaping and KL penalties have no effect.
+    is correct. A row that is not `valid`, or whose entry in `successes` is NaN (undecided), gets an advantage of 0.
+    `w_reinforce` does not read `token_level_rewards`, so shaping and KL penalties have no effect.
 
     token_level_rewards and response_mask are (B, T); valid and successes are (B,). The advantages are (B, T) and 0 in
     masked slots. The returns equal the advantages.
@@ -35,7 +36,7 @@ def w_reinforce(
     """
     for name, weight in (("positive_weight", positive_weight), ("negative_weight", negative_weight)):
         if not 0 <= weight < float("inf"):
-            raise ValueError(f"{name}={weight} must be finite and >= 0; use 0 to learn nothing from these answers")
+            raise ValueError(f"{name}={weight} must be finite and >= 0; use 0 to leave such answers out")
     if positive_weight == negative_weight == 0:
         raise ValueError("positive_weight=0 with negative_weight=0: nothing is learnt; set at least one above 0")
     decided = known_successes(successes, counted_rows(response_mask, valid))

@@ -1,4 +1,4 @@
-"""CE-GPPO policy loss: PPO's clipped tokens keep a bounded gradient, to control the entropy of the policy."""
+"""CE-GPPO policy loss, in which tokens clipped by PPO keep a bounded gradient, to control the policy's entropy."""
 
 import torch
 from torch import Tensor
@@ -38,13 +38,13 @@ def ce_gppo(
 
     r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). A clipped token
     has the gradient -beta (1-low) A grad log pi or -beta (1+high) A grad log pi. The gradient of unlikely bad tokens
-    (`beta_low`) raises the entropy of the policy, and that of unlikely good tokens (`beta_high`) lowers it, so the two
-    coefficients set the balance. `beta_low` and `beta_high` are beta_1 and beta_2 of the paper. With both at 1, the
-    loss is GPPO (arXiv 2508.07629). The dual clip is in the program of the authors.
+    (`beta_low`) raises the entropy of the policy. The gradient of unlikely good tokens (`beta_high`) lowers the entropy
+    of the policy. `beta_low` and `beta_high` are beta_1 and beta_2 of the CE-GPPO paper. With `beta_low` and
+    `beta_high` at 1, the loss is GPPO (arXiv 2508.07629). The code of the CE-GPPO authors also has the dual clip.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
-    (always 0, because clipped tokens keep a gradient), `weight_clip_fraction` (tokens whose ratio is clipped by low or
-    high), `clip_fraction_c` (tokens clipped by the dual clip), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    `clip_fraction` (always 0, because clipped tokens keep a gradient), `weight_clip_fraction` (tokens whose ratio is
+    clipped by low or high), `clip_fraction_c` (tokens clipped by the dual clip), `ratio_mean` and `ppo_kl`.
 
     Raises:
         ValueError: if a clip ratio is negative, `clip_ratio_c` is not above 1, or a beta is not finite and positive.

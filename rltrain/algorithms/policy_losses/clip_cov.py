@@ -32,9 +32,9 @@ def clip_cov(
     the denominators of the aggregation. The selection already acts at r = 1: at the old policy, the gradient is the
     REINFORCE gradient of the tokens that are not selected.
 
-    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are
-    sums: `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (selected, hence dropped, tokens),
-    `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
+    metric sums are `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (selected, hence dropped,
+    tokens), `ratio_mean` and `ppo_kl`.
     """
     mask = as_mask(response_mask)
     dropped = as_mask(selected)
@@ -63,7 +63,8 @@ def select_clip_cov(
     N is the number of trained tokens, and the means are over these tokens. Among the tokens with a covariance in [lb,
     ub], the selector takes those with the smallest `random_draws`. The `random_draws` are uniform numbers that the
     caller assigns to tokens, not to positions in the batch, so the order of rows does not matter. A token whose draw
-    equals the largest selected draw is also selected. If no token has a covariance in [lb, ub], no token is selected.
+    equals the largest selected draw is also selected. If no token has a covariance in [clip_cov_lb, clip_cov_ub], no
+    token is selected.
 
     The selector differs in two ways from the implementation by the authors of Clip-Cov. First, the selector uses log pi
     of the old policy, because the selection precedes the update. Second, the selector can select tokens that PPO's

@@ -33,8 +33,9 @@ def dppo_kl(
     outside of [-20, 20]. To compute a finite D, probabilities are clamped to at most 1, and 1 - pi to at least the
     smallest normal number.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
-    (dropped tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    `clip_fraction` (dropped tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and
+    `ppo_kl`.
     """
     check_deltas(delta_low, delta_high)
     mask = as_mask(response_mask)

@@ -37,8 +37,9 @@ def dppo_tv(
     `dppo_tv` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
     outside of [-20, 20]. Probabilities above 1, which rounding can cause, are clamped to 1.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
-    (dropped tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    `clip_fraction` (dropped tokens), `weight_clip_fraction` (tokens with r > c that are not dropped), `ratio_mean` and
+    `ppo_kl`.
     """
     check_deltas(delta_low, delta_high)
     mask = as_mask(response_mask)

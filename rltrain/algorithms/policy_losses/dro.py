@@ -1,4 +1,4 @@
-"""Direct reward optimisation (DRO) policy loss: a quadratic penalty towards the old policy replaces clipping."""
+"""Direct reward optimisation (DRO) policy loss, in which a quadratic penalty replaces the clipping of ratios."""
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ def dro(
     for each response, with the reward of the response and a learnt value. `dro` has one term for each token, with the
     advantage A in place of reward minus value.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
-    (always 0), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    `clip_fraction` (always 0), `ratio_mean` and `ppo_kl`.
     """
     check_positive(beta=beta)
     mask = as_mask(response_mask)

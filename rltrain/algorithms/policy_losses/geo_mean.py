@@ -1,4 +1,4 @@
-"""Geometric-mean policy optimization (GMPO): token ratios are clipped in log space and averaged over the response."""
+"""Policy loss of GMPO, which clips token ratios in log space and takes their geometric mean over a response."""
 
 import torch
 from torch import Tensor
@@ -39,8 +39,8 @@ def geo_mean(
     l_t over the tokens of the row has the same value and gradient as the sequence loss L of the GMPO paper.
     Aggregations other than seq-mean-token-mean weight a row by its length, which the GMPO paper does not do.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
-    `ratio_mean` (of s) and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    `clip_fraction`, `ratio_mean` (of s) and `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)
     mask = as_mask(response_mask)

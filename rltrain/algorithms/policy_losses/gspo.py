@@ -1,4 +1,4 @@
-"""Group sequence policy optimization (GSPO): one ratio for a whole response."""
+"""Group sequence policy optimization (GSPO), a policy loss with one importance ratio for a whole response."""
 
 from torch import Tensor
 
@@ -34,12 +34,13 @@ def gspo(
     gather the log-probs of a row before the call.
 
     The loss is defined for the aggregations seq-mean-token-mean and seq-mean-token-sum. With seq-mean-token-mean, if
-    the A_t of a row are equal, the mean over its tokens is the sequence loss (eq. 5), gradient included.
-    seq-mean-token-sum gives the sequence loss times the length of the row, which is LUSPO (arXiv 2602.05261). All other
-    aggregations also weight a row by its length, but with a divisor that neither the GSPO nor the LUSPO paper has.
+    the A_t of a row are equal, the mean of l_t over the row's tokens has the value and the gradient of the sequence
+    loss (eq. 5). seq-mean-token-sum gives the sequence loss times the length of the row, which is LUSPO (arXiv
+    2602.05261). All other aggregations also weight a row by its length, but with a divisor that neither the GSPO nor
+    the LUSPO paper has.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`,
-    `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    `clip_fraction`, `ratio_mean` and `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)
     mask = as_mask(response_mask)

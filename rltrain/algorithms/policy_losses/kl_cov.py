@@ -35,9 +35,9 @@ def kl_cov(
     The gradient of |log r| is the sign of log r times grad log pi. The penalty is 0 and has no gradient where |log r|
     <= 1e-5, because near r = 1 rounding alone would decide the sign.
 
-    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The metrics are
-    sums: `clip_fraction` (always 0), `selected_fraction` (selected, hence penalised, tokens), `ratio_mean` and
-    `ppo_kl`.
+    All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
+    metric sums are `clip_fraction` (always 0), `selected_fraction` (selected, hence penalised, tokens), `ratio_mean`
+    and `ppo_kl`.
 
     Raises:
         ValueError: if `kl_cov_coef` is negative or not finite.

@@ -23,20 +23,21 @@ def m2po(
 
         l = 0 where selected, else -min(r A, clip(r, 1-low, 1+high) A)
 
-    The formula is that of `clip_cov`, whose selector chooses other tokens. r = pi(y_t) / pi_old(y_t), and A is the
-    advantage. pi_old is the actor's policy before the update, not the policy that sampled the answer. The M2PO paper
-    has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping. That ratio is r times pi_old / pi_rollout, which is the
-    weight of `algorithm.correction` at level token: with a correction, l is M2PO's term for the policy that sampled, up
-    to the upper bound of the weight.
+    `m2po` has the formula of the loss `clip_cov`, but the selectors of the two losses choose different tokens. r =
+    pi(y_t) / pi_old(y_t), and A is the advantage. pi_old is the actor's policy before the update, not the policy that
+    sampled the answer. The M2PO paper has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping. The ratio of the M2PO
+    paper is r times pi_old / pi_rollout, and pi_old / pi_rollout is the weight of `algorithm.correction` at level
+    token. With this correction, the loss l has the ratio of the M2PO paper, apart from the upper bound of the weight.
 
-    The selection is known before the update and therefore only covers the distance from the sampling policy to pi_old.
-    The clip range bounds the distance from pi_old that the update adds. AReaL's M2PO splits the two distances in the
-    same way. Where a mini-batch is the first after the recomputation of pi_old, r = 1, and the clip has no effect.
+    The selection is made before the update and therefore only covers the distance from the sampling policy to pi_old.
+    The clip range bounds the distance from pi_old that the update adds. AReaL's implementation of M2PO also treats the
+    distance to pi_old and the distance from pi_old separately. In the first mini-batch after pi_old is recomputed, r is
+    1 and the clip has no effect.
 
     A selected token has no loss and no gradient, but still counts in the denominators of the aggregation, as in the
     M2PO paper. All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The
-    metrics are sums: `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (dropped tokens), `ratio_mean`
-    and `ppo_kl`.
+    returned metric sums are `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (dropped tokens),
+    `ratio_mean` and `ppo_kl`.
     """
     ranges = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
     return clip_cov(log_probs, old_log_probs, advantages, response_mask, selected, **ranges)
@@ -59,14 +60,14 @@ def select_m2po(
                    remaining candidates is at most m2_threshold
 
     A candidate is a token that has already moved in the direction of its advantage; only such tokens can be clipped in
-    PPO. All other tokens are never dropped. The mean is over the candidates of the whole mini-batch. If the smallest
-    x_t^2 is above the threshold, all candidates are dropped. A token whose x_t^2 equals that of a dropped token is also
-    dropped, so the order of rows does not matter and the limit holds.
+    PPO. A token that is not a candidate is never dropped. The mean of x_t^2 is computed over the candidates of the
+    whole mini-batch. If the smallest x_t^2 is above the threshold, all candidates are dropped. A token whose x_t^2
+    equals that of a dropped token is also dropped, so the order of rows does not matter and the limit holds.
 
     The selector runs once before the update. x_t therefore compares the policy before the update, pi_old, with the
-    policy that sampled. In the M2PO paper, x_t has the current policy in place of pi_old; the two agree in the first
-    mini-batch after the recomputation of pi_old. In a synchronous run x_t is 0 up to the numerical differences between
-    engine and actor, and few tokens or none are dropped.
+    policy that sampled. In the M2PO paper, x_t has the current policy in place of pi_old; pi_old and the current policy
+    agree in the first mini-batch after pi_old is recomputed. In a synchronous run x_t is 0 up to the numerical
+    differences between engine and actor, and few tokens or none are dropped.
 
     All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
 

@@ -24,8 +24,8 @@ def reinforce(
     clamp of log r, the value of the loss is finite where pi is 0. The gradient is -A grad log pi where log r is in
     [-20, 20], and 0 elsewhere. `old_log_probs` is used only for the clamp of log r and for the metrics.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
-    (always 0), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    `clip_fraction` (always 0), `ratio_mean` and `ppo_kl`.
     """
     mask = as_mask(response_mask)
     log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)

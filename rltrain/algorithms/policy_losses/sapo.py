@@ -1,4 +1,4 @@
-"""Soft adaptive policy optimization (SAPO): a smooth gate replaces clipping."""
+"""Policy loss of soft adaptive policy optimization (SAPO), in which a smooth gate replaces the clipping of ratios."""
 
 import torch
 from torch import Tensor
@@ -25,8 +25,8 @@ def sapo(
     p = sigmoid(tau (r - 1)). The gate is 1 at r = 1 and decreases on both sides. A larger tau makes the gate decrease
     faster.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
-    (always 0), `gate_mean` (of w), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    `clip_fraction` (always 0), `gate_mean` (of w), `ratio_mean` and `ppo_kl`.
     """
     check_positive(tau_pos=tau_pos, tau_neg=tau_neg)
     mask = as_mask(response_mask)

@@ -18,8 +18,8 @@ def check_share(**knobs: float) -> None:
 def token_covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """Compute (log pi - mean) (A - mean) per token (B, T); arXiv 2505.22617 eq. 10.
 
-    The two means are computed over all tokens in `mask`. If all log-probs or all advantages are equal, the result is
-    exactly 0 everywhere, even if the computed mean is rounded.
+    The mean of log pi and the mean of A are computed over all tokens in `mask`. If all log-probs or all advantages are
+    equal, the result is exactly 0 everywhere, even if the computed mean is rounded.
     """
     return _deviations(log_probs, mask) * _deviations(advantages, mask)
 

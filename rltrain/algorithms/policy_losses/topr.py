@@ -1,4 +1,4 @@
-"""Tapered off-policy REINFORCE (TOPR): bad answers weigh less as the policy moves away from them."""
+"""Policy loss of tapered off-policy REINFORCE (TOPR): bad answers weigh less as they become less probable."""
 
 import torch
 from torch import Tensor
@@ -39,9 +39,9 @@ def topr(
     ratio of a row that is one turn of a longer trajectory covers this turn only. `topr` computes log pi as log pi_old +
     log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is outside of [-20, 20].
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
-    (always 0, because the truncation removes no gradient), `weight_clip_fraction` (tokens of bad answers with s above
-    the bound), `weight_mean` (w), `ratio_mean` (of the tokens) and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    `clip_fraction` (always 0, because the truncation removes no gradient), `weight_clip_fraction` (tokens of bad
+    answers with s above the bound), `weight_mean` (w), `ratio_mean` (of the tokens) and `ppo_kl`.
 
     Raises:
         ValueError: if `ratio_max` is not finite and positive.

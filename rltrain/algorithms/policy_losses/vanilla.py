@@ -35,8 +35,9 @@ def vanilla(
     DAPO's clip-higher (arXiv 2503.14476). The gradient is 0 where the ratio is clipped, that is, where A > 0 and r >
     1+high, or A < 0 and r < 1-low, or A < 0 and r > c. The gradient is -A r grad log pi where the ratio is not clipped.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
-    (tokens clipped by PPO's clip), `clip_fraction_c` (tokens clipped by the dual clip), `ratio_mean` and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    `clip_fraction` (tokens clipped by PPO's clip), `clip_fraction_c` (tokens clipped by the dual clip), `ratio_mean`
+    and `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)
     check_clip_ratio_c(clip_ratio_c)

@@ -1,4 +1,4 @@
-"""Variational sequence-level soft policy optimization (VESPO): a smooth weight of an answer replaces clipping."""
+"""Variational sequence-level soft policy optimization (VESPO), a policy loss with a smooth weight, not clipping."""
 
 import torch
 from torch import Tensor
@@ -35,16 +35,18 @@ def vespo(
         k, lambda = k_pos, lambda_pos where A_t >= 0, else k_neg, lambda_neg
 
     The weight phi is 1 at W = 1, has its maximum at W = k / lambda, and falls to 0 for small and for large W. With the
-    default values, the maximum is at 0.67 for good answers and at 1.5 for bad answers. In the VESPO paper, the
-    denominator of W is the policy that sampled the answer, which `algorithm.old_log_probs=rollout` gives.
+    default values, the weight phi has its maximum at W = 0.67 for good answers and at W = 1.5 for bad answers. In the
+    VESPO paper, the denominator of W is the policy that sampled the answer, which `algorithm.old_log_probs=rollout`
+    gives.
 
     W is a product over all tokens, without normalisation by the length. The sum of the log-ratios is clamped to [-20,
     20]. Every row must be complete: under sequence parallelism, gather the log-probs of a row before the call. `vespo`
     computes log pi as log pi_old + log r, with the token's log r clamped to [-20, 20]. The gradient is 0 where log r is
     outside of [-20, 20].
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The metrics are sums: `clip_fraction`
-    (always 0, because no gradient is removed), `weight_mean` (of phi), `ratio_mean` (of the tokens) and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
+    `clip_fraction` (always 0, because no gradient is removed), `weight_mean` (of phi), `ratio_mean` (of the tokens) and
+    `ppo_kl`.
 
     Raises:
         ValueError: if a k or a lambda is not finite and positive.

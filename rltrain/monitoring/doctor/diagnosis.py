@@ -67,8 +67,8 @@ RULES = (
 def diagnose(run: RunFiles) -> list[Finding]:
     """Return the findings about a run, the most serious finding first.
 
-    A finding that is the effect of another finding is not returned separately: it is named in the field `effects` of
-    the finding that caused it. A finding that begins at the first step of the run never counts as an effect of a
+    A finding that is the effect of another finding is not returned separately, but named in the field `effects` of the
+    finding that caused the effect. A finding that begins at the first step of the run never counts as an effect of a
     finding that begins later.
     """
     history = History(run)

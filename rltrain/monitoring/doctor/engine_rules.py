@@ -51,18 +51,21 @@ def stale_weights(history: History) -> Finding | None:
     worst = max(gaps, key=lambda point: point[1])
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     evidence = [
-        f"engine and actor differ by {shown(worst[1])} nats a token in step {worst[0]}, and by {shown(gaps[0][1])} in "
-        f"step {gaps[0][0]} (rollout.max_log_prob_gap={limit:g})",
-        "the answers count as answers of the current weights (rollout/staleness_max=0)",
+        f"engine and actor differ by {shown(worst[1])} nats per token in step {worst[0]}, and by {shown(gaps[0][1])} "
+        f"in step {gaps[0][0]} (rollout.max_log_prob_gap={limit:g})",
+        "according to the engine, the current weights sampled all answers (rollout/staleness_max=0)",
     ]
     checked = history.setting("rollout.verify_sync", True)
     if not checked:
-        evidence.append("rollout.verify_sync=false: nothing checked that new weights arrive")
+        evidence.append("rollout.verify_sync=false: the run did not check that new weights arrive at the engine")
     return Finding(
         above[0][0],
         evidence,
-        ["the engine computes with old weights: a weight sync does not reach it, or it keeps a copy"],
-        ["rollout.verify_sync=true, which stops the run at the first sync that fails", "check an engine of your own"],
+        ["the engine computes with old weights: a weight sync fails, or the engine keeps a copy of old weights"],
+        [
+            "rollout.verify_sync=true, which stops the run at the first sync that fails",
+            "if the engine is your own class, check how the engine loads new weights",
+        ],
     )
 
 
@@ -79,8 +82,8 @@ def engine_differs(history: History) -> Finding | None:
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     return Finding(
         above[0][0],
-        [f"engine and actor differ by {shown(last_mean(gaps))} nats a token in the last steps, above {limit:g}"],
-        ["other kernels or another precision in the engine than in the actor"],
+        [f"engine and actor differ by {shown(last_mean(gaps))} nats per token in the last steps, above {limit:g}"],
+        ["the engine uses other kernels or another precision than the actor"],
         ["check model.dtype, or correct for the difference (algorithm=tis or algorithm.correction.level=token)"],
     )
 
@@ -88,10 +91,10 @@ def engine_differs(history: History) -> Finding | None:
 def stale_answers(history: History) -> Finding | None:
     """Detect off-policy answers for which no correction is configured.
 
-    Some answers were sampled by older weights (`rollout/staleness_max` is above 0). The gap between the log-probs of
-    engine and actor, averaged over all steps, is above `rollout.max_log_prob_gap`. The run does not correct for the
-    gap: `algorithm.correction.level` and `algorithm.rejection.kl_estimator` are null, and `algorithm.old_log_probs` is
-    `actor`.
+    Some answers were sampled by weights older than the current weights (`rollout/staleness_max` is above 0). The gap
+    between the log-probs of engine and actor, averaged over all steps, is above `rollout.max_log_prob_gap`. The run
+    does not correct for the gap: `algorithm.correction.level` and `algorithm.rejection.kl_estimator` are null, and
+    `algorithm.old_log_probs` is `actor`.
     """
     gaps = _gaps(history)
     corrected = (
@@ -106,11 +109,11 @@ def stale_answers(history: History) -> Finding | None:
     return Finding(
         next(step for step, value in gaps if value > limit),
         [
-            f"answers are up to {oldest:.0f} versions older than the weights that are trained",
-            f"engine and actor differ by {shown(mean(gaps))} nats a token in the mean, above {limit:g}",
+            f"answers are up to {oldest:.0f} weight versions older than the weights that are trained",
+            f"engine and actor differ by {shown(mean(gaps))} nats per token on average, above {limit:g}",
             "algorithm.correction.level=null: the loss treats the answers as answers of the current policy",
         ],
-        ["correction was switched off, or set by a preset for synchronous training"],
+        ["the config or a preset for synchronous training switched the off-policy correction off"],
         ["algorithm.correction.level=auto", "a lower trainer.max_staleness"],
     )
 
@@ -118,8 +121,8 @@ def stale_answers(history: History) -> Finding | None:
 def answers_too_old(history: History) -> Finding | None:
     """Detect answers that are too old to learn from.
 
-    Some answers were sampled by older weights. The effective sample size of the importance weights, averaged over the
-    last 5 steps, is below half of the number of tokens.
+    Some answers were sampled by weights older than the current weights. The effective sample size of the importance
+    weights, averaged over the last 5 steps, is below half of the number of tokens.
     """
     sizes = history.points("rollout/effective_sample_size") or history.points("actor/engine_effective_sample_size")
     if len(sizes) < ENOUGH_STEPS or not _asynchronous(history) or last_mean(sizes) >= SMALL_SAMPLE:
@@ -128,10 +131,10 @@ def answers_too_old(history: History) -> Finding | None:
     return Finding(
         next(step for step, value in sizes if value < SMALL_SAMPLE),
         [
-            f"the effective sample size is {last_mean(sizes):.0%} of the tokens in the last {WINDOW_STEPS} steps",
-            f"answers are up to {oldest:.0f} versions old",
+            f"the effective sample size of the last {WINDOW_STEPS} steps is {last_mean(sizes):.0%} of the tokens",
+            f"answers are up to {oldest:.0f} weight versions old",
         ],
-        ["the policy changes faster than answers arrive"],
+        ["the policy changes faster than the engine delivers answers"],
         ["a lower trainer.max_staleness, or a lower actor.lr"],
     )
 
@@ -145,20 +148,20 @@ def answers_cut(history: History) -> Finding | None:
     if not streak:
         return None
     step, limit = streak[0][0], history.number("rollout.max_response_length", 0)
-    evidence = [f"{mean(streak):.0%} of the answers were cut from step {step} to step {streak[-1][0]}"]
+    evidence = [f"{mean(streak):.0%} of the answers were truncated from step {step} to step {streak[-1][0]}"]
     if limit:
         evidence.append(f"rollout.max_response_length={limit:.0f}")
     if step == history.first_step:
         causes = ["the length limit is shorter than the answers of this model"]
     else:
-        causes = ["the policy has learnt to go on, or has forgotten how to end an answer"]
+        causes = ["the policy has learnt to write longer answers, or has forgotten how to end an answer"]
     return Finding(
         step,
         evidence,
-        [*causes, "the model does not end its answers: no end token in its chat template or data"],
+        [*causes, "the model does not end its answers: its chat template or its training data has no end token"],
         [
             "raise rollout.max_response_length",
-            "make long answers cost something (algorithm.reward_shaping.overlong_buffer=auto), or keep cut answers out "
+            "penalise long answers (algorithm.reward_shaping.overlong_buffer=auto), or keep truncated answers out "
             "(algorithm.mask_truncated or algorithm.exclude_truncated)",
         ],
     )

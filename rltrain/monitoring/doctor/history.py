@@ -13,7 +13,8 @@ from rltrain.data.stored_samples import SampleFile
 from rltrain.monitoring.alarms import PERSISTENT_STEPS, START_STEPS, WINDOW_STEPS
 from rltrain.monitoring.report.run_files import RunFiles
 
-# The conditions of several rules must hold in at least 3 steps, because they may hold by chance in one or two steps.
+# The conditions of several rules must hold in at least 3 steps, because a condition may hold by chance in one or two
+# steps.
 ENOUGH_STEPS = 3
 SOLVED_ACCURACY = 0.95  # A task counts as solved if at least 95% of the answers are correct.
 
@@ -155,7 +156,7 @@ def windows(points: Points) -> Points:
 def final_streak(points: Points, holds: Callable[[float], bool], steps: int = PERSISTENT_STEPS) -> Points:
     """Return the longest run of values at the end of `points` that all fulfil a condition.
 
-    The result is [] if fewer than `steps` consecutive values at the end fulfil the condition.
+    The returned list is [] if fewer than `steps` consecutive values at the end fulfil the condition.
     """
     count = 0
     while count < len(points) and holds(points[-1 - count][1]):

@@ -36,12 +36,13 @@ JUDGED_STEPS = 10  # A critic's explained variance is noisy, so the doctor avera
 def learning_rate_too_high(history: History) -> Finding | None:
     """Detect updates that are too large.
 
-    At least one of three conditions holds. First: the updates of one step moved the policy by a KL of at least 0.5 nats
-    per token, and the mean reward then fell. Second: the updates of at least 3 steps each moved the policy by a KL of
-    at least 0.3 nats per token. Third: the entropy changed by a factor of at least 3 from one step to the next, the
-    mean reward then fell, and the run measured no KL above 0 (which is normal with one update per step). A fall of the
-    mean reward counts if it is at least half the standard deviation of single rewards. The fall of the mean reward is
-    measured from the 5 steps up to the large update to the last 5 steps of the run.
+    The rule has three conditions, of which at least one holds. First condition: the updates of one step moved the
+    policy by a KL of at least 0.5 nats per token, and the mean reward then fell. Second condition: the updates of at
+    least 3 steps each moved the policy by a KL of at least 0.3 nats per token. Third condition: the entropy changed by
+    a factor of at least 3 from one step to the next, the mean reward then fell, and the run measured no KL above 0
+    (which is normal with one update per step). A fall of the mean reward counts if it is at least half the standard
+    deviation of single rewards. The fall of the mean reward is measured from the 5 steps up to the large update to the
+    last 5 steps of the run.
     """
     kl = history.points("actor/ppo_kl")
     huge = [point for point in kl if point[1] >= HUGE_KL]
@@ -60,10 +61,14 @@ def learning_rate_too_high(history: History) -> Finding | None:
     return Finding(
         step,
         evidence,
-        [_rate(history), "too many updates with the same answers (trainer.epochs_per_step, small mini-batches)"],
+        [
+            _rate(history),
+            "the policy is updated too often with the same answers (trainer.epochs_per_step, small mini-batches)",
+        ],
         [
             f"actor.lr={shown_rate(history)} or lower",
-            "lr warm-up (actor.lr_warmup_steps), a lower actor.max_grad_norm, or larger trainer.prompts_per_minibatch",
+            "learning-rate warm-up (actor.lr_warmup_steps), a lower actor.max_grad_norm, or a larger "
+            "trainer.prompts_per_minibatch",
         ],
     )
 
@@ -89,8 +94,8 @@ def _rate(history: History) -> str:
 def _jump(history: History) -> int | None:
     """Return the training step just before the first entropy jump that precedes a fall of the mean reward.
 
-    An entropy jump is a change of the entropy by a factor of at least 3 from one step to the next. The result is None
-    if the mean reward did not fall after any entropy jump.
+    An entropy jump is a change of the entropy by a factor of at least 3 from one step to the next. The returned step is
+    None if the mean reward did not fall after any entropy jump.
     """
     entropy = [point for point in history.points("rollout/entropy") if point[1] > 0]
     for (step, before), (_, after) in pairwise(entropy):
@@ -108,7 +113,7 @@ def _signs(history: History, step: int) -> list[str]:
     texts = []
     if kl and (worst := max(kl, key=lambda point: point[1]))[1] >= HEALTHY_KL:
         texts.append(
-            f"the updates of step {worst[0]} moved the policy by {shown(worst[1])} nats a token (healthy: below 0.1)"
+            f"the updates of step {worst[0]} moved the policy by {shown(worst[1])} nats per token (healthy: below 0.1)"
         )
     if clipped and (worst := max(clipped, key=lambda point: point[1]))[1] >= HEALTHY_CLIPPED:
         texts.append(f"{worst[1]:.0%} of the tokens of step {worst[0]} were clipped (healthy: below 30%)")
@@ -117,7 +122,7 @@ def _signs(history: History, step: int) -> list[str]:
         texts.append(f"the gradient norm grew from {shown(first[0][1])} to {shown(worst[1])} in step {worst[0]}")
     if len(entropy) > 1 and max(entropy[0][1], entropy[1][1]) >= JUMP * max(min(entropy[0][1], entropy[1][1]), 1e-9):
         texts.append(
-            f"the entropy went from {shown(entropy[0][1])} to {shown(entropy[1][1])} nats a token in the next step"
+            f"the entropy changed from {shown(entropy[0][1])} to {shown(entropy[1][1])} nats per token in the next step"
         )
     return texts
 
@@ -131,12 +136,12 @@ def _reward_after(history: History, step: int) -> str:
     if not before or len(after) < 2 or mean(before) - mean(after) < max(LOST_SPREADS * deviation, 1e-6):
         return ""
     return (
-        f"the mean reward fell from {shown(mean(before))} up to step {step} to {shown(mean(after))} in the last steps"
+        f"the mean reward fell from {shown(mean(before))} (mean up to step {step}) to {shown(mean(after))} (last steps)"
     )
 
 
 def skipped_updates(history: History) -> Finding | None:
-    """Detect skipped updates.
+    """Detect optimizer updates that were skipped.
 
     At least one update of the actor or the critic was skipped because the loss or the gradient was not finite.
     """
@@ -153,10 +158,10 @@ def skipped_updates(history: History) -> Finding | None:
     return Finding(
         min(points[0][0] for points in skipped.values() if points),
         texts,
-        ["rewards, advantages or log-probs that are not finite or are huge", "a learning rate that is too high"],
+        ["the rewards, advantages or log-probs of the batch are huge or not finite", "the learning rate is too high"],
         [
-            "look at the batch in failed/ (DataProto.load reads it)",
-            "lower actor.lr, or the clip ranges in algorithm.loss; use model.dtype=float32",
+            "inspect the saved batch in the folder failed/, which DataProto.load reads",
+            "lower actor.lr or the clip ranges in algorithm.loss, or use model.dtype=float32",
         ],
     )
 
@@ -175,7 +180,7 @@ def entropy_collapsed(history: History) -> Finding | None:
     if start <= 0 or last_mean(points) >= limit:
         return None
     step, value = next(point for point in points if point[1] < limit)
-    evidence = [f"the entropy fell from {shown(points[0][1])} to {shown(value)} nats a token by step {step}"]
+    evidence = [f"the entropy fell from {shown(points[0][1])} to {shown(value)} nats per token by step {step}"]
     rewards = history.points("reward/mean")
     if rewards:
         evidence.append(f"the mean reward of the last steps is {shown(last_mean(rewards))}")
@@ -183,10 +188,11 @@ def entropy_collapsed(history: History) -> Finding | None:
         step,
         evidence,
         [
-            "updates that are too large or too many make one answer certain before others were tried "
+            "too large or too many updates made one answer certain before the policy tried other answers "
             f"(actor.lr={history.number('actor.lr', 0.0):g}, "
             f"trainer.epochs_per_step={history.number('trainer.epochs_per_step', 1):g})",
-            f"answers that differ too little (rollout.temperature={history.number('rollout.temperature', 1.0):g})",
+            "the sampled answers to a prompt differ too little "
+            f"(rollout.temperature={history.number('rollout.temperature', 1.0):g})",
         ],
         [
             "lower actor.lr or trainer.epochs_per_step",
@@ -213,10 +219,10 @@ def entropy_grows(history: History) -> Finding | None:
     return Finding(
         step,
         [
-            f"the entropy rose from {shown(start)} to {shown(last)} nats a token",
-            f"the mean reward went from {shown(start_mean(rewards))} to {shown(last_mean(rewards))}",
+            f"the entropy rose from {shown(start)} to {shown(last)} nats per token",
+            f"the mean reward changed from {shown(start_mean(rewards))} to {shown(last_mean(rewards))}",
         ],
-        ["the entropy bonus outweighs the reward", "updates that are too large, or advantages that are noise"],
+        ["the entropy bonus outweighs the reward", "the updates are too large, or the advantages are mostly noise"],
         ["lower algorithm.entropy_coef or algorithm.entropy_target", "lower actor.lr, or add a KL term"],
     )
 
@@ -233,7 +239,7 @@ def far_from_reference(history: History) -> Finding | None:
         return None
     return Finding(
         next(step for step, value in points if value >= FAR_KL),
-        [f"the KL to the reference rose from {shown(points[0][1])} to {shown(last_mean(points))} nats a token"],
+        [f"the KL to the reference rose from {shown(points[0][1])} to {shown(last_mean(points))} nats per token"],
         ["the KL term is too weak for this learning rate and reward"],
         ["raise algorithm.kl_loss.kl_loss_coef or algorithm.kl_in_reward.kl_coef, or lower actor.lr"],
     )
@@ -252,10 +258,10 @@ def critic_explains_nothing(history: History) -> Finding | None:
     return Finding(
         judged[0][0],
         [
-            f"critic/explained_variance is {shown(mean(judged))} in the mean of the last {JUDGED_STEPS} steps "
-            "(1: values predict the returns, 0: no better than a constant)"
+            f"the mean of critic/explained_variance over the last {JUDGED_STEPS} steps is {shown(mean(judged))} "
+            "(1: the values predict the returns exactly, 0: no better than a constant)"
         ],
-        [f"critic.lr={history.number('critic.lr', 0.0):g} is too low or far too high", "returns that are mostly noise"],
+        [f"critic.lr={history.number('critic.lr', 0.0):g} is too low or far too high", "the returns are mostly noise"],
         [
             "change critic.lr, or critic.clip_range_value if critic/clip_fraction is high",
             "use an algorithm without a critic (algorithm=grpo)",

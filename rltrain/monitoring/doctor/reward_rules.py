@@ -49,8 +49,8 @@ def reward_fails(history: History) -> Finding | None:
         evidence,
         ["the reward function raises an exception, takes longer than reward.timeout_s, or ends its process"],
         [
-            "repair the function that reward.functions names; rollouts/ has the answers and the errors (reward_error)",
-            "if it is only slow, raise reward.timeout_s",
+            "repair the reward function; the tables in rollouts/ have the answers and the errors (column reward_error)",
+            "if the reward function is only slow, raise reward.timeout_s",
         ],
     )
 
@@ -63,7 +63,7 @@ def _messages(history: History, step: int) -> list[str]:
     if not errors:
         return []
     (text, count), failed = errors.most_common(1)[0], sum(errors.values())
-    return [f"in step {step}, {count} of {failed} failures: {one_line(text, 200)}"]
+    return [f"in step {step}, {count} of {failed} failures have this error: {one_line(text, 200)}"]
 
 
 def reward_never_applies(history: History) -> Finding | None:
@@ -81,15 +81,15 @@ def reward_never_applies(history: History) -> Finding | None:
     evidence, step = [], history.first_step
     if many:
         evidence.append(
-            f"{last_mean(points):.0%} of the last answers have no score, although no reward function failed"
+            f"{last_mean(points):.0%} of the latest answers have no score, although no reward function failed"
         )
         step = next(step for step, value in points if value >= UNSCORED_SHARE)
     evidence += [f"'{name}' returned None for each answer of step {history.steps[-1]}" for name in silent]
     return Finding(
         step,
         evidence,
-        ["the reward function returns None, which means that it does not judge this answer"],
-        ["return a number for the answers that the function in reward.functions should judge"],
+        ["the reward function returns None, which means that the reward function does not judge the answer"],
+        ["return a number for each answer that the reward function should judge"],
     )
 
 
@@ -122,7 +122,7 @@ def dead_reward(history: History) -> Finding | None:
         return None
     step = streak[0][0]
     rewards = [point for point in history.points("reward/mean") if point[0] >= step]
-    evidence = [f"all answers to each prompt had one outcome in {len(streak)} steps, from step {step} to the last"]
+    evidence = [f"all answers to each prompt had the same outcome in each of the last {len(streak)} steps"]
     if rewards:
         evidence.append(f"the mean reward of these steps is {shown(mean(rewards))}")
     if step == history.first_step:
@@ -131,13 +131,16 @@ def dead_reward(history: History) -> Finding | None:
             "the prompts are far too hard or far too easy for the model",
         ]
     else:
-        causes = ["the policy gives one kind of answer only since then", "the prompts became too hard or too easy"]
+        causes = [
+            "since this step, the policy gives only one kind of answer",
+            "the prompts became too hard or too easy",
+        ]
     return Finding(
         step,
         evidence,
         causes,
         [
-            "look at the scores in rollouts/, and let the function of reward.functions give different answers "
+            "look at the scores in rollouts/, and change the reward function so that different answers get "
             "different scores",
             "use easier or harder prompts in data.train, or raise rollout.samples_per_prompt",
         ],
@@ -162,10 +165,10 @@ def reward_hacking(history: History) -> Finding | None:
     lengths = windows(history.points("rollout/length_mean"))
     evidence = [
         f"the mean reward rose from {shown(rewards[0][1])} to {shown(rewards[-1][1])} by step {rewards[-1][0]}",
-        f"{what} went from {shown(right[0][1])} to {shown(right[-1][1])}",
+        f"{what} changed from {shown(right[0][1])} to {shown(right[-1][1])}",
     ]
     if lengths:
-        evidence.append(f"the mean length of answers went from {lengths[0][1]:.0f} to {lengths[-1][1]:.0f} tokens")
+        evidence.append(f"the mean length of answers changed from {lengths[0][1]:.0f} to {lengths[-1][1]:.0f} tokens")
     return Finding(
         rewards[0][0],
         evidence,
@@ -214,8 +217,8 @@ def worse_evaluation(history: History) -> Finding | None:
         step,
         [*(text for _, texts in found for text in texts[:1]), evidence[1]],
         [
-            "the policy learns the training prompts by heart",
-            "the training reward pays for what the evaluation does not",
+            "the policy memorises the training prompts",
+            "the training reward rewards something that the evaluation does not reward",
         ],
         [
             "stop earlier: trainer.keep_best keeps the best checkpoint, with trainer.eval_every and trainer.save_every",
@@ -269,7 +272,7 @@ def reward_fell(history: History) -> Finding | None:
     return Finding(
         step,
         [
-            f"the mean reward of {WINDOW_STEPS} steps fell from {shown(best[1])} in step {best[0]} to "
+            f"the mean reward over {WINDOW_STEPS} steps fell from {shown(best[1])} in step {best[0]} to "
             f"{shown(found[-1][1])} in step {found[-1][0]}"
         ],
         [
@@ -279,7 +282,7 @@ def reward_fell(history: History) -> Finding | None:
         [
             "start a new run from the model of an earlier checkpoint (model.path=RUN/checkpoints/step_N/model) with a "
             "lower actor.lr or a KL term (algorithm.kl_loss.kl_loss_coef)",
-            "trainer.save_every=10 trainer.keep_best=reward/mean keeps such a checkpoint",
+            "set trainer.save_every=10 and trainer.keep_best=reward/mean, so that the best checkpoint is kept",
         ],
     )
 
@@ -297,8 +300,11 @@ def too_few_groups(history: History) -> Finding | None:
     first: Any = next(step for step, value in low if value >= 0.5)
     return Finding(
         first,
-        [f"{last_mean(low):.0%} of the {wanted:.0f} groups of a step are missing in the last {WINDOW_STEPS} steps"],
-        ["almost all prompts are too easy or too hard, so that the answers to a prompt have one outcome"],
+        [
+            f"{last_mean(low):.0%} of the {wanted:.0f} prompt groups of a step are missing "
+            f"(mean of the last {WINDOW_STEPS} steps)"
+        ],
+        ["almost all prompts are too easy or too hard, so all answers to a prompt have the same outcome"],
         [
             "use easier or harder prompts in data.train",
             "raise rollout.samples_per_prompt or algorithm.dynamic_sampling",

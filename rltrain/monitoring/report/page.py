@@ -16,7 +16,7 @@ from rltrain.monitoring.report.run_files import RunFiles, read_run
 from rltrain.monitoring.report.samples import encode_samples, number, packed, to_json
 
 REPORT = "report.html"
-MAX_BYTES = 19_800_000  # maximum size of a page in bytes
+MAX_BYTES = 19_800_000  # maximum size of a report page in bytes
 
 
 def write_report(
@@ -31,7 +31,7 @@ def write_report(
         output: path of the HTML file.
         defaults: command and preset config that are used for a run that did not record its command.
         max_bytes: maximum size of the page. If the page would be larger with all samples, the page omits some samples
-            and says so.
+            and states how many samples it shows.
 
     Returns:
         A list with one text for each file, table or line that could not be read.

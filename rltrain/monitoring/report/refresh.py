@@ -27,7 +27,9 @@ _START = (
 
 
 class ReportFile:
-    """Keeps the file `report.html` of a run up to date. An error while writing the report never ends the run.
+    """Writer that keeps the file `report.html` of a run up to date.
+
+    An error while writing the report never ends the run.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -54,11 +56,13 @@ class ReportFile:
         if process.returncode == 0:
             self.next_at = self.clock() + float(said) / SHARE
             return
-        self._warn((complaints.strip().splitlines() or [f"its process ended with status {process.returncode}"])[-1])
+        self._warn(
+            (complaints.strip().splitlines() or [f"the report process ended with status {process.returncode}"])[-1]
+        )
         self.next_at = self.clock() + FIRST_AFTER_S / SHARE
 
     def close(self) -> Path | None:
-        """Write the report for the last time.
+        """Write the report of the run for the last time.
 
         Return the path of the report, or None if the report could not be written.
         """
@@ -74,7 +78,7 @@ class ReportFile:
         return self.output_dir / REPORT
 
     def _warn(self, reason: str) -> None:
-        """Log why the report was not written. Only a run's first failure to write its report is logged."""
+        """Log why the report of the run was not written. Only a run's first failure to write its report is logged."""
         if not self.failed:
             logger.warning("%s is not written: %s", REPORT, one_line(reason))
         self.failed = True

@@ -1,4 +1,4 @@
-"""Reads those files in a run's output folder that a report needs.
+"""Reads the files in a run's output folder that a report needs.
 
 If a file of the run is damaged, the report contains a note instead of the file's content, and all other files are still
 read.
@@ -166,7 +166,7 @@ def _read_token_texts(run: RunFiles) -> None:
 
 
 def _texts_of_model(model: Path) -> tuple[list[str], set[int]]:
-    # The import is delayed until here, because importing the library transformers takes seconds.
+    # The library transformers is imported only when needed, because the import takes seconds.
     from rltrain.data.model_directory import load_tokenizer
     from rltrain.monitoring.token_texts import special_ids, token_texts
 

@@ -424,7 +424,7 @@ def number(value: Any) -> float | int | None:
 def to_json(data: Any) -> bytes:
     """Encode data as the bytes of a JSON text.
 
-    A lone surrogate, which UTF-8 cannot encode, becomes a question mark.
+    A lone surrogate character, which UTF-8 cannot encode, becomes a question mark.
     """
     return json.dumps(data, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode("utf-8", "replace")
 

@@ -25,18 +25,20 @@ class GivesUp(Protocol):
     """Optional interface of a sink whose library may keep the run's process from exiting."""
 
     def give_up(self) -> None:
-        """Stop the work that the sink's library is still doing.
+        """Stop the work that the library of the sink is still doing.
 
         `BackgroundSink` calls `give_up` in the main thread if the sink's method `close` takes too long.
         """
 
 
 class BackgroundSink:
-    """Forwards each method call to a wrapped sink. The calls are executed in a separate thread, in the original order.
+    """Sink that forwards each method call to a wrapped sink.
 
-    Of the methods of `BackgroundSink`, only `close` waits for the wrapped sink, and none raises an exception. If a call
-    of the wrapped sink raises an exception, the later calls are still made. If `restore` fails, the wrapped sink has no
-    run to write to, so the wrapped sink gets no calls until the next `restore`.
+    The forwarded calls are executed in a separate thread, in the original order.
+
+    Of the methods of `BackgroundSink`, only `close` waits for the wrapped sink, and no method raises an exception. If a
+    call of the wrapped sink raises an exception, the later calls are still made. If `restore` fails, the wrapped sink
+    has no run to write to, so the wrapped sink gets no calls until the next `restore`.
 
     Args:
         name: name of the wrapped sink in the text of alarms.
@@ -110,7 +112,7 @@ class BackgroundSink:
                 self.sink.give_up()
             self._alarms.put(
                 f"trainer.trackers: {self.name} was not done after {CLOSE_TIMEOUT_S:.0f} s, with {waiting} calls still "
-                "waiting; the run ends without it, and metrics.jsonl has all metrics"
+                "waiting; the run ends without waiting any longer, and metrics.jsonl has all metrics"
             )
 
     def alarms(self) -> list[str]:
@@ -127,7 +129,7 @@ class BackgroundSink:
             self._full = True
             self._alarms.put(
                 f"trainer.trackers: {self.name} is slower than the run: {MAX_WAITING} calls are waiting, and further "
-                "ones are left out until it catches up; metrics.jsonl has all metrics"
+                f"calls are left out until {self.name} catches up; metrics.jsonl has all metrics"
             )
 
     def _work(self) -> None:
@@ -146,6 +148,6 @@ class BackgroundSink:
             if not self._failed:
                 self._failed = True
                 self._alarms.put(
-                    f"trainer.trackers: {self.name} failed, and the run goes on without the data that it could not "
-                    f"log there ({described(error)}); metrics.jsonl has all metrics"
+                    f"trainer.trackers: {self.name} failed and lacks some data of the run ({described(error)}); the "
+                    "run continues, and metrics.jsonl has all metrics"
                 )

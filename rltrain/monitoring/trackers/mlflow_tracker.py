@@ -27,7 +27,7 @@ _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 
 
 class MlflowTracker:
-    """Sends a run to an MLflow server, or to the store that `MLFLOW_TRACKING_URI` names.
+    """Sink that sends a run to an MLflow server, or to the store that `MLFLOW_TRACKING_URI` names.
 
     MLflow cannot remove logged values. When a run goes back to a checkpoint and repeats steps, MLflow keeps two values
     for each repeated step and shows the value with the later time stamp.
@@ -49,7 +49,7 @@ class MlflowTracker:
         self.config = dict(config)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Add one value to the history of each given metric.
+        """Add one value to the history of each given metric in MLflow.
 
         The metrics of all steps that end within `INTERVAL_S` seconds are sent to MLflow in one request.
         """
@@ -67,7 +67,7 @@ class MlflowTracker:
             self.client.log_batch(self.run_id, metrics=values[start : start + METRICS_AT_ONCE])
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
-        """Add one value to the history of each given metric."""
+        """Add one value to the history of each given metric in MLflow."""
         self.log_step(step, metrics)
 
     def log_samples(self, step: int, rows: Rows) -> None:

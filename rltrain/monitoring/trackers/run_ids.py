@@ -14,7 +14,7 @@ _LOCK = threading.Lock()
 
 
 class RunIds:
-    """Stores the id of the run in one tracker, such as the id of the W&B run.
+    """Storage for the id of the run in one tracker, such as the id of the W&B run.
 
     Args:
         output_dir: output folder of the run; must exist.

@@ -19,7 +19,7 @@ PROJECT = "rltrain"
 
 
 class TrackioTracker:
-    """Writes a run to trackio's database, or sends it to the server that `TRACKIO_SPACE_ID` or another variable names.
+    """Sink that writes a run to trackio's database, or to the server that `TRACKIO_SPACE_ID` or another variable names.
 
     The library trackio cannot remove logged rows. When a run goes back to a checkpoint and repeats steps, trackio has
     two rows for each repeated step, and the later row counts.

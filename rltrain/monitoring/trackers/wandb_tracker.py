@@ -28,7 +28,7 @@ _WITHOUT_SERVER = ("offline", "disabled", "dryrun")
 
 
 class WandbTracker:
-    """Sends the metrics, config and samples of a run to Weights & Biases, or to a local file in wandb's offline mode.
+    """Sink that sends the results of a run to Weights & Biases, or to a local file in wandb's offline mode.
 
     The step number of a row in W&B is the number of the training step. When a run goes back to a checkpoint, W&B
     discards the rows after the checkpoint (`resume_from`).
@@ -45,7 +45,10 @@ class WandbTracker:
 
     @staticmethod
     def check() -> None:
-        """Raise ConfigError if the library wandb cannot log in. On a terminal, wandb asks the user for the API key."""
+        """Raise ConfigError if the library wandb cannot log in to the W&B server.
+
+        On a terminal, wandb asks the user for the API key.
+        """
         import wandb
 
         if wandb.setup().settings.mode in _WITHOUT_SERVER:

@@ -241,8 +241,8 @@ def test_a_tracker_that_fails_is_one_alarm_and_the_run_and_the_other_sinks_go_on
     tracker.close()
     (alarm,) = [json.loads(line) for line in (tmp_path / "alarms.jsonl").read_text().splitlines()]
     assert alarm["alarm"] == (
-        f"step {alarm['step']}: trainer.trackers: failing failed, and the run goes on without the data that it could "
-        "not log there (ConnectionError: no route to the service); metrics.jsonl has all metrics"
+        f"step {alarm['step']}: trainer.trackers: failing failed and lacks some data of the run "
+        "(ConnectionError: no route to the service); the run continues, and metrics.jsonl has all metrics"
     )
     assert [shown[1] for shown in display.shown if shown[0] == "warning"] == [alarm["alarm"]]
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2

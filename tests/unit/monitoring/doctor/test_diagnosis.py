@@ -228,7 +228,7 @@ def test_the_error_of_a_reward_function_is_quoted(tmp_path):
     (finding,) = diagnose(read_run(folder, texts=False))
     assert (finding.name, finding.step) == ("reward function fails", 7)
     assert finding.evidence == [
-        "2% of the rewards failed, 50% in step 7", "in step 7, 2 of 2 failures: TypeError: no number",
+        "2% of the rewards failed, 50% in step 7", "in step 7, 2 of 2 failures have this error: TypeError: no number",
     ]  # fmt: skip
 
 
@@ -287,7 +287,7 @@ def test_a_collapsed_entropy_explains_a_reward_that_dies_before_it(tmp_path):
     dead = {"reward/same_outcome_fraction": last(9, 1.0, before=0.5)}
     (finding,) = findings(tmp_path, dead | {"rollout/entropy": [0.61, *last(8, 0.02, before=0.6)[1:]]})
     assert (finding.name, finding.effects) == ("entropy collapsed", ["dead reward (from step 12)"])
-    assert finding.evidence[0] == "the entropy fell from 0.61 to 0.02 nats a token by step 13"
+    assert finding.evidence[0] == "the entropy fell from 0.61 to 0.02 nats per token by step 13"
 
 
 def test_a_solved_task_has_neither_a_dead_reward_nor_a_collapsed_entropy(tmp_path):

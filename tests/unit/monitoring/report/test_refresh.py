@@ -117,7 +117,7 @@ def alive(pid):
     ("code", "reason"),
     [
         ("import sys; sys.exit('OSError: No space left on device')", "OSError: No space left on device"),
-        ("import os; os._exit(3)", "its process ended with status 3"),
+        ("import os; os._exit(3)", "the report process ended with status 3"),
     ],
 )
 def test_a_process_that_fails_is_one_warning_and_is_tried_again_much_later(tmp_path, started, caplog, code, reason):

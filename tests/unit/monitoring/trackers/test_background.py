@@ -104,9 +104,7 @@ def test_a_call_that_fails_is_one_alarm_and_the_later_calls_are_made(error):
     sink.close()
     assert [call[:2] for call in inner.calls] == [("restore", 0), ("step", 3), ("close",)]
     (alarm,) = sink.alarms()
-    assert alarm.startswith(
-        "trainer.trackers: mine failed, and the run goes on without the data that it could not log there ("
-    )
+    assert alarm.startswith("trainer.trackers: mine failed and lacks some data of the run (")
     assert type(error).__name__ in alarm
     assert sink.alarms() == []
 
@@ -175,8 +173,8 @@ def test_closing_has_a_time_limit_that_sinks_share_and_what_a_library_still_does
     assert 2.0 <= time.monotonic() - began < 3.9
     assert [inner.gave_up for inner in inners] == [threading.current_thread()] * 2
     assert [text for sink in sinks for text in sink.alarms()] == [
-        f"trainer.trackers: stuck{number} was not done after 2 s, with 0 calls still waiting; the run ends without it, "
-        "and metrics.jsonl has all metrics"
+        f"trainer.trackers: stuck{number} was not done after 2 s, with 0 calls still waiting; the run ends without "
+        "waiting any longer, and metrics.jsonl has all metrics"
         for number in range(2)
     ]
     held.set()
