@@ -166,6 +166,13 @@ def test_the_index_of_presets_names_the_papers_that_their_files_name():
         assert paper.replace("https://arxiv.org/abs/", "arXiv:") in first
 
 
+def test_the_methods_that_combine_other_parts_are_accepted():
+    methods = re.findall(r"^\| (\w[^|]*) \| \[[^|]*\| `(algorithm=[^`|]*)` \|$", (ROOT / PRESETS).read_text(), re.M)
+    assert [name for name, _ in methods] == ["LitePPO", "LUSPO", "MIS, masked importance sampling"]
+    for _, settings in methods:
+        check_algorithm(compose(settings.split())[0])
+
+
 def test_the_readme_shows_the_example_files_as_they_are():
     ((path, content),) = named_files("README.md")
     assert (ROOT / path).read_text() == content
