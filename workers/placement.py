@@ -221,7 +221,7 @@ def connect(config: Config) -> dict[str, float]:
         WorkerError: Ray does not start.
     """
     local, address = config.placement.address == "local", config.placement.address
-    if address == "auto":  # Ray's own "auto" could join the private cluster of another run on this machine
+    if address == "auto":  # with the address "auto", Ray could join another run's private cluster
         address = os.environ.get("RAY_ADDRESS", "")
         if not address:
             raise ConfigError(
@@ -234,10 +234,11 @@ def connect(config: Config) -> dict[str, float]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Setting Ray's default value avoids a warning.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Setting Ray's default avoids Ray's warning.
             os.environ.setdefault("RAY_worker_niceness", "0")  # By default, Ray lowers its workers' CPU priority.
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # Only Ray's dashboard needs task events.
-            # By default, glibc gives most of Ray's many threads an arena each, and no arena returns its peak memory.
+            # By default, glibc gives most of Ray's many threads a memory arena each, and an arena never returns its
+            # peak memory.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     with _on_loopback() if local else contextlib.nullcontext():
         import ray
@@ -350,7 +351,7 @@ def _own_token() -> Iterator[None]:
 
     loader: Any = _raylet
 
-    loader.AuthenticationTokenLoader.instance().reset_cache()  # the cache may hold the token of a previous cluster
+    loader.AuthenticationTokenLoader.instance().reset_cache()  # Ray's cache may hold the token of a previous cluster
     if own := not {_TOKEN, f"{_TOKEN}_PATH"} & os.environ.keys():
         os.environ[_TOKEN] = secrets.token_hex(32)
     try:

@@ -15,11 +15,11 @@ import psutil
 
 MARK = "RLTRAIN_RUN_MARK"  # name of an environment variable that all processes of a local Ray cluster inherit
 SHARED = Path("/dev/shm")
-# vLLM's shared-memory files have these name prefixes: the message queues, which are objects of Python's class
-# SharedMemory, and the buffers of vLLM's CPU workers.
+# Prefixes of the names of vLLM's shared-memory files: "psm_" for message queues, which are objects of Python's class
+# SharedMemory, and "vllm_dist_" for the buffers of vLLM's CPU workers.
 PREFIXES = ("psm_", "vllm_dist_")
 WEIGHTS_PREFIX = "rltrain-weights-"  # Prefix of the names of files through which processes exchange weights.
-_ROUND_S = 0.3  # Seconds between two searches: each search finds processes that started during the previous search.
+_ROUND_S = 0.3  # Seconds between two searches for processes, so that a search finds newly started processes.
 _LIMIT_S = 10.0
 
 

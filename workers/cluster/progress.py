@@ -44,7 +44,7 @@ class Process:
 
 
 class _Counter:
-    """Counts this process's calls of `tick` and running calls, in memory that other processes can read."""
+    """Counters of this process's calls of `tick` and of its running calls, in memory that other processes can read."""
 
     def __init__(self) -> None:
         self.file = os.memfd_create("rltrain-progress")

@@ -1,4 +1,4 @@
-"""Detects the death of the Ray daemons that a run depends on.
+"""Code that detects the death of the Ray daemons that a run depends on.
 
 The daemon `raylet` starts the workers of one machine and stores their objects. If the raylet of the driver's machine
 dies, the run cannot continue. The daemon `gcs_server` keeps the cluster's tables on the head node. If gcs_server dies,
@@ -78,7 +78,7 @@ class RemoteDaemon:
     def __init__(self, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port
         self.asked = time.monotonic()
-        self.connection: socket.socket | None = None  # the connection that is being opened, or None
+        self.connection: socket.socket | None = None  # the TCP connection that is being opened, or None
         self.silent_since: float | None = None
 
     def ended(self) -> bool:
@@ -111,7 +111,7 @@ def _connecting(host: str, port: int) -> socket.socket:
     """Start to open a TCP connection, and return before the connection is open."""
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     connection.setblocking(False)
-    with contextlib.suppress(OSError):  # if the attempt fails at once, `_look_at` finds the failure later
+    with contextlib.suppress(OSError):  # if the connection attempt fails at once, `_look_at` notices the failure later
         connection.connect((host, port))
     return connection
 

@@ -49,7 +49,7 @@ class Guard:
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # signals of the terminal must not reach the guard
         )
-        assert self.process.stdin is not None, "the process was started with a pipe"
+        assert self.process.stdin is not None, "the guard process was started with a pipe as its standard input"
         self._pipe = self.process.stdin
 
     @contextlib.contextmanager
@@ -84,7 +84,7 @@ class Guard:
             self.process.wait(_CLOSE_S)
 
     def _write(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the guard may have been killed
+        with contextlib.suppress(OSError):  # the guard process may have been killed
             self._pipe.write(json.dumps(message).encode() + b"\n")
             self._pipe.flush()
 
@@ -123,7 +123,7 @@ def _wait(driver: int) -> dict[str, Any]:
         poll.register(os.pidfd_open(driver), select.POLLIN)
     content = b""
     while not heard["goodbye"]:
-        ready = poll.poll(None if os.getppid() == driver else 0)  # after the driver's death, read what it had sent
+        ready = poll.poll(None if os.getppid() == driver else 0)  # read the messages of the dead driver
         if not any(descriptor == 0 for descriptor, _ in ready):
             break
         if not (piece := os.read(0, 1 << 16)):

@@ -27,7 +27,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # Option numbers of the
 
 @dataclass(frozen=True)
 class Join:
-    """Describes how to join several arguments of a call, each with different columns of a batch, into one batch.
+    """Description of how to join several arguments of a call, each with different columns of a batch, into one batch.
 
     Attributes:
         parts: Number of arguments to join.
@@ -39,11 +39,11 @@ class Join:
 
 
 class Host:
-    """Builds the roles of this process by import path, and calls their methods by name.
+    """Object that builds the roles of this process by import path, and calls the roles' methods by name.
 
     Args:
         environment: Environment variables to set before any large package, such as torch, is imported.
-        verbose: Whether libraries may log.
+        verbose: Whether libraries may print log messages below the level of errors.
     """
 
     def __init__(self, environment: dict[str, str], *, verbose: bool = False) -> None:

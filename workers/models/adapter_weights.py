@@ -23,7 +23,7 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 
 
 class BaseWeights:
-    """Gives access by name to the tensors in a model directory.
+    """Access by name to the tensors in a model directory.
 
     Tensors are read directly from the safetensors files. An opened safetensors file stays open as long as the
     `BaseWeights` object exists.

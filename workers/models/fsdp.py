@@ -29,7 +29,7 @@ def sharding_mesh(shard_ranks: int | None) -> DeviceMesh:
     ranks = dist.get_world_size()
     if shard_ranks is None or shard_ranks == ranks:
         return init_device_mesh(device().type, (ranks,))
-    assert ranks % shard_ranks == 0, "the config's validation requires whole groups"
+    assert ranks % shard_ranks == 0, "the config's validation requires that `shard_ranks` divides the number of ranks"
     return init_device_mesh(device().type, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
 
 
@@ -68,7 +68,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
         options["offload_policy"] = CPUOffloadPolicy()
     for layer in layers:
         fully_shard(layer, **options)
-    fully_shard(model, **options)  # changes `model` in place
+    fully_shard(model, **options)  # `fully_shard` changes `model` in place
     return model
 
 
@@ -99,7 +99,7 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
-    """Compile a layer's forward pass and enable its activation checkpointing, if the config requests either of them.
+    """Compile a layer's forward pass or enable the layer's activation checkpointing, or both, as the config requests.
 
     FSDP's hooks run outside both the compiled function and the activation checkpointing. Activation checkpointing wraps
     the compiled function, because `torch.compile` does not compile code inside a checkpointed function.

@@ -63,7 +63,7 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTraine
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model)  # changes `model` in place
+        inject_adapter_in_model(settings, model)  # this call changes `model` in place
     found = {name.removesuffix(".weight") for name in adapters_of(model)}
     assert found == set(layers), f"peft adapted other layers than the checked ones: {found ^ set(layers)}"
     return model

@@ -70,7 +70,7 @@ class RowLayout:
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
         """Return the attention batches, which are needed only if no attention kernel is usable.
 
-        The batches are computed on first access.
+        The attention batches are computed on first access.
         """
         return _attention_batches(self.lengths, self.device)
 
@@ -188,7 +188,7 @@ def packed_attention(
         )
     if packed.sequence is not None:
         query, key, value = (heads_of_all_tokens(tensor, packed.sequence) for tensor in (query, key, value))
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # each has the shape (N, heads, D)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # q, k and v have the shape (N, heads, D)
     kernel = None if dropout else kernel_for(q, v)
     if kernel is not None:
         out = kernel(q, k, v, packed.offsets, packed.longest, scaling)

@@ -121,13 +121,13 @@ def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
         (R, ...) values of all R response tokens of the whole pack, in order.
     """
     counts = torch.bincount(whole.predicting // sequence.slice, minlength=sequence.size).tolist()
-    assert counts[sequence.rank] == len(values), "one value per response token of this rank's slice"
+    assert counts[sequence.rank] == len(values), "`values` must have one value for each response token in the slice"
     gathered: Tensor = _Gather.apply(values, counts, sequence)  # type: ignore[no-untyped-call]
     return gathered
 
 
 class _AllToAll(torch.autograd.Function):
-    """Send part r of the first dimension to rank r; the backward pass sends gradients in the opposite direction."""
+    """All-to-all that sends part r of the first dimension to rank r, and sends gradients in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -147,7 +147,7 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate the values of all ranks of a sequence group.
+    """Concatenation of the values of all ranks of a sequence group.
 
     Because every rank computes the full loss, the backward pass needs no communication: it returns the gradient of this
     rank's loss with respect to this rank's own values.

@@ -67,7 +67,7 @@ class Overdue:
 
 
 class _LostError(Exception):
-    """Error: the child process is no longer usable. The error's text becomes `Ended.reason`."""
+    """Error: the child process of a reward worker is no longer usable. The error's text becomes `Ended.reason`."""
 
 
 # Pids of all child processes of this guard, which must survive when the orphans of one child are killed.
@@ -85,7 +85,7 @@ class _Call:
     since: float  # Time of the latest result or, before the first result, of the call's start.
     results: list[SampleScores] = field(default_factory=list)
     given: int = 0  # Number of samples whose results were already returned.
-    held: bool = False  # Whether `hold` was called.
+    held: bool = False  # Whether the method `hold` was called.
 
     @property
     def whole(self) -> int:
@@ -156,9 +156,9 @@ class GuardedWorker:
             try:
                 said = self._receive(None, math.inf)
             except _LostError as error:
-                said = f"while it imported the functions, it {error}"
+                said = f"while the reward functions were imported, one of them {error}"
             if said is None:
-                raise WorkerError(f"while it imported the functions, it {self._end()}")
+                raise WorkerError(f"while the reward functions were imported, one of them {self._end()}")
             if said != READY:
                 raise WorkerError(said)
             self._ready = True

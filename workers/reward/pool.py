@@ -201,7 +201,7 @@ class RewardPool:
             return
         was_held = event.slot in self._held
         self._held.discard(event.slot)
-        if work is None:  # The call was aborted.
+        if work is None:  # The scoring call was aborted.
             return
         if isinstance(event, Lost):
             self._lost(work, event)
@@ -264,8 +264,8 @@ class RewardPool:
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
         # `hold_s` is at least `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S`. The remaining
         # samples of a slow call (see `Held`) can then be queued again, and no sample is scored twice. For async
-        # functions, `hold_s` is infinite: they are cancelled at their time limit, and a second call would exceed
-        # `reward.concurrency`.
+        # functions, `hold_s` is infinite, because calls of async functions are cancelled at their time limit, and a
+        # second call would exceed `reward.concurrency`.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
@@ -304,7 +304,7 @@ class RewardPool:
                 return
             partial = {result.key: (result.scores, result.success) for result in event.results}
             suspect = _Alone(under_way[0], *partial.get(under_way[0].key, ()))
-            if not event.timed_out:  # The running function may not be the cause.
+            if not event.timed_out:  # The running reward function may not be the cause of the worker's loss.
                 self._alone.append(suspect)
                 return
             work = suspect

@@ -1,6 +1,6 @@
-"""Calls reward workers in Ray actors.
+"""Transport of scoring calls to reward workers in Ray actors.
 
-Each actor supervises the child processes of one reward worker. Lost actors are replaced.
+Each actor supervises the child processes of one reward worker. The transport replaces lost actors.
 """
 
 import asyncio

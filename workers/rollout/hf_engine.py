@@ -101,7 +101,7 @@ class HFEngine:
                 batch.join(new)
             else:
                 batch = new
-        assert batch, "a step needs a running or waiting request"
+        assert batch, "a generation step needs a running or waiting request"
         draws = stream_draws(batch.rows[:, 3], batch.width - batch.rows[:, 1])
         sampled = sample(torch.cat(logits).float(), batch.temperatures, draws, self.filters)
         batch.append(*sampled, self.version)
@@ -278,7 +278,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
         model.set_attn_implementation(GROUPED)
     except ConfigError:
         raise
-    except ValueError as error:  # The architecture has its own attention code.
+    except ValueError as error:  # The model's architecture has its own attention code.
         raise ConfigError(
             f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
             "architecture"

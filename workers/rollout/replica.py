@@ -133,7 +133,7 @@ class Replica:
                 await results(self._open)
             except WorkerLost:
                 return  # The task that runs `live` will replace the lost process.
-            except SyncError:  # A weight sync has failed, and its caller knows the error.
+            except SyncError:  # A weight sync has failed, and the caller of the weight sync gets the error.
                 if self.state is ReplicaState.SERVING:
                     raise
 
@@ -198,7 +198,7 @@ class Replica:
                 except SyncError:
                     if self.state is ReplicaState.SERVING:
                         raise
-                    return  # A weight sync has failed, and its caller knows the error.
+                    return  # A weight sync has failed, and the caller of the weight sync gets the error.
                 finally:
                     self._open = []
                 self._sent = self._sent[len(sent) :]

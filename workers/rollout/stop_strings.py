@@ -1,8 +1,8 @@
-"""Searches answers for stop strings, in the same way for all engines.
+"""Search for stop strings in answers, in the same way for all engines.
 
-The engines do not use vLLM's own option `stop`. Because all engines use the same search, the end and the text of an
-answer depend only on the answer's tokens and not on the engine. vLLM also needs no tokenizer, which might decode tokens
-differently.
+The rollout engines do not use vLLM's own option `stop`. Because all engines use the same search, the end and the text
+of an answer depend only on the answer's tokens and not on the engine. vLLM also needs no tokenizer, which might decode
+tokens differently.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def text_before(text: str, stops: Sequence[str]) -> str:
 
 
 class StopStrings:
-    """Searches answers for the stop strings of a run, with the tokenizer of the model.
+    """Object that searches answers for the stop strings of a run, with the tokenizer of the model.
 
     An answer ends with the first token after which its text contains a stop string. The text of an answer is decoded
     from its sampled tokens without special tokens. Each search receives all tokens of the answer. A stop string is

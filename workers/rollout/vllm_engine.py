@@ -41,7 +41,7 @@ from workers.sync.memory import as_file
 
 T = TypeVar("T")
 # Each request has its own sampling parameters, which are never modified, so vLLM does not need to copy them. In
-# versions of vLLM that have the option `skip_clone`, the option avoids this copy.
+# versions of vLLM that have the option `skip_clone`, the option avoids a copy of the sampling parameters.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
 CPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a CPU, unless one sequence can be longer.
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the two kinds of memory that a sleeping engine releases.
@@ -63,7 +63,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         dtype: Data type of the weights, "float32" or "bfloat16".
         sleeps: Whether the engine must be able to release its memory on a GPU.
     """
-    assert config.vllm is not None, "a config with the vllm engine has settings for it"
+    assert config.vllm is not None, "a config with the vLLM engine has the settings of this engine"
     arguments: dict[str, Any] = {
         "model": path,
         "trust_remote_code": False,
@@ -303,7 +303,7 @@ class InProcessVLLM:
 
 
 class Family:
-    """Monitors the processes that an engine has started, and records which process dies first.
+    """Monitor of the processes that an engine has started, which records which process dies first.
 
     Attributes:
         lost: Description of the process that died first, or "" while all processes live.
@@ -340,8 +340,8 @@ class Family:
     def reason(self, raised: Exception) -> Exception:
         """Return the cause of a failed engine call: a WorkerLost error if a process has died, otherwise `raised`.
 
-        vLLM raises EngineDeadError only after it has noticed the death of a process. Before that, calls of vLLM fail
-        with other exceptions.
+        vLLM raises EngineDeadError only after it has noticed the death of a process. Before vLLM has noticed the death,
+        calls of vLLM fail with other exceptions.
         """
         deadline = time.monotonic() + PROOF_S
         while not self.lost and time.monotonic() < deadline:
@@ -361,7 +361,7 @@ class AsyncVLLM:
     ) -> None:
         self.config, self.stop_ids, self.strings = config, list(stop_ids), stop_strings(config.stop, path)
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
-        self.keys: dict[str, tuple[int, int]] = {}  # Maps vLLM's unique request ids to keys.
+        self.keys: dict[str, tuple[int, int]] = {}  # Maps vLLM's unique request ids to the keys of the requests.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
         self.pulse: ConcurrentFuture[Any] | None = None  # Pending heartbeat call to the engine core.
@@ -549,7 +549,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
             weights are complete, because vLLM does not report a missing layer.
     """
     check_weights(path, f"model.path={path}")
-    assert config.rollout.vllm is not None, "a config with the vllm engine has settings for it"
+    assert config.rollout.vllm is not None, "a config with the vLLM engine has the settings of this engine"
     process = config.rollout.vllm.process
     if process == "auto":
         alone = config.rollout.shards == 1 and not torch.cuda.is_available()

@@ -64,13 +64,13 @@ class UpdateInfo(WeightTransferUpdateInfo):
         """Return the bucket of this message."""
         if self.bucket is not None:
             return self.bucket
-        assert self.pickled is not None, "a message has a bucket or the pickle of one"
+        assert self.pickled is not None, "a message has a bucket or a pickled bucket"
         bucket: Bucket = pickle.loads(self.pickled)  # The pickle is trusted, because the parent process has sent it.
         return bucket
 
 
 class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receive buckets of weights, load them through vLLM's layerwise reload, and check the outputs of the layers.
+    """Object that loads received buckets of weights through vLLM's layerwise reload, and checks the layers' outputs.
 
     On a CPU, the parts of the checks that use only torch run in a second thread. vLLM's own kernels never run in the
     second thread, because they share scratch memory: two kernels that run at the same time silently compute wrong
@@ -164,7 +164,7 @@ def repack_heads(model: nn.Module) -> None:
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
     """Copy those tensors of a bucket that vLLM keeps until all parts of their fused layer have arrived.
 
-    If they were not copied, these tensors would stay in the bucket's memory, which later buckets overwrite.
+    A tensor that is not copied would stay in the bucket's memory, which later buckets overwrite.
     """
     low, high = data.ctypes.data, data.ctypes.data + data.nbytes
     for layer in model.modules():

@@ -56,7 +56,7 @@ class Engine(Loads, Protocol):
 
 
 class RolloutWorker:
-    """Runs the engine of one rollout replica.
+    """Worker that runs the engine of one rollout replica.
 
     A threaded engine has its own thread, which runs generation steps whenever the engine has unfinished requests. All
     calls to a threaded engine run in the engine's thread, between two steps. An engine without its own thread generates
@@ -69,8 +69,8 @@ class RolloutWorker:
         threaded: Whether the engine has its own thread.
 
     Attributes:
-        records_events: True, because this class itself records its calls as events of the timeline. The recorded events
-            do not include the time in which a call waits for the engine's thread.
+        records_events: Always True, because the class `RolloutWorker` itself records its calls as events of the
+            timeline. The recorded events do not include the time in which a call waits for the engine's thread.
     """
 
     records_events = True

@@ -1,4 +1,4 @@
-"""Defines buckets: the units of data in which a weight sync transfers one version of the weights to the engines.
+"""Buckets: the units of data in which a weight sync transfers one version of the weights to the engines.
 
 All ranks compute the same layout, which assigns a bucket and an offset in the bucket to each tensor. Each rank copies
 its rows of the tensors to their offsets in a bucket; the copied rows are the rank's part of the bucket. An engine joins

@@ -85,7 +85,7 @@ class SharedFile:
 
 
 class Reader:
-    """Gives access to the bytes of buckets, which are stored in the bucket object or in a shared file."""
+    """Access to the bytes of buckets, which are stored in the bucket object or in a shared file."""
 
     def __init__(self) -> None:
         self.file: SharedFile | None = None

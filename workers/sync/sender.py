@@ -41,7 +41,9 @@ class Offer:
 
 
 class Sender:
-    """Sends one rank's part of the weights in one weight sync. All ranks must call the same methods in the same order.
+    """Sender of one rank's part of the weights in one weight sync.
+
+    All ranks must call the same methods of their senders in the same order.
 
     Args:
         model: the model whose parameters are sent, possibly sharded. Tied parameters are sent once.
@@ -109,7 +111,7 @@ class Sender:
         return bucket
 
     def _slot(self, bucket: Bucket, start: int, size: int) -> np.ndarray:
-        assert bucket.path is not None, "a slot belongs to a file"
+        assert bucket.path is not None, "a bucket without data in memory has the path of a shared file"
         if self.file is None:
             self.file = SharedFile(bucket.path)
         return self.file.memory[bucket.offset + start : bucket.offset + start + size]
@@ -145,7 +147,7 @@ class Sender:
 
 
 class AdapterSender(Sender):
-    """Sends the matrices A and B of a model's adapters in float32.
+    """Sender of the matrices A and B of a model's adapters in float32.
 
     If `check` is True, probes of the merged model are sent, too.
 

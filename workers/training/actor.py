@@ -133,7 +133,7 @@ class ActorWorker:
                 step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
-            torch.cuda.empty_cache()  # The engine on the same GPU needs the memory.
+            torch.cuda.empty_cache()  # The rollout engine on the same GPU needs the memory.
         return result
 
     def _backward(
@@ -205,7 +205,7 @@ class ActorWorker:
     def end_export(self) -> None:
         """Free the memory of the sender, after all weights were sent or after the weight sync failed."""
         self.sender.close()
-        del self.sender  # The sender would keep the parameters in memory.
+        del self.sender  # As long as the sender exists, the parameters stay in memory.
 
     def save_state(self, url: str) -> None:
         """Start writing this rank's part of a checkpoint and of the exported model, in the background.

@@ -1,4 +1,4 @@
-"""Saves and loads one rank's part of a checkpoint: parameters, AdamW's moments and step counts, by parameter name.
+"""Code that saves and loads one rank's part of a checkpoint: parameters, AdamW's moments and step counts, by name.
 
 The tensors of a checkpoint have names that do not depend on the number of ranks. A checkpoint can be loaded by any
 number of ranks, sharded or not, regardless of the number of ranks that saved the checkpoint. `RankState.save` copies
@@ -67,7 +67,7 @@ class _Ticking(DefaultLoadPlanner):
 
 
 class RankState:
-    """Saves and loads this rank's part of the training state of one role.
+    """Object that saves and loads this rank's part of the training state of one role.
 
     Args:
         role: name of the role, and of the role's folder in the checkpoint.
@@ -147,7 +147,7 @@ class RankState:
                 names += [f"{MODEL}/{name}" for name in exported]
             files = {name: folder.checksum(name) for name in names}
             self.result = Saved(files, seconds=time.perf_counter() - began)
-        except BaseException as error:  # The driver gets every failure, and the run continues.
+        except BaseException as error:  # Every failure to save is reported to the driver, and the run continues.
             self.result = Saved(files, reason(error), time.perf_counter() - began)
 
     def load(self, url: str) -> None:
