@@ -66,7 +66,7 @@ class _Connection:
 
     Attributes:
         guard: Handle to the guard process, which kills Ray's processes if they are left over when this process ends.
-        daemons: Ray daemons that the connection needs.
+        daemons: Ray daemons that the connection to Ray needs.
     """
 
     guard: Guard | None = None
@@ -234,7 +234,7 @@ def connect(config: Config) -> dict[str, float]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Setting Ray's default avoids Ray's warning.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Setting RAY_AUTH_MODE avoids a warning of Ray.
             os.environ.setdefault("RAY_worker_niceness", "0")  # By default, Ray lowers its workers' CPU priority.
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # Only Ray's dashboard needs task events.
             # By default, glibc gives most of Ray's many threads a memory arena each, and an arena never returns its
@@ -293,7 +293,7 @@ def _require_answer(address: str) -> None:
     """Raise ConfigError at once if no program listens at the address, whereas Ray would try to connect for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
-        if int(port) > _LAST_PORT:  # the C library would silently use the port modulo 65,536
+        if int(port) > _LAST_PORT:  # the C library would silently use a higher port number modulo 65,536
             raise _no_cluster(address, OverflowError(f"the highest port number is {_LAST_PORT}"))
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
@@ -500,7 +500,7 @@ _Started = tuple[RewardPool, RolloutPool, Training, Liveness | None]
 
 
 def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> WorkerGroup[Any]:
-    """Return a new worker group for a role. The caller must assign ranks to the group.
+    """Return a new worker group for a role. The caller must assign ranks to the worker group.
 
     Reward models do not use sequence parallelism, so each rank of a reward model gets different rows. The batches of a
     reward model have no columns in common with the batches of other roles. The batches of all roles except reward
@@ -590,7 +590,7 @@ def spawner(
         environment |= LOOPBACK
     # A training rank runs one call at a time, in the order of the calls. An engine must accept further calls while the
     # engine generates.
-    make: Any = ray.remote  # typed as `Any`, because Ray's annotations lack the options below
+    make: Any = ray.remote  # `make` is typed as `Any`, because Ray's annotations lack some options
     remote = make(max_concurrency=8 if engines else 1, **resources)(Host)
 
     def spawn(number: int) -> RayProcess:

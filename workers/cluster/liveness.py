@@ -21,7 +21,7 @@ from workers.cluster.observer import Observer, Sight, innermost
 from workers.cluster.progress import Process
 from workers.cluster.ray_daemons import Daemons
 
-PROCESSES, STACKS = "processes.json", "stacks"  # names of the process table and of the stack trace folder
+PROCESSES, STACKS = "processes.json", "stacks"  # names of the process table's file and of the folder of stack traces
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # Seconds after which a stopped process (SIGSTOP) counts as dead.
 _PROOF_S = 2.0  # Seconds to wait, after a failed call, for evidence that a process has died.
@@ -251,7 +251,7 @@ class Liveness:
                 identity: Process | None = await asyncio.wrap_future(introduction.future())
         except TimeoutError:
             limit = f"placement.start_timeout_s={self.start_timeout_s:g} s"
-            process.lose(f"did not start within {limit}; are enough resources free for it?")
+            process.lose(f"did not start within {limit}; are enough resources free?")
         except ray.exceptions.RayError:
             process.lose("died while it started")
         else:

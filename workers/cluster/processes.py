@@ -301,7 +301,7 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
             f"a worker process died during a call of {name}: the process was killed, crashed, or ran out of memory "
             "(verbose=true shows Ray's report)"
         ) from error
-    except ray.exceptions.RayError as error:  # such as a lost object, a lost machine or a lack of memory
+    except ray.exceptions.RayError as error:  # an error such as a lost object, a lost machine or a lack of memory
         first = (redacted(str(error)).strip().splitlines() or [""])[0]
         await scope.proof()
         raise WorkerError(f"{type(error).__name__}: {first} (verbose=true shows Ray's report)") from error

@@ -47,7 +47,7 @@ class Guard:
             [sys.executable, "-S", "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # signals of the terminal must not reach the guard
+            start_new_session=True,  # signals of the terminal must not reach the guard process
         )
         assert self.process.stdin is not None, "the guard process was started with a pipe as its standard input"
         self._pipe = self.process.stdin

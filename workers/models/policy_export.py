@@ -98,7 +98,7 @@ def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, fold
         folder: target folder, which need not exist.
 
     Returns:
-        The paths of the written files, relative to the folder.
+        The paths of the written files, relative to `folder`.
     """
     written = list(small)
     for name, content in small.items():

@@ -92,8 +92,8 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
     heads = tensor.size(1)
     if heads % sequence.size:
         tensor = tensor.repeat_interleave(sequence.size // heads, dim=1)
-    parts = tensor[0].unflatten(0, (sequence.size, -1))  # shape (ranks, H', n, D); part r goes to rank r
-    received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]  # (ranks, H', n, D): part r came from rank r
+    parts = tensor[0].unflatten(0, (sequence.size, -1))  # `parts` has the shape (ranks, H', n, D)
+    received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]  # part r of `received` came from rank r
     return received.transpose(0, 1).flatten(1, 2)[None, :, : sequence.tokens]
 
 
@@ -104,7 +104,7 @@ def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
     """
     length = sequence.slice
     padded = F.pad(tensor[0], (0, 0, 0, 0, 0, sequence.size * length - sequence.tokens))
-    parts = padded.unflatten(0, (sequence.size, length))  # the shape is (ranks, n, H', D)
+    parts = padded.unflatten(0, (sequence.size, length))  # `parts` has the shape (ranks, n, H', D)
     received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]
     return received.transpose(0, 1).flatten(1, 2)[None]
 

@@ -76,7 +76,7 @@ _LOCK, _GUARDED = threading.Lock(), set[int]()
 
 @dataclass
 class _Call:
-    """A running call, with its requests and the results received so far."""
+    """A running scoring call, with its requests and the results received so far."""
 
     requests: Sequence[RewardRequest]
     functions: int
@@ -94,7 +94,7 @@ class _Call:
         return len(self.results) - any(not one.failed and len(one.scores) < self.functions for one in last)
 
     def add(self, result: SampleScores) -> bool:
-        """Store the next result of this call.
+        """Store the next result of this scoring call.
 
         Return whether `result.key` is the key of the request whose result is expected next.
         """
@@ -283,7 +283,8 @@ class GuardedWorker:
             until: Time by which the message must have begun to arrive.
 
         Returns:
-            The message, or None if the child process ended or the message began or ended too late.
+            The message, or None if the child process ended, or if the message began to arrive or became complete too
+            late.
 
         Raises:
             _LostError: The received data is not a valid message (a reward function may have written to the socket), or

@@ -254,18 +254,19 @@ class RewardPool:
     def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
-        # The longest possible duration is the budget plus `calls` times the time limit of one function call. All plain
-        # functions together end within the budget plus one time limit. Each batched function adds one time limit. Async
-        # functions add one time limit per `concurrency` calls.
+        # The longest possible duration of a scoring call is the time budget plus `calls` times the time limit of one
+        # function call. All plain functions together end within the time budget plus one time limit. Each batched
+        # function adds one time limit to the longest possible duration. Async functions add one time limit per
+        # `concurrency` calls to the longest possible duration.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
         # A call of an async function gets `_GRACE_S` more seconds, so that it can be cancelled and reported as failed.
         grace = _GRACE_S if "async" in kinds else 0.0
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
-        # `hold_s` is at least `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S`. The remaining
-        # samples of a slow call (see `Held`) can then be queued again, and no sample is scored twice. For async
-        # functions, `hold_s` is infinite, because calls of async functions are cancelled at their time limit, and a
-        # second call would exceed `reward.concurrency`.
+        # `hold_s` is at least `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S`. Because the
+        # worker begins no further sample, the remaining samples of a slow call (see `Held`) can be queued again, and no
+        # sample is scored twice. For async functions, `hold_s` is infinite, because calls of async functions are
+        # cancelled at their time limit, and a second call would exceed `reward.concurrency`.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
@@ -274,7 +275,7 @@ class RewardPool:
         done = len(answer.results)
         assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "answers must be in order"
         for request, result in zip(requests, answer.results, strict=False):
-            if len(result.scores) < len(self._names):  # Not all functions were called within the time budget.
+            if len(result.scores) < len(self._names):  # Not all reward functions were called within the time budget.
                 self._alone.append(_Alone(request, result.scores, result.success))
             else:
                 self._finish(result)

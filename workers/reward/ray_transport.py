@@ -205,7 +205,7 @@ class RayTransport:
         if slot.pending is not None and slot.pending.done():
             try:
                 answer = slot.pending.result()
-            except Exception as error:  # Any error means that the process is lost.
+            except Exception as error:  # Any error of the pending call means that the slot's process is lost.
                 return self._gone(number, _reason(error, starting=slot.starting), error)
             if isinstance(answer, Overdue):
                 slot.pending, slot.held = self._result(slot.actor.rest.remote(number // self.size)), True
@@ -259,7 +259,7 @@ class RayTransport:
         return lost
 
     def _replace(self, number: int, slot: _Slot, reason: str) -> None:
-        """Kill a slot's actor and start a new one.
+        """Kill a slot's actor and start a new actor.
 
         Raise WorkerError after `_START_ATTEMPTS` failed starts of the actor.
         """

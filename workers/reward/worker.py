@@ -238,7 +238,7 @@ def _result(request: RewardRequest, functions: list[_Function], found: dict[int,
     success: bool | None = None
     for number, one in enumerate(functions):
         if number not in found:
-            break  # The time budget ran out before this function was called.
+            break  # The time budget ran out before this reward function was called.
         outcome = found[number]
         if isinstance(outcome, BaseException):
             return failed(request, len(functions), f"reward function '{one.name}' {_said(outcome)}", number)

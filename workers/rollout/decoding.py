@@ -27,7 +27,8 @@ def grouped_attention(
     With one query per row (Q = 1), the H / K query heads that share a key head are treated as H / K queries of that key
     head, and no causal mask is needed.
 
-    Shapes: query (B, H, Q, D), key and value (B, K, W, D), where K divides H. The result has shape (B, Q, H, D).
+    Shapes: query (B, H, Q, D), key and value (B, K, W, D), where K divides H. The returned attention output has the
+        shape (B, Q, H, D).
     """
     batch, heads, queries, _ = query.shape
     one_mask = attention_mask is None or attention_mask.size(1) == 1
@@ -124,13 +125,13 @@ class Batch:
 
     @property
     def width(self) -> int:
-        """Return the number of columns, W."""
+        """Return the number of columns W of the batch."""
         return len(self.versions)
 
     def mask(self, first: int) -> Tensor | None:
         """Return the attention mask (True for tokens, False for padding), or None if no row is padded.
 
-        The mask's shape is (B, 1, 1, W) if `first` is the last column, and (B, W) otherwise.
+        The attention mask's shape is (B, 1, 1, W) if `first` is the last column, and (B, W) otherwise.
         """
         if not self.padded:
             return None

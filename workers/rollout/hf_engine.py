@@ -228,9 +228,9 @@ def sample(
         temperatures: (B,) sampling temperatures. If the temperature is 0, the most likely token is selected, and its
             log-prob is computed at temperature 1.
         uniforms: (B,) float64 random numbers, uniformly distributed in [0, 1).
-        filters: Logits processors that set the logits of tokens which must not be sampled to minus infinity. The
-            processors are applied to logits that are already divided by the temperature. Rows with temperature 0 are
-            not filtered.
+        filters: Logits processors that set the logits of tokens which must not be sampled to minus infinity. The logits
+            processors are applied to logits that are already divided by the temperature. No logits processor is applied
+            to rows with temperature 0.
 
     Returns:
         The sampled tokens (B,) int64, and their log-probs (B,) float32 under the distribution that was sampled from.

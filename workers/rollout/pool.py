@@ -234,8 +234,8 @@ class RolloutPool:
     ) -> bool:
         """Try once to send the actor's weights to replicas.
 
-        Return False if one of the replicas died during the transfer. The other replicas then generate no answers until
-        another transfer succeeds.
+        Return False if one of the replicas died during the transfer. After a failed transfer, the surviving replicas
+        generate no answers until another transfer succeeds.
         """
         roles = {replica: replica.role for replica in replicas}
         for replica in replicas:
@@ -249,7 +249,7 @@ class RolloutPool:
                 raise
             return False
         for replica, role in roles.items():
-            if replica.role is role and replica.ready:  # The replica still has the process that got the weights.
+            if replica.role is role and replica.ready:  # The process that received the weights was not replaced.
                 replica.state, replica.asleep = ReplicaState.SERVING, False
         return True
 

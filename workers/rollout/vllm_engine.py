@@ -98,8 +98,8 @@ def sampling_params(request: Request, stop_ids: Sequence[int], config: RolloutCo
 
     vLLM ignores top-p and top-k if the temperature is 0.
 
-    If the run has stop strings, vLLM is set to return each token as soon as the token is sampled. The text can then be
-    searched for stop strings.
+    If the run has stop strings, vLLM is set to return each token as soon as the token is sampled, so that the answer's
+    text can be searched for stop strings.
     """
     return SamplingParams(
         temperature=request.temperature,
@@ -325,7 +325,7 @@ class Family:
 
     def _watch(self) -> None:
         first = wait(list(self.members))[0]
-        assert isinstance(first, int), "`wait` returns some of the given descriptors"
+        assert isinstance(first, int), "`wait` returns at least one of the given file descriptors"
         if not self.dismissed:
             self.lost = f"{self.members[first]} is gone (killed, crashed or out of memory)"
         for descriptor in self.members:
@@ -352,8 +352,8 @@ class Family:
 class AsyncVLLM:
     """Rollout engine for GPUs and large models, which uses vLLM's AsyncLLM with several processes.
 
-    The arguments are those of `InProcessVLLM`. An event loop in another thread receives the answers from vLLM, and
-    `step` returns the finished answers.
+    `AsyncVLLM` takes the same arguments as `InProcessVLLM`. An event loop in another thread receives the answers from
+    vLLM, and `step` returns the finished answers.
     """
 
     def __init__(
@@ -414,7 +414,7 @@ class AsyncVLLM:
         try:
             async for output in self.engine.generate(prompt, params, name):
                 if growing is not None and growing.add(output.outputs[0], 0) and not output.finished:
-                    await self.engine.abort(name)  # vLLM then yields a final output, which has the weight versions.
+                    await self.engine.abort(name)  # An aborted request still has a final output with weight versions.
                 if output.finished:
                     self.answers.put((name, self._completion(output, request.key, growing)))
         except Exception as error:

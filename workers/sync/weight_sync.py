@@ -29,7 +29,10 @@ class Sends(Protocol):
         """Prepare to send the weights, and return a description of what this rank will send."""
 
     def export(self, number: int, path: str | None, *loaded: None) -> Bucket:
-        """Write this rank's rows of a bucket. Ray runs this call after the calls whose results are in `loaded`."""
+        """Write the rows that this rank holds into a bucket.
+
+        Ray runs this call after the calls whose results are in `loaded`.
+        """
 
     def end_export(self) -> None:
         """Free the memory that was used to send the weights."""
@@ -89,7 +92,7 @@ async def sync(
     except BaseException as error:
         await _give_up(engines, path, described(error))
         if isinstance(error, RLTrainError) and not isinstance(error, ClusterLost | SyncError | WorkerLost):
-            raise SyncError(f"weight sync {version} broke off: {error}") from error
+            raise SyncError(f"weight sync {version} failed: {error}") from error
         raise
     finally:
         if not any(process.how_lost for process in senders):  # Surviving ranks may wait forever for a lost rank.
