@@ -80,7 +80,7 @@ class Training:
     """The training ranks of a run: their processes, and one worker group for each role (such as actor or critic).
 
     Args:
-        config: The whole config.
+        config: The run's whole config.
         paths: Model of each role, as an absolute directory or as `name@revision` on the hub.
         spawns: For each role, the function that starts the process of a rank, given the rank's number. Roles with the
             same function in `spawns` share processes.
@@ -111,7 +111,10 @@ class Training:
         self.processes = [process for processes in started.values() for process in processes]
 
     async def build(self) -> None:
-        """Form the ranks' process groups and build all roles. Raises WorkerLost if a process dies or hangs."""
+        """Form the process groups of the training ranks, and build all roles of the ranks.
+
+        Raises WorkerLost if the process of a training rank dies or hangs.
+        """
         for processes in {tuple(rank.process for rank in group.ranks) for group in self.groups.values()}:
             await meet(processes, self.config)
         limit_s = self.config.placement.start_timeout_s
@@ -378,7 +381,7 @@ async def start(
     """Start all workers of a run and wait until they are ready.
 
     Args:
-        config: The whole config. Unless `placement.launcher` is `inprocess`, `connect` must have been called before.
+        config: The run's whole config. Unless `placement.launcher` is `inprocess`, the function `connect` must have been called before `start`.
         path: The model, as an absolute directory or as `name@revision` on the hub.
         stop_ids: Ids of the model's end-of-sequence tokens.
         tasks: The run's background tasks, to which the workers add tasks.
@@ -418,7 +421,7 @@ async def _start(
 async def _start_here(
     config: Config, engine: "_Engine", paths: dict[str, str], tasks: BackgroundTasks, _: SharedDevices | None
 ) -> "_Started":
-    """Build all roles in the current process."""
+    """Build all roles of a run in the current process."""
     threads = config.placement.threads_per_worker
     process = LocalProcess(Host(openmp_settings(threads) if threads else {}, verbose=True))
     process.host.join(0, 1, None, COLLECTIVE_TIMEOUT_S)
@@ -438,10 +441,10 @@ async def _start_on_ray(
     tasks: BackgroundTasks,
     devices: SharedDevices | None,
 ) -> "_Started":
-    """Start all processes as Ray actors.
+    """Start all worker processes of a run as Ray actors.
 
     Args:
-        config: The whole config.
+        config: The run's whole config.
         engine: Model and end-of-sequence tokens of the rollout engines.
         paths: Model of each role of the training ranks, as an absolute directory or as `name@revision` on the hub.
         tasks: The run's background tasks, to which the workers add tasks.
@@ -556,7 +559,7 @@ def spawner(
     """Return a function that takes the number of a training rank or rollout replica and starts its Ray actor.
 
     Args:
-        config: The whole config.
+        config: The run's whole config.
         name: Name of the actors in messages, to which the number of each actor is appended.
         count: Number of actors that the returned function will start.
         liveness: Monitor that observes the actors' processes.

@@ -65,7 +65,7 @@ def shared_files(pids: Collection[int]) -> set[Path]:
 
 def _mapped(pids: Iterable[int]) -> set[Path]:
     # psutil's `memory_maps` takes 0.5 s for 94 processes, because it counts the pages of each mapping.
-    # The loop below takes 0.02 s to find the files that 94 processes have mapped.
+    # The loop in `_mapped` takes 0.02 s to find the files that 94 processes have mapped.
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -196,7 +196,10 @@ class RayProcess(WatchedProcess):
         return Pending(self, self.actor.build.remote(role, path, *args, **kwargs))
 
     def model_directory(self, path: str) -> Pending[str]:
-        """Start to find or download a model. See `WorkerProcess.model_directory`."""
+        """Start to find a model's directory on the process's machine, or to download the model to that machine.
+
+        See `WorkerProcess.model_directory`.
+        """
         self.phase = "model download"
         return self.begin(Host.model_directory, path)
 
@@ -236,7 +239,7 @@ class RayProcess(WatchedProcess):
 async def results(
     pending: Sequence[Pending[R]], *, depends_on: Collection[WorkerProcess] = (), limit_s: float | None = None
 ) -> list[R]:
-    """Wait for the results of calls.
+    """Wait for the results of calls that were started on worker processes.
 
     If a call fails, this function raises the error without waiting for the remaining calls, which might never end.
 
@@ -247,7 +250,7 @@ async def results(
             None, the setting `trainer.hang_timeout_s` applies.
 
     Raises:
-        WorkerLost: A process died, was stopped or hung.
+        WorkerLost: A worker process died, was stopped or hung.
         RLTrainError: A call failed with an RLTrainError, which is raised unchanged.
         WorkerError: A call failed with an error other than an RLTrainError.
     """

@@ -49,7 +49,7 @@ class Sequence:
 def sequence_group(size: int) -> Sequence | None:
     """Return the group of `size` neighbouring ranks that includes this rank, or None if `size` is 1.
 
-    All ranks must call this function together when they first use a given `size`.
+    All training ranks must call this function together when they first use a given `size`.
     """
     if size == 1:
         return None

@@ -42,8 +42,8 @@ class Ended:
     Attributes:
         timed_out: Whether the guard killed the child process because the scoring call exceeded its deadline.
         reason: Predicate of the error message whose subject is "reward function 'name'".
-        outside: Whether SIGKILL ended the child process or SIGSTOP stopped it. A reward function is then probably not
-            the cause.
+        outside: Whether SIGKILL ended the child process or SIGSTOP stopped it. If `outside` is True, a reward function
+            is probably not the cause.
         results: Results that the call produced before the child process ended, as in `workers.reward.transport.Lost`.
     """
 

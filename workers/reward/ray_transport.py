@@ -302,8 +302,8 @@ class RayTransport:
 def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
     """Return `runtime_env`, with Ray's option for zero-copy tensors turned off if the option is set in this process.
 
-    Ray's option for zero-copy tensors makes Ray import torch in every process. If the option for zero-copy tensors is
-    set in this process, it may be set in the whole cluster, so it must be turned off explicitly.
+    Ray's option for zero-copy tensors makes Ray import torch in every process. If Ray's option for zero-copy tensors is
+    set in this process, the option may be set in the whole cluster, so that the option must be turned off explicitly.
     """
     if _ZERO_COPY not in os.environ:
         return runtime_env

@@ -14,7 +14,7 @@ from workers.reward.worker import RewardWorker
 
 @dataclass(frozen=True)
 class Call:
-    """A call that makes one worker score samples.
+    """A call that makes one reward worker score samples.
 
     Attributes:
         requests: Samples to score, in this order.
@@ -129,7 +129,10 @@ class Transport(Protocol):
 
 
 class InProcessTransport:
-    """Transport to one worker in the current process. `events` runs the calls without enforcing their deadlines."""
+    """Transport to one reward worker in the current process.
+
+    `events` runs the calls without enforcing their deadlines.
+    """
 
     size = 1
 

@@ -46,7 +46,8 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 class RoomyLayer(DynamicLayer):
     """Cache of one layer's keys and values (B, K, W, D), with spare columns on the right for new tokens.
 
-    A new token is written into a spare column. `DynamicLayer` would copy the whole cache for each new token.
+    The keys and values of a new token are written into a spare column. `DynamicLayer` would copy the whole cache for
+    each new token.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -67,7 +68,10 @@ class RoomyLayer(DynamicLayer):
         return self._use(end)
 
     def batch_select_indices(self, indices: Tensor, first: int = 0) -> None:
-        """Keep only the rows at `indices`, in the order of `indices`. Drop the columns before `first`."""
+        """Keep only the rows at `indices`, in the order of `indices`.
+
+        Drop the columns to the left of column `first`.
+        """
         width = self.get_seq_length() - first
         self.stores = [store[:, :, first:][indices] for store in self.stores]
         self._use(width)
@@ -207,7 +211,7 @@ class Batch:
     def join(self, other: "Batch") -> None:
         """Append the rows of `other` along the batch dimension, so that all rows end in the same column.
 
-        The caches of both batches must hold the keys and values of all columns.
+        The key-value caches of this batch and of `other` must hold the keys and values of all columns.
         """
         self.padded = self.padded or other.padded or self.width != other.width
         width = max(self.width, other.width)

@@ -112,9 +112,9 @@ class HFEngine:
     def _admitted(self) -> list[Request]:
         """Return all requests that can start now, and remove them from the queue.
 
-        If there is room for all waiting requests, all of them start. If there is room for only some of the waiting
-        requests, none starts until the share `JOIN` of all places in the batch is free. If `deterministic` is true, the
-        next prompt group starts when no answer is unfinished.
+        If the batch has room for all waiting requests, all waiting requests start. If the batch has room for only some
+        of the waiting requests, no request starts until the share `JOIN` of all places in the batch is free. If
+        `deterministic` is true, the next prompt group starts when no answer is unfinished.
         """
         if not self.waiting:
             return []
@@ -163,7 +163,7 @@ class HFEngine:
         return logits
 
     def abort(self) -> None:
-        """Drop all unfinished requests."""
+        """Drop all unfinished requests of the engine."""
         self.waiting, self.batch = [], None
 
     def start_load(self) -> None:

@@ -38,7 +38,7 @@ class RolloutPool:
         changes: Condition that wakes the waiting coroutines of the pool and its replicas after each change of their
             state.
         started: Whether the method `start` has returned.
-        asleep: Whether the engines have released their device memory. `load` wakes the engines.
+        asleep: Whether the engines have released their device memory. The method `load` wakes sleeping engines.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class RolloutPool:
     def take_lost(self) -> set[int]:
         """Return and forget the uids of the prompt groups that lost answers when replicas died.
 
-        The caller must submit the returned groups again.
+        The caller must submit the returned prompt groups again.
         """
         taken, self._lost = self._lost, set()
         return taken

@@ -64,8 +64,8 @@ class StopStrings:
     def _tail(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the last tokens of an answer, enough to contain any stop string that the last token completes.
 
-        Among the returned tokens, the number of tokens that add text is the number of bytes in the longest stop string
-        plus `MARGIN`. If fewer tokens of the answer add text, the whole answer is returned.
+        Among the returned tokens, the number of tokens that add text to the answer is the number of bytes in the
+        longest stop string plus `MARGIN`. If fewer tokens of the answer add text, the whole answer is returned.
         """
         missing = self.window
         for start in range(len(ids) - 1, -1, -1):

@@ -251,7 +251,7 @@ class InProcessVLLM:
         return done
 
     def abort(self) -> None:
-        """Drop all unfinished requests."""
+        """Drop all unfinished requests of the engine."""
         self.engine.abort_request(list(self.keys))
         self.keys.clear()
         self.growing.clear()
@@ -288,7 +288,8 @@ class InProcessVLLM:
     def finish_load(self, version: int) -> None:
         """Make the engine use the new weights, check them, and drop all keys and values that the old weights computed.
 
-        The keys and values of unfinished answers are also dropped. vLLM recomputes them when generation continues.
+        The keys and values of unfinished answers are also dropped. vLLM recomputes dropped keys and values when
+        generation continues.
         """
         self.engine.collective_rpc("finish_weight_update")
         self.engine.reset_prefix_cache(reset_running_requests=True)
@@ -307,8 +308,8 @@ class Family:
 
     Attributes:
         lost: Description of the process that died first, or "" while all processes live.
-        dismissed: Whether the processes are allowed to end. If `dismissed` is True, `lost` stays "" when a process
-            ends.
+        dismissed: Whether the engine's processes are allowed to end. If `dismissed` is True, `lost` stays "" when a
+            process ends.
     """
 
     def __init__(self) -> None:
@@ -458,7 +459,7 @@ class AsyncVLLM:
             return found
 
     def abort(self) -> None:
-        """Drop all unfinished requests."""
+        """Drop all unfinished requests of the engine."""
         self._run(self.engine.abort(list(self.keys)))
         self.keys.clear()
         self.aborts += 1

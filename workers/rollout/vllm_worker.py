@@ -45,7 +45,7 @@ EMBEDDING_ROWS = 2048  # Number of rows per lookup when the weights of an embedd
 class InitInfo(WeightTransferInitInfo):
     """Message that sets up vLLM's weight transfer.
 
-    The message is empty, because every bucket describes its own contents.
+    The message `InitInfo` is empty, because every bucket describes its own contents.
     """
 
 
@@ -53,8 +53,8 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """Message that contains one bucket of weights, or that says where the bucket is.
 
-    Within one process, the message contains the bucket itself. Between processes, the message contains the pickled
-    bucket, and the bytes of the weights are in a shared file.
+    Within one process, an `UpdateInfo` message contains the bucket itself. Between processes, an `UpdateInfo` message
+    contains the pickled bucket, and the bytes of the weights are in a shared file.
     """
 
     bucket: Bucket | None = None
@@ -109,7 +109,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._load(tensors_of(bucket, data))
                 keep_unfinished(self.model, data)
         finally:
-            verified.result()  # The sender may overwrite the bytes when this method has returned.
+            verified.result()  # The sender may overwrite the bucket's bytes when this method has returned.
         probes = bucket.probes()
         names = checkpoint_names(self.model, probes)
         self.probes |= {names[name]: value for name, value in probes.items() if name in names}
@@ -290,7 +290,7 @@ def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> lis
 
 
 def gather(parts: Sequence[Tensor], size: int) -> list[Tensor]:
-    """Concatenate each fused part over all tensor-parallel ranks."""
+    """Concatenate each part of a fused layer over all tensor-parallel ranks."""
     return list(parts) if size == 1 else [tensor_model_parallel_all_gather(part.contiguous(), dim=0) for part in parts]
 
 

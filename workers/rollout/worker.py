@@ -42,7 +42,7 @@ class Engine(Loads, Protocol):
         """Advance generation by one step, and return the answers that are now finished."""
 
     def abort(self) -> None:
-        """Drop all unfinished requests."""
+        """Drop all unfinished requests of the engine."""
 
     def sleep(self) -> bool:
         """Release the device memory of weights and caches until the next weight sync.
@@ -63,7 +63,7 @@ class RolloutWorker:
     answers only during `poll`.
 
     Args:
-        config: The whole config.
+        config: The run's whole config.
         path: Model directory in Hugging Face format.
         stop_ids: Ids of the model's end tokens.
         threaded: Whether the engine has its own thread.

@@ -87,7 +87,7 @@ class Sender:
     def write(self, number: int, path: str | None) -> Bucket:
         """Write this rank's part of a bucket to the file at `path` or, if `path` is None, into the returned bucket.
 
-        All ranks must call this method, because some tensors are gathered.
+        All training ranks must call this method, because some tensors are gathered.
         """
         places = self.layout[number]
         held = [(place, own_rows(self.parameters[place.name], self.first)) for place in places]
@@ -149,9 +149,9 @@ class Sender:
 class AdapterSender(Sender):
     """Sender of the matrices A and B of a model's adapters in float32.
 
-    If `check` is True, probes of the merged model are sent, too.
+    If `check` is True, `AdapterSender` also sends probes of the merged model.
 
-    The arguments are the same as those of `Sender`. Each engine merges the adapters into its own copy of the base
+    `AdapterSender` takes the same arguments as `Sender`. Each engine merges the adapters into its own copy of the base
     weights, as `workers.sync.adapters` describes.
     """
 

@@ -48,7 +48,10 @@ class Receives(Protocol):
         """
 
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
-        """Load a bucket from its parts. Ray runs this call after the call whose result is `before`."""
+        """Load a bucket from the parts that the ranks wrote.
+
+        Ray runs this call after the call whose result is `before`.
+        """
 
     def finish_load(self, sync: str, before: None) -> None:
         """Resume generating responses, now with the new weights."""
@@ -75,8 +78,8 @@ async def sync(
         share: whether to transfer the weights through shared memory if all processes are on one host.
 
     Raises:
-        WorkerLost: a process died or hung. The surviving engines generate no responses until another weight sync
-            succeeds.
+        WorkerLost: the process of a rank or of an engine died or hung. The surviving engines generate no responses
+            until another weight sync succeeds.
         SyncError: the engines did not receive all weights, or do not compute with the sent weights. The engines
             generate no responses until another weight sync succeeds.
     """

@@ -35,7 +35,7 @@ class Minibatch:
 
 @dataclass
 class UpdateResult:
-    """The result of one rank's update.
+    """Result of one update of the weights on one rank.
 
     Attributes:
         sums: for each metric, a sum over this rank's trained tokens. A metric's value is the total of the sums of all
