@@ -381,7 +381,8 @@ async def start(
     """Start all workers of a run and wait until they are ready.
 
     Args:
-        config: The run's whole config. Unless `placement.launcher` is `inprocess`, the function `connect` must have been called before `start`.
+        config: The run's whole config. Unless `placement.launcher` is `inprocess`, the function `connect` must
+            have been called before `start`.
         path: The model, as an absolute directory or as `name@revision` on the hub.
         stop_ids: Ids of the model's end-of-sequence tokens.
         tasks: The run's background tasks, to which the workers add tasks.

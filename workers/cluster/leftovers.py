@@ -26,7 +26,7 @@ _LIMIT_S = 10.0
 def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
     """Return the live processes that have the mark `mark`, or that write to a file in the folder `logs`.
 
-    A process has a mark if the mark is the value of the process's environment variable named by `MARK`.
+    A process has a mark if it has an environment variable whose name is `MARK` and whose value is the mark.
 
     A process that changes its title, as Ray's processes do, overwrites part of its environment, possibly including the
     environment variable `MARK`. A Ray process that has overwritten `MARK` can still be found through the file in the

@@ -203,7 +203,7 @@ class GuardedWorker:
     def rest(self) -> list[SampleScores] | Overdue | Ended:
         """Continue to wait for a call for which `score` has returned Overdue.
 
-        Return only results that neither `score` nor an earlier `rest` has returned.
+        Return only results that neither `score` nor an earlier call of `rest` has returned.
         """
         return self._answer(math.inf)
 

@@ -1,7 +1,7 @@
 """Pool of reward workers that scores samples as they arrive.
 
 The pool sends samples to the workers in chunks for speed. If a worker is lost while it scores a chunk, the pool sends
-the chunk's samples again, one at a time. All code that uses Ray is in `workers.reward.ray_transport`.
+the chunk's samples again, one at a time. All code of the reward pool that uses Ray is in `workers.reward.ray_transport`.
 """
 
 import logging
@@ -51,8 +51,8 @@ class RewardPool:
     `submit` takes requests, and `poll` returns results in the order of completion.
 
     If a worker dies or takes too long, the unfinished samples of its chunk are scored again, sample by sample and
-    function by function. If the worker is lost again while it calls one function for one sample, that sample fails with
-    an error message. The loss of a worker does not change the scores of other samples.
+    function by function. If a worker is lost while it calls only one function for only one sample, that sample fails
+    with an error message. The loss of a worker does not change the scores of other samples.
     """
 
     def __init__(self, transport: Transport, reward: RewardConfig) -> None:
@@ -311,7 +311,7 @@ class RewardPool:
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
             # The chunk was one sample with one reward function, so this function has exceeded its time limit. If the
-            # worker had died without a timeout, the cause could be outside the reward function.
+            # worker had died without exceeding the time limit, the cause could be outside the reward function.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))

@@ -266,8 +266,8 @@ def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[
 def _stacked(above: Tensor, below: Tensor, axis: int = 1, room: int = 0) -> Tensor:
     """Concatenate two tensors along axis 0, after padding them to equal lengths along `axis`.
 
-    The tensor that is shorter along `axis` is padded with zeros on the left. Both tensors are extended by `room`
-    columns of zeros on the right.
+    The tensor that is shorter along `axis` is padded with zeros on the left. Both of the given tensors are extended by
+    `room` columns of zeros on the right.
     """
     width = max(above.size(axis), below.size(axis))
     padding = [(0, 0)] * (above.ndim - 1 - axis)

@@ -109,7 +109,7 @@ class RolloutPool:
         return taken
 
     async def abort(self) -> None:
-        """Drop all unfinished requests, all answers that `poll` has not returned, and the list of lost groups.
+        """Drop all unfinished requests, all answers that `poll` has not returned, and the list of lost prompt groups.
 
         No answer to a dropped request is ever returned, even if a request with the same key is submitted later.
         """

@@ -234,7 +234,10 @@ class RolloutWorker:
             future.set_exception(error)
 
     def _step(self) -> None:
-        """Advance generation by one step. Consecutive generation steps are recorded as a single timeline event."""
+        """Advance the engine's generation by one step.
+
+        Consecutive generation steps are recorded as a single timeline event.
+        """
         with trace.span("generate", ENGINE_TRACK, merged=True, steps=1):
             completions = self.engine.step()
         self._deliver(completions)

@@ -2,7 +2,7 @@
 
 Tensors that are sharded by rows are sent without being gathered. Each rank converts the rows that it holds to the
 engine's dtype, copies them, and computes the rows' checksum and probe while the rows are in the CPU's cache. Tensors
-that are sharded in any other way are gathered, and rank 0 writes them.
+that are sharded, but not by rows, are gathered, and rank 0 writes the gathered tensors.
 """
 
 from collections.abc import Iterable, Iterator

@@ -1,4 +1,4 @@
-"""Code that saves and loads one rank's part of a checkpoint: parameters, AdamW's moments and step counts, by name.
+"""Code that saves and loads one rank's part of a checkpoint: named parameters with AdamW's moments and step counts.
 
 The tensors of a checkpoint have names that do not depend on the number of ranks. A checkpoint can be loaded by any
 number of ranks, sharded or not, regardless of the number of ranks that saved the checkpoint. `RankState.save` copies
