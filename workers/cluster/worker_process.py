@@ -97,9 +97,9 @@ class Host:
         Args:
             role: Name of the role.
             method: Name of the method.
-            joins: One entry for each argument of the method. A `Join` says how many of the next elements of `args` are
-                joined into the argument, and which columns are kept. An entry None means that the argument is simply
-                the next element of `args`.
+            joins: One entry (a `Join` or None) for each argument of the called method. A `Join` says how many of the
+                next elements of `args` are joined into the argument, and which columns are kept. An entry None means
+                that the argument is simply the next element of `args`.
             args: All arguments and parts of arguments, in the order of `joins`.
             kwargs: Keyword arguments of the method.
         """

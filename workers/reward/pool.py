@@ -1,7 +1,7 @@
 """Pool of reward workers that scores samples as they arrive.
 
 The pool sends samples to the workers in chunks for speed. If a worker is lost while it scores a chunk, the pool sends
-the chunk's samples again, one at a time. All code of the reward pool that uses Ray is in `workers.reward.ray_transport`.
+the chunk's samples again, one at a time. The reward pool's code that uses Ray is in `workers.reward.ray_transport`.
 """
 
 import logging

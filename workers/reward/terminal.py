@@ -26,7 +26,7 @@ _NEED_TERMINAL = ("", "pdb", "ray", "ipdb", "IPython", "pudb")
 class NoTerminal(BaseException):
     """Exception raised when a reward function tries to use the terminal in a process without a terminal.
 
-    The class is not derived from `Exception`, so that an `except Exception` in a reward function does not catch it.
+    `NoTerminal` is not derived from `Exception`, so that `except Exception` in a reward function does not catch it.
     """
 
 

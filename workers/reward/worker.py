@@ -252,7 +252,7 @@ def failed(request: RewardRequest, functions: int, error: str, function: int) ->
     """Return the result of a sample that one reward function failed to score.
 
     Args:
-        request: Request of the sample.
+        request: Request to score the sample.
         functions: Number of reward functions, and so of scores in the result.
         error: One line that says which reward function failed and how.
         function: Index of the reward function that failed.

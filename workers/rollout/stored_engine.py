@@ -97,7 +97,7 @@ class StoredEngine:
         """Ignore the weights."""
 
     def finish_load(self, version: int) -> None:
-        """Do nothing, because stored answers have the weight versions of their own run."""
+        """Do nothing, because stored answers have the weight versions of the earlier run."""
 
     def sleep(self) -> bool:
         """Return False, because the engine holds no device memory."""
