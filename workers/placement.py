@@ -66,7 +66,7 @@ class _Connection:
 
     Attributes:
         guard: Handle to the guard process, which kills Ray's processes if they are left over when this process ends.
-        daemons: Ray daemons that the connection needs.
+        daemons: Ray daemons that the connection to Ray needs.
     """
 
     guard: Guard | None = None
@@ -80,7 +80,7 @@ class Training:
     """The training ranks of a run: their processes, and one worker group for each role (such as actor or critic).
 
     Args:
-        config: The whole config.
+        config: The run's whole config.
         paths: Model of each role, as an absolute directory or as `name@revision` on the hub.
         spawns: For each role, the function that starts the process of a rank, given the rank's number. Roles with the
             same function in `spawns` share processes.
@@ -111,7 +111,10 @@ class Training:
         self.processes = [process for processes in started.values() for process in processes]
 
     async def build(self) -> None:
-        """Form the ranks' process groups and build all roles. Raises WorkerLost if a process dies or hangs."""
+        """Form the process groups of the training ranks, and build all roles of the ranks.
+
+        Raises WorkerLost if the process of a training rank dies or hangs.
+        """
         for processes in {tuple(rank.process for rank in group.ranks) for group in self.groups.values()}:
             await meet(processes, self.config)
         limit_s = self.config.placement.start_timeout_s
@@ -221,7 +224,7 @@ def connect(config: Config) -> dict[str, float]:
         WorkerError: Ray does not start.
     """
     local, address = config.placement.address == "local", config.placement.address
-    if address == "auto":  # Ray's own "auto" could join the private cluster of another run on this machine
+    if address == "auto":  # with the address "auto", Ray could join another run's private cluster
         address = os.environ.get("RAY_ADDRESS", "")
         if not address:
             raise ConfigError(
@@ -234,10 +237,11 @@ def connect(config: Config) -> dict[str, float]:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
-            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Setting Ray's default value avoids a warning.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")  # Setting RAY_AUTH_MODE avoids a warning of Ray.
             os.environ.setdefault("RAY_worker_niceness", "0")  # By default, Ray lowers its workers' CPU priority.
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # Only Ray's dashboard needs task events.
-            # By default, glibc gives most of Ray's many threads an arena each, and no arena returns its peak memory.
+            # By default, glibc gives most of Ray's many threads a memory arena each, and an arena never returns its
+            # peak memory.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     with _on_loopback() if local else contextlib.nullcontext():
         import ray
@@ -292,7 +296,7 @@ def _require_answer(address: str) -> None:
     """Raise ConfigError at once if no program listens at the address, whereas Ray would try to connect for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
-        if int(port) > _LAST_PORT:  # the C library would silently use the port modulo 65,536
+        if int(port) > _LAST_PORT:  # the C library would silently use a higher port number modulo 65,536
             raise _no_cluster(address, OverflowError(f"the highest port number is {_LAST_PORT}"))
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
@@ -350,7 +354,7 @@ def _own_token() -> Iterator[None]:
 
     loader: Any = _raylet
 
-    loader.AuthenticationTokenLoader.instance().reset_cache()  # the cache may hold the token of a previous cluster
+    loader.AuthenticationTokenLoader.instance().reset_cache()  # Ray's cache may hold the token of a previous cluster
     if own := not {_TOKEN, f"{_TOKEN}_PATH"} & os.environ.keys():
         os.environ[_TOKEN] = secrets.token_hex(32)
     try:
@@ -377,7 +381,8 @@ async def start(
     """Start all workers of a run and wait until they are ready.
 
     Args:
-        config: The whole config. Unless `placement.launcher` is `inprocess`, `connect` must have been called before.
+        config: The run's whole config. Unless `placement.launcher` is `inprocess`, the function `connect` must
+            have been called before `start`.
         path: The model, as an absolute directory or as `name@revision` on the hub.
         stop_ids: Ids of the model's end-of-sequence tokens.
         tasks: The run's background tasks, to which the workers add tasks.
@@ -417,7 +422,7 @@ async def _start(
 async def _start_here(
     config: Config, engine: "_Engine", paths: dict[str, str], tasks: BackgroundTasks, _: SharedDevices | None
 ) -> "_Started":
-    """Build all roles in the current process."""
+    """Build all roles of a run in the current process."""
     threads = config.placement.threads_per_worker
     process = LocalProcess(Host(openmp_settings(threads) if threads else {}, verbose=True))
     process.host.join(0, 1, None, COLLECTIVE_TIMEOUT_S)
@@ -437,10 +442,10 @@ async def _start_on_ray(
     tasks: BackgroundTasks,
     devices: SharedDevices | None,
 ) -> "_Started":
-    """Start all processes as Ray actors.
+    """Start all worker processes of a run as Ray actors.
 
     Args:
-        config: The whole config.
+        config: The run's whole config.
         engine: Model and end-of-sequence tokens of the rollout engines.
         paths: Model of each role of the training ranks, as an absolute directory or as `name@revision` on the hub.
         tasks: The run's background tasks, to which the workers add tasks.
@@ -499,7 +504,7 @@ _Started = tuple[RewardPool, RolloutPool, Training, Liveness | None]
 
 
 def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> WorkerGroup[Any]:
-    """Return a new worker group for a role. The caller must assign ranks to the group.
+    """Return a new worker group for a role. The caller must assign ranks to the worker group.
 
     Reward models do not use sequence parallelism, so each rank of a reward model gets different rows. The batches of a
     reward model have no columns in common with the batches of other roles. The batches of all roles except reward
@@ -555,7 +560,7 @@ def spawner(
     """Return a function that takes the number of a training rank or rollout replica and starts its Ray actor.
 
     Args:
-        config: The whole config.
+        config: The run's whole config.
         name: Name of the actors in messages, to which the number of each actor is appended.
         count: Number of actors that the returned function will start.
         liveness: Monitor that observes the actors' processes.
@@ -589,7 +594,7 @@ def spawner(
         environment |= LOOPBACK
     # A training rank runs one call at a time, in the order of the calls. An engine must accept further calls while the
     # engine generates.
-    make: Any = ray.remote  # typed as `Any`, because Ray's annotations lack the options below
+    make: Any = ray.remote  # `make` is typed as `Any`, because Ray's annotations lack some options
     remote = make(max_concurrency=8 if engines else 1, **resources)(Host)
 
     def spawn(number: int) -> RayProcess:

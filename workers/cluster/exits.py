@@ -1,4 +1,4 @@
-"""Lets the driver notice at once that a process on the driver's machine has ended."""
+"""Code that lets the driver notice at once that a process on the driver's machine has ended."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import os
 
 
 class Exits:
-    """Waits until any process that was passed to `add` ends, even a process that is not a child of the driver.
+    """Object that waits until any process passed to `add` ends, even a process that is not a child of the driver.
 
     On a system without pidfds (Linux before 5.3), `Exits.wait` cannot notice the end of a process, and returns only
     when its timeout expires or `notify` is called.

@@ -1,4 +1,4 @@
-"""Starts worker processes that ignore SIGHUP, so that only the driver reacts when the terminal closes."""
+"""Code that makes new worker processes ignore SIGHUP, so that only the driver reacts when the terminal closes."""
 
 import contextlib
 import signal

@@ -15,18 +15,18 @@ import psutil
 
 MARK = "RLTRAIN_RUN_MARK"  # name of an environment variable that all processes of a local Ray cluster inherit
 SHARED = Path("/dev/shm")
-# vLLM's shared-memory files have these name prefixes: the message queues, which are objects of Python's class
-# SharedMemory, and the buffers of vLLM's CPU workers.
+# Prefixes of the names of vLLM's shared-memory files: "psm_" for message queues, which are objects of Python's class
+# SharedMemory, and "vllm_dist_" for the buffers of vLLM's CPU workers.
 PREFIXES = ("psm_", "vllm_dist_")
 WEIGHTS_PREFIX = "rltrain-weights-"  # Prefix of the names of files through which processes exchange weights.
-_ROUND_S = 0.3  # Seconds between two searches: each search finds processes that started during the previous search.
+_ROUND_S = 0.3  # Seconds between two searches for processes, so that a search finds newly started processes.
 _LIMIT_S = 10.0
 
 
 def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
     """Return the live processes that have the mark `mark`, or that write to a file in the folder `logs`.
 
-    A process has a mark if the environment variable that `MARK` names is set to the mark.
+    A process has a mark if it has an environment variable whose name is `MARK` and whose value is the mark.
 
     A process that changes its title, as Ray's processes do, overwrites part of its environment, possibly including the
     environment variable `MARK`. A Ray process that has overwritten `MARK` can still be found through the file in the
@@ -65,7 +65,7 @@ def shared_files(pids: Collection[int]) -> set[Path]:
 
 def _mapped(pids: Iterable[int]) -> set[Path]:
     # psutil's `memory_maps` takes 0.5 s for 94 processes, because it counts the pages of each mapping.
-    # The loop below takes 0.02 s to find the files that 94 processes have mapped.
+    # The loop in `_mapped` takes 0.02 s to find the files that 94 processes have mapped.
     found = set()
     for pid in pids:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Detects that a run's process has ended, is stopped or hangs, and makes the coroutines that wait for the process fail.
+"""Code that detects that a process of a run has ended, is stopped or hangs, and ends all waits for the process.
 
 One task in the driver observes the processes of the driver's machine once a second, and immediately when one of these
 processes ends. Each observation reads the state of every process from `/proc`, and every process's progress counter. On
@@ -21,10 +21,10 @@ from workers.cluster.observer import Observer, Sight, innermost
 from workers.cluster.progress import Process
 from workers.cluster.ray_daemons import Daemons
 
-PROCESSES, STACKS = "processes.json", "stacks"  # names of the process table and of the stack trace folder
+PROCESSES, STACKS = "processes.json", "stacks"  # names of the process table's file and of the folder of stack traces
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # Seconds after which a stopped process (SIGSTOP) counts as dead.
-_PROOF_S = 2.0  # After a failed call, seconds to wait for evidence that a process has died.
+_PROOF_S = 2.0  # Seconds to wait, after a failed call, for evidence that a process has died.
 _REMOTE_S = 10.0  # Timeout in seconds of a request to the observer actor of a remote machine.
 T = TypeVar("T")
 
@@ -49,7 +49,7 @@ class WatchedProcess:
         self.identity: Process | None = None
         self.how_lost = ""
         self.sight: Sight | None = None
-        self.moved = time.monotonic()  # time of the last observed progress
+        self.moved = time.monotonic()  # time at which progress of the process was last observed
         self.stopped_at: float | None = None
         self._changes = changes or Changes()
 
@@ -87,7 +87,7 @@ class WatchedProcess:
             self.lose(f"has been stopped (SIGSTOP) for {STOPPED_S:g} s")
 
     async def unless_lost(self, awaitable: Awaitable[T]) -> T:
-        """Wait for a result, even if the process makes no progress.
+        """Wait for a result that depends on the process, even if the process makes no progress.
 
         Raises WorkerLost if the process is marked as lost.
         """
@@ -107,7 +107,7 @@ class WatchedProcess:
 
 
 class Liveness:
-    """Observes the processes of a run, and the Ray daemons that all of the processes need.
+    """Monitor of the processes of a run, and of the Ray daemons that all of the processes need.
 
     Args:
         hang_timeout_s: Seconds without progress after which a busy process counts as hanging.
@@ -177,7 +177,7 @@ class Liveness:
                 process.lose("was stopped")
 
     def kill(self, processes: Iterable[Process]) -> None:
-        """Kill processes and their descendants, without waiting for their end."""
+        """Kill processes and their descendants, without waiting until the killed processes have ended."""
         for process in processes:
             if process.node == self.here:
                 self.own.kill([process])
@@ -251,7 +251,7 @@ class Liveness:
                 identity: Process | None = await asyncio.wrap_future(introduction.future())
         except TimeoutError:
             limit = f"placement.start_timeout_s={self.start_timeout_s:g} s"
-            process.lose(f"did not start within {limit}; are enough resources free for it?")
+            process.lose(f"did not start within {limit}; are enough resources free?")
         except ray.exceptions.RayError:
             process.lose("died while it started")
         else:
@@ -341,13 +341,13 @@ class ProgressScope:
             self.liveness.scopes.discard(self)
 
     async def until(self, awaitable: Awaitable[T]) -> T:
-        """Wait for a result.
+        """Wait for a result that depends on the processes of this `ProgressScope`.
 
         Raises:
-            WorkerLost: One of the scope's processes is lost, or none of the scope's processes makes progress.
+            WorkerLost: A process of this `ProgressScope` is lost, or no process of this `ProgressScope` makes progress.
             ClusterLost: A Ray daemon that the run needs has died.
         """
-        assert self.failure is not None, "a scope must be used inside its `with` block"
+        assert self.failure is not None, "a ProgressScope must be used inside its `with` block"
         result = asyncio.ensure_future(awaitable)
         try:
             either: set[asyncio.Future[Any]] = {result, self.failure}
@@ -359,12 +359,12 @@ class ProgressScope:
             await cancelled(result)
 
     async def proof(self) -> None:
-        """Raise WorkerLost if one of the scope's processes is found to be lost within `_PROOF_S` seconds.
+        """Raise WorkerLost if a process of this `ProgressScope` is found to be lost within `_PROOF_S` seconds.
 
         This method is called after an error that the death of a process may have caused. When a process dies, another
         process often fails before the driver notices the death, for example because a connection breaks.
         """
-        assert self.failure is not None, "a scope must be used inside its `with` block"
+        assert self.failure is not None, "a ProgressScope must be used inside its `with` block"
         if self.liveness is not None:
             self.liveness.look()
             self.check()
@@ -373,15 +373,15 @@ class ProgressScope:
             raise self.failure.result()
 
     def check(self) -> None:
-        """Make all waits in this `ProgressScope` fail if one of the scope's processes is lost."""
+        """Make all waits in this `ProgressScope` fail if a process of this `ProgressScope` is lost."""
         if lost := [f"{one.phase}: {one} {one.how_lost}" for one in self.processes if one.how_lost]:
             self.fail(WorkerLost("; ".join(lost)))
 
     async def check_progress(self) -> None:
-        """Make all waits in this `ProgressScope` fail if one of the scope's processes is lost or if all of them hang.
+        """Make all waits in this `ProgressScope` fail if one of its processes is lost or if all of its processes hang.
 
         An error about hanging processes names the processes and their stack frames. The error names only the busy
-        processes of the scope, or all of the scope's processes if none is busy.
+        processes of the `ProgressScope`, or all of its processes if no process is busy.
         """
         self.check()
         if self.liveness is None or (self.failure is not None and self.failure.done()) or not self.processes:

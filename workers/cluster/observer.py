@@ -1,4 +1,4 @@
-"""Observes and kills the processes of one machine, through `/proc` and the progress counter of each process."""
+"""Code that observes and kills processes of one machine, through `/proc` and the progress counter of each process."""
 
 import contextlib
 import os
@@ -32,7 +32,7 @@ class Sight:
 
 
 class Observer:
-    """Observes and kills processes of the machine on which the observer runs."""
+    """Object that observes and kills processes of the machine on which the object was created."""
 
     def look(self, processes: Sequence[Process]) -> list[Sight]:
         """Return the observed status of each process."""
@@ -75,7 +75,7 @@ def _sight(process: Process) -> Sight:
     state = state_of(process.pid, process.began)
     with contextlib.suppress(OSError):
         return Sight(state, *counts_of(process)) if state else Sight("")
-    return Sight("")  # the process ended after its state was read
+    return Sight("")  # the process has ended since its state was read
 
 
 def _signal(process: Process, number: int) -> None:

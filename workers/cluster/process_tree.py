@@ -47,7 +47,7 @@ def shared_memory_mb(pid: int) -> float:
 
 
 def has_children() -> bool:
-    """Return whether this process has children, including zombies. This function makes only one system call."""
+    """Return whether this process has children, including zombies. `has_children` makes only one system call."""
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:

@@ -27,7 +27,7 @@ class WorkerProcess(Protocol):
     """A process that runs roles, such as the actor or the critic.
 
     Attributes:
-        concurrent: Whether the process computes while the driver does other work.
+        concurrent: Whether the process can compute while the driver does other work.
         how_lost: How the process was lost (died, was stopped or hung), or "" if the process has not been lost.
     """
 
@@ -50,7 +50,7 @@ class WorkerProcess(Protocol):
         """Store a large value, and return a reference that can be passed to several processes instead of the value."""
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for a result, even if the process makes no progress.
+        """Wait for a result that depends on the process, even if the process makes no progress.
 
         Raises WorkerLost if the process is marked as lost.
         """
@@ -120,7 +120,7 @@ class Role(Generic[W_co]):
 
 
 class LocalProcess:
-    """Lets the driver's own process be used like a separate worker process.
+    """The driver's own process, with the same interface as a separate worker process.
 
     The method `LocalProcess.start` returns only after the called method has ended.
     """
@@ -196,7 +196,10 @@ class RayProcess(WatchedProcess):
         return Pending(self, self.actor.build.remote(role, path, *args, **kwargs))
 
     def model_directory(self, path: str) -> Pending[str]:
-        """Start to find or download a model. See `WorkerProcess.model_directory`."""
+        """Start to find a model's directory on the process's machine, or to download the model to that machine.
+
+        See `WorkerProcess.model_directory`.
+        """
         self.phase = "model download"
         return self.begin(Host.model_directory, path)
 
@@ -236,7 +239,7 @@ class RayProcess(WatchedProcess):
 async def results(
     pending: Sequence[Pending[R]], *, depends_on: Collection[WorkerProcess] = (), limit_s: float | None = None
 ) -> list[R]:
-    """Wait for the results of calls.
+    """Wait for the results of calls that were started on worker processes.
 
     If a call fails, this function raises the error without waiting for the remaining calls, which might never end.
 
@@ -247,7 +250,7 @@ async def results(
             None, the setting `trainer.hang_timeout_s` applies.
 
     Raises:
-        WorkerLost: A process died, was stopped or hung.
+        WorkerLost: A worker process died, was stopped or hung.
         RLTrainError: A call failed with an RLTrainError, which is raised unchanged.
         WorkerError: A call failed with an error other than an RLTrainError.
     """
@@ -259,7 +262,7 @@ async def results(
 
 
 async def recorded_by(processes: Sequence[WorkerProcess]) -> list[trace.Recorded]:
-    """Return and delete the recorded timeline events of all given processes other than the driver's own process.
+    """Return and delete the recorded timeline events of all given processes except the driver's own process.
 
     A process that was lost (died, was stopped or hung) contributes no events.
     """
@@ -301,14 +304,14 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
             f"a worker process died during a call of {name}: the process was killed, crashed, or ran out of memory "
             "(verbose=true shows Ray's report)"
         ) from error
-    except ray.exceptions.RayError as error:  # for example, Ray lost an object or a machine, or memory ran out
+    except ray.exceptions.RayError as error:  # an error such as a lost object, a lost machine or a lack of memory
         first = (redacted(str(error)).strip().splitlines() or [""])[0]
         await scope.proof()
         raise WorkerError(f"{type(error).__name__}: {first} (verbose=true shows Ray's report)") from error
 
 
 def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
-    """If a process has reported itself as unusable with the error `cause`, mark the process as lost for that reason."""
+    """Mark a process as lost if the process has reported itself as unusable with the error `cause`."""
     if isinstance(cause, WorkerLost) and cause.process is not None:
         for process in scope.processes:
             if process.identity == cause.process:

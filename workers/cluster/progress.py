@@ -2,11 +2,11 @@
 
 The counter and the stack traces are unnamed files in memory. The unnamed files of a process vanish when the process
 ends, and other processes open the files through `/proc`. Long-running code calls `tick` repeatedly to show that this
-process makes progress. `tick` does nothing until `announce` has been called.
+process makes progress. The function `tick` does nothing until `announce` has been called.
 
 The start time of a process is read from `/proc`, where every process reads the same number at any time. psutil's
 `create_time()` is not suitable, because psutil returns a time of day, which changes when the machine's clock is set.
-psutil's `Process` cannot identify a process either, because it cannot be pickled.
+An object of psutil's class `Process` is not suitable as identity of a process, because it cannot be pickled.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ class Process:
 
 
 class _Counter:
-    """Counts this process's calls of `tick` and running calls, in memory that other processes can read."""
+    """Counters of this process's calls of `tick` and of its running calls, in memory that other processes can read."""
 
     def __init__(self) -> None:
         self.file = os.memfd_create("rltrain-progress")

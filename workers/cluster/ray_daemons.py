@@ -1,4 +1,4 @@
-"""Detects the death of the Ray daemons that a run depends on.
+"""Code that detects the death of the Ray daemons that a run depends on.
 
 The daemon `raylet` starts the workers of one machine and stores their objects. If the raylet of the driver's machine
 dies, the run cannot continue. The daemon `gcs_server` keeps the cluster's tables on the head node. If gcs_server dies,
@@ -37,10 +37,10 @@ class Daemon(Protocol):
 
     @property
     def name(self) -> str:
-        """Return the name of the daemon's program."""
+        """Return the name of the Ray daemon's program."""
 
     def ended(self) -> bool:
-        """Return whether the daemon has died. This method is cheap enough to be called many times per second."""
+        """Return whether the Ray daemon has died. This method is cheap enough to be called many times per second."""
 
     def __str__(self) -> str:
         """Return a message that says which daemon has died and on which machine."""
@@ -62,7 +62,7 @@ class LocalDaemon:
     began: int
 
     def ended(self) -> bool:
-        """Return whether the daemon's process has ended. See `Daemon.ended`."""
+        """Return whether the Ray daemon's process has ended. See `Daemon.ended`."""
         return not state_of(self.pid, self.began)
 
     def __str__(self) -> str:
@@ -78,7 +78,7 @@ class RemoteDaemon:
     def __init__(self, name: str, host: str, port: int) -> None:
         self.name, self.host, self.port = name, host, port
         self.asked = time.monotonic()
-        self.connection: socket.socket | None = None  # the connection that is being opened, or None
+        self.connection: socket.socket | None = None  # the TCP connection that is being opened, or None
         self.silent_since: float | None = None
 
     def ended(self) -> bool:
@@ -111,7 +111,7 @@ def _connecting(host: str, port: int) -> socket.socket:
     """Start to open a TCP connection, and return before the connection is open."""
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     connection.setblocking(False)
-    with contextlib.suppress(OSError):  # if the attempt fails at once, `_look_at` finds the failure later
+    with contextlib.suppress(OSError):  # if the connection attempt fails at once, `_look_at` notices the failure later
         connection.connect((host, port))
     return connection
 
@@ -128,7 +128,7 @@ class Daemons:
     """The Ray daemons that a run depends on.
 
     Args:
-        daemons: Daemons whose death ends the run.
+        daemons: Ray daemons whose death ends the run.
 
     Attributes:
         patient: Whether the run may finish its current step and save a checkpoint after the death of gcs_server.
@@ -139,7 +139,7 @@ class Daemons:
         self.lost_at: float | None = None
 
     def local_pids(self) -> list[int]:
-        """Return the pids of the daemons of this machine."""
+        """Return the pids of the Ray daemons of this machine."""
         return [daemon.pid for daemon in self.daemons if isinstance(daemon, LocalDaemon)]
 
     def lost(self) -> Daemon | None:
@@ -151,7 +151,7 @@ class Daemons:
         return min(ended, key=lambda daemon: daemon.name == GCS, default=None)
 
     def check(self, *, at_rest: bool = False) -> None:
-        """Raise ClusterLost if a daemon has died.
+        """Raise ClusterLost if a Ray daemon has died.
 
         If `patient` is True and the run is in the middle of a step, the death of gcs_server is only logged at first,
         and becomes an error after `GRACE_S` seconds.

@@ -25,7 +25,7 @@ from workers.cluster.progress import state_of
 from workers.cluster.ray_daemons import Daemon, LocalDaemon
 
 _CODE = "import sys; sys.path[:] = {path!r}; from workers.cluster.ray_guard import serve; serve({driver}, {mark!r})"
-_CLOSE_S = 15.0  # Seconds that the guard gets to kill all remaining processes.
+_CLOSE_S = 15.0  # Seconds that the guard process gets to kill all remaining processes.
 _SHOWN_S = 1.0  # After Ray has ended the driver, seconds to wait for evidence that a Ray daemon has died.
 _LAST_WORDS = 4096  # Number of bytes to read from the end of the driver's Ray log.
 # Phrases that Ray's C++ code logs before it ends the process in which it runs.
@@ -37,7 +37,7 @@ class Guard:
 
     Args:
         mark: Value of the environment variable `leftovers.MARK`, by which the guard recognizes the processes to kill.
-            If `mark` is "", the guard kills no process.
+            If `mark` is "", the guard process kills no process.
     """
 
     def __init__(self, mark: str) -> None:
@@ -47,9 +47,9 @@ class Guard:
             [sys.executable, "-S", "-c", code],
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # signals of the terminal must not reach the guard
+            start_new_session=True,  # signals of the terminal must not reach the guard process
         )
-        assert self.process.stdin is not None, "the process was started with a pipe"
+        assert self.process.stdin is not None, "the guard process was started with a pipe as its standard input"
         self._pipe = self.process.stdin
 
     @contextlib.contextmanager
@@ -67,7 +67,7 @@ class Guard:
 
         Args:
             session: Directory where Ray keeps the logs and sockets of the Ray cluster.
-            daemons: Daemons whose death the guard reports.
+            daemons: Ray daemons whose death the guard process reports.
         """
         known = [(one.pid, one.began, str(one)) for one in daemons if isinstance(one, LocalDaemon)]
         self._write({"session": str(session), "daemons": known})
@@ -84,13 +84,13 @@ class Guard:
             self.process.wait(_CLOSE_S)
 
     def _write(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the guard may have been killed
+        with contextlib.suppress(OSError):  # the guard process may have been killed
             self._pipe.write(json.dumps(message).encode() + b"\n")
             self._pipe.flush()
 
 
 def serve(driver: int, mark: str) -> None:
-    """Run the guard: wait until the driver ends, report a dead daemon, and kill the remaining processes.
+    """Run the guard process: wait until the driver ends, report a dead Ray daemon, and kill the remaining processes.
 
     Args:
         driver: Pid of the process that started the guard.
@@ -123,7 +123,7 @@ def _wait(driver: int) -> dict[str, Any]:
         poll.register(os.pidfd_open(driver), select.POLLIN)
     content = b""
     while not heard["goodbye"]:
-        ready = poll.poll(None if os.getppid() == driver else 0)  # after the driver's death, read what it had sent
+        ready = poll.poll(None if os.getppid() == driver else 0)  # read the messages of the dead driver
         if not any(descriptor == 0 for descriptor, _ in ready):
             break
         if not (piece := os.read(0, 1 << 16)):

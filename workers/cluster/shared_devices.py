@@ -8,7 +8,7 @@ from rltrain.base.errors import WorkerError
 
 
 class SharedDevices:
-    """Reserves GPUs for a run. Each of the reserved GPUs is a bundle of one Ray placement group.
+    """Reservation of GPUs for a run. Each of the reserved GPUs is a bundle of one Ray placement group.
 
     Without a placement group, Ray could put two engines or two training ranks on the same GPU, because Ray serves
     requests for half a GPU in their order of arrival.

@@ -21,7 +21,7 @@ def join(
 
     Args:
         rank: Rank of this process, 0 to world_size - 1.
-        world_size: Number of ranks.
+        world_size: Number of training ranks.
         address: Host and port at which rank 0 serves the rendezvous. If `address` is None, the group has one rank and
             opens no socket.
         timeout_s: Timeout in seconds of the rendezvous and of each collective.

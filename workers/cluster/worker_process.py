@@ -27,7 +27,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # Option numbers of the
 
 @dataclass(frozen=True)
 class Join:
-    """Describes how to join several arguments of a call, each with different columns of a batch, into one batch.
+    """Description of how to join several arguments of a call, each with different columns of a batch, into one batch.
 
     Attributes:
         parts: Number of arguments to join.
@@ -39,11 +39,11 @@ class Join:
 
 
 class Host:
-    """Builds the roles of this process by import path, and calls their methods by name.
+    """Object that builds the roles of this process by import path, and calls the roles' methods by name.
 
     Args:
         environment: Environment variables to set before any large package, such as torch, is imported.
-        verbose: Whether libraries may log.
+        verbose: Whether libraries may print log messages below the level of errors.
     """
 
     def __init__(self, environment: dict[str, str], *, verbose: bool = False) -> None:
@@ -97,9 +97,9 @@ class Host:
         Args:
             role: Name of the role.
             method: Name of the method.
-            joins: One entry for each argument of the method. A `Join` says how many of the next elements of `args` are
-                joined into the argument, and which columns are kept. An entry None means that the argument is simply
-                the next element of `args`.
+            joins: One entry (a `Join` or None) for each argument of the called method. A `Join` says how many of the
+                next elements of `args` are joined into the argument, and which columns are kept. An entry None means
+                that the argument is simply the next element of `args`.
             args: All arguments and parts of arguments, in the order of `joins`.
             kwargs: Keyword arguments of the method.
         """

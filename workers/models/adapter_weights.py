@@ -23,7 +23,7 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 
 
 class BaseWeights:
-    """Gives access by name to the tensors in a model directory.
+    """Access by name to the tensors in a model directory.
 
     Tensors are read directly from the safetensors files. An opened safetensors file stays open as long as the
     `BaseWeights` object exists.
@@ -32,7 +32,7 @@ class BaseWeights:
         path: model directory that contains the safetensors files.
 
     Raises:
-        ConfigError: a file is missing or broken.
+        ConfigError: a safetensors file is missing or broken.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -45,12 +45,12 @@ class BaseWeights:
                     self.files |= dict.fromkeys(content.keys(), file)
 
     def tensor(self, name: str) -> Tensor:
-        """Return a tensor on the CPU, in the dtype that the tensor has in its file."""
+        """Return the tensor `name` on the CPU, in the dtype that the tensor has in its safetensors file."""
         found: Tensor = self._file(name).get_tensor(name)
         return found
 
     def size(self, name: str) -> list[int]:
-        """Return the shape of a tensor."""
+        """Return the shape of the tensor `name`."""
         found: list[int] = self._file(name).get_slice(name).get_shape()
         return found
 

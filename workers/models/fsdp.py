@@ -29,7 +29,7 @@ def sharding_mesh(shard_ranks: int | None) -> DeviceMesh:
     ranks = dist.get_world_size()
     if shard_ranks is None or shard_ranks == ranks:
         return init_device_mesh(device().type, (ranks,))
-    assert ranks % shard_ranks == 0, "the config's validation requires whole groups"
+    assert ranks % shard_ranks == 0, "the config's validation requires that `shard_ranks` divides the number of ranks"
     return init_device_mesh(device().type, (ranks // shard_ranks, shard_ranks), mesh_dim_names=("replicate", "shard"))
 
 
@@ -41,7 +41,7 @@ def device() -> torch.device:
 def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     """Shard a model over the ranks in place, with each decoder layer as a separate FSDP unit.
 
-    The settings come from `config.model` and `config.placement`. Master weights, gradients and the
+    The settings of the sharding come from `config.model` and `config.placement`. Master weights, gradients and the
     gradient reduction stay in float32. If the setting `model.dtype` is bfloat16, matrix products use bfloat16. If
     several ranks split the tokens of a pack, the attribute `sequence` of the model is set to the group of these ranks.
 
@@ -68,7 +68,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
         options["offload_policy"] = CPUOffloadPolicy()
     for layer in layers:
         fully_shard(layer, **options)
-    fully_shard(model, **options)  # changes `model` in place
+    fully_shard(model, **options)  # `fully_shard` changes `model` in place
     return model
 
 
@@ -99,7 +99,7 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
-    """Compile a layer's forward pass and enable its activation checkpointing, if the config requests either of them.
+    """Compile a layer's forward pass or enable the layer's activation checkpointing, or both, as the config requests.
 
     FSDP's hooks run outside both the compiled function and the activation checkpointing. Activation checkpointing wraps
     the compiled function, because `torch.compile` does not compile code inside a checkpointed function.
@@ -139,7 +139,7 @@ class Optimizer:
         self, parameters: list[nn.Parameter], config: OptimizerConfig, total_steps: int, *, max_skipped: int
     ) -> None:
         self.parameters, self.config, self.total_steps, self.steps = parameters, config, total_steps, 0
-        self.max_skipped, self.skipped = max_skipped, 0  # `skipped` counts the consecutive skipped steps
+        self.max_skipped, self.skipped = max_skipped, 0  # `skipped` counts the consecutive skipped optimizer steps
         self.adamw = torch.optim.AdamW(
             parameters, lr=config.lr, betas=(config.beta1, config.beta2), weight_decay=config.weight_decay, fused=True
         )
@@ -169,7 +169,7 @@ class Optimizer:
         return config.lr * max(0.0, factor[config.lr_schedule])
 
     def step(self, *, trained: bool = True, finite: bool = True) -> dict[str, float]:
-        """Clip the gradient, take an optimizer step and clear the gradient. All ranks must call this method.
+        """Clip the gradient, take an optimizer step and clear the gradient. All training ranks must call this method.
 
         If no token contributes to the loss, AdamW takes no step, because AdamW's momentum would move the weights even
         with a gradient of 0. If the gradient or any rank's loss is not finite, all ranks skip the step, and the weights
@@ -184,8 +184,8 @@ class Optimizer:
             1 if the step was skipped because of non-finite values, otherwise 0.
 
         Raises:
-            NumericsError: more than `max_skipped` consecutive steps were skipped. The skipped steps have not changed
-                the weights.
+            NumericsError: more than `max_skipped` consecutive optimizer steps were skipped. The skipped optimizer steps
+                have not changed the weights.
         """
         norm = float(full(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
         lr, skip = self.lr(), not (_on_all_ranks(finite) and math.isfinite(norm))
@@ -207,7 +207,7 @@ class Optimizer:
 
 
 def _on_all_ranks(good: bool) -> bool:
-    """Return whether `good` is True on every rank. All ranks must call this function."""
+    """Return whether `good` is True on every rank. All training ranks must call this function."""
     if dist.get_world_size() == 1:
         return good
     flag = torch.tensor(good, dtype=torch.int32)

@@ -86,7 +86,7 @@ class _TokenLogProbs(torch.autograd.Function):
         """
         temperature, entropies, size = knobs
         softmax = RunningSoftmax(hidden, with_mean=entropies)
-        chosen = torch.full_like(softmax.top, torch.nan)  # a target outside the vocabulary keeps NaN
+        chosen = torch.full_like(softmax.top, torch.nan)  # a target outside the vocabulary keeps the log-prob NaN
         for rows, columns in chunks(len(hidden), len(head), size):
             chunk = logits(hidden[rows], head[columns], _part(bias, columns), temperature)
             inside, at = _targets_in(columns, targets[rows])
@@ -128,9 +128,9 @@ def _minus_softmax(
     entropies.
     """
     if of_entropies is None:
-        assert of_log_probs is not None, "at least one of the two outputs has a gradient"
+        assert of_log_probs is not None, "log-probs, entropies or both of them have a gradient"
         return log_pi.exp_().mul_(-of_log_probs[:, None])
-    assert entropy is not None, "the forward pass saves the entropy if it is an output"
+    assert entropy is not None, "the forward pass saves the entropies if it returns them"
     factor = log_pi.clamp(min=LEAST_LOG).add_(entropy[:, None]).mul_(-of_entropies[:, None])
     if of_log_probs is not None:
         factor.sub_(of_log_probs[:, None])

@@ -1,4 +1,6 @@
-"""Low-rank adapters, made by peft, on the actor's linear layers. Only adapters are trained and sent to the engines.
+"""Low-rank adapters, made by peft, on the actor's linear layers.
+
+If a model has adapters, only the adapters are trained and sent to the rollout engines.
 
 peft replaces each adapted layer by a layer that computes W x + alpha / rank B (A x) (arXiv 2106.09685, section 4.1).
 In this module, `X.weight` is the name of the matrix W of layer X, whether or not the layer has an adapter.
@@ -63,7 +65,7 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTraine
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model)  # changes `model` in place
+        inject_adapter_in_model(settings, model)  # this call changes `model` in place
     found = {name.removesuffix(".weight") for name in adapters_of(model)}
     assert found == set(layers), f"peft adapted other layers than the checked ones: {found ^ set(layers)}"
     return model

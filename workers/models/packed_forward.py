@@ -36,7 +36,7 @@ from workers.models.sequence_parallel import (
 from workers.models.varlen_attention import kernel_for
 
 PACKED = "rltrain_packed"
-PACKED_COLUMNS = ("responses", "ref_hidden")  # Columns that are used without padding, with one value per token.
+PACKED_COLUMNS = ("responses", "ref_hidden")  # Names of the batch columns that packs hold without padding.
 SLACK = 0.75  # In an attention batch, the shortest row has at least this fraction of the longest row's tokens.
 
 
@@ -70,7 +70,7 @@ class RowLayout:
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
         """Return the attention batches, which are needed only if no attention kernel is usable.
 
-        The batches are computed on first access.
+        The attention batches are computed on first access.
         """
         return _attention_batches(self.lengths, self.device)
 
@@ -174,7 +174,7 @@ def packed_attention(
     """Compute causal attention within each row of a pack.
 
     The shape of `query` is (1, H, N, D), with H heads of width D for N tokens. The shape of `key` and `value` is
-    (1, K, N, D), where the number of key heads K divides H. The shape of the output is (1, N, H, D).
+    (1, K, N, D), where the number of key heads K divides H. The shape of the attention output is (1, N, H, D).
 
     Raises:
         ValueError: the model uses soft caps, attention sinks, or a window shorter than the longest row, none of which
@@ -188,7 +188,7 @@ def packed_attention(
         )
     if packed.sequence is not None:
         query, key, value = (heads_of_all_tokens(tensor, packed.sequence) for tensor in (query, key, value))
-    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # each has the shape (N, heads, D)
+    q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))  # q, k and v have the shape (N, heads, D)
     kernel = None if dropout else kernel_for(q, v)
     if kernel is not None:
         out = kernel(q, k, v, packed.offsets, packed.longest, scaling)

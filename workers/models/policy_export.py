@@ -72,8 +72,9 @@ def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
     config.dtype, config.architectures = "float32", [type(model).__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        # If `base` has a generation_config.json, that file is copied below and replaces the file that is written here.
-        # Copying generation_config.json is necessary because transformers refuses to write some generation defaults.
+        # If `base` has a generation_config.json, a copy of that file later replaces the generation_config.json saved
+        # here. Copying generation_config.json is necessary because transformers refuses to write some generation
+        # defaults.
         GenerationConfig.from_model_config(config).save_pretrained(folder)
         if NAME in getattr(model, "peft_config", {}):
             adapters: Any = model.peft_config
@@ -97,7 +98,7 @@ def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, fold
         folder: target folder, which need not exist.
 
     Returns:
-        The paths of the written files, relative to the folder.
+        The paths of the written files, relative to `folder`.
     """
     written = list(small)
     for name, content in small.items():

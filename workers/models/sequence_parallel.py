@@ -49,7 +49,7 @@ class Sequence:
 def sequence_group(size: int) -> Sequence | None:
     """Return the group of `size` neighbouring ranks that includes this rank, or None if `size` is 1.
 
-    All ranks must call this function together when they first use a given `size`.
+    All training ranks must call this function together when they first use a given `size`.
     """
     if size == 1:
         return None
@@ -92,8 +92,8 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
     heads = tensor.size(1)
     if heads % sequence.size:
         tensor = tensor.repeat_interleave(sequence.size // heads, dim=1)
-    parts = tensor[0].unflatten(0, (sequence.size, -1))  # shape (ranks, H', n, D); part r goes to rank r
-    received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]  # (ranks, H', n, D): part r came from rank r
+    parts = tensor[0].unflatten(0, (sequence.size, -1))  # `parts` has the shape (ranks, H', n, D)
+    received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]  # part r of `received` came from rank r
     return received.transpose(0, 1).flatten(1, 2)[None, :, : sequence.tokens]
 
 
@@ -104,7 +104,7 @@ def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
     """
     length = sequence.slice
     padded = F.pad(tensor[0], (0, 0, 0, 0, 0, sequence.size * length - sequence.tokens))
-    parts = padded.unflatten(0, (sequence.size, length))  # the shape is (ranks, n, H', D)
+    parts = padded.unflatten(0, (sequence.size, length))  # `parts` has the shape (ranks, n, H', D)
     received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]
     return received.transpose(0, 1).flatten(1, 2)[None]
 
@@ -121,13 +121,13 @@ def gather(values: Tensor, whole: "Pack", sequence: Sequence) -> Tensor:
         (R, ...) values of all R response tokens of the whole pack, in order.
     """
     counts = torch.bincount(whole.predicting // sequence.slice, minlength=sequence.size).tolist()
-    assert counts[sequence.rank] == len(values), "one value per response token of this rank's slice"
+    assert counts[sequence.rank] == len(values), "`values` must have one value for each response token in the slice"
     gathered: Tensor = _Gather.apply(values, counts, sequence)  # type: ignore[no-untyped-call]
     return gathered
 
 
 class _AllToAll(torch.autograd.Function):
-    """Send part r of the first dimension to rank r; the backward pass sends gradients in the opposite direction."""
+    """All-to-all that sends part r of the first dimension to rank r, and sends gradients in the opposite direction."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -147,7 +147,7 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenate the values of all ranks of a sequence group.
+    """Concatenation of the values of all ranks of a sequence group.
 
     Because every rank computes the full loss, the backward pass needs no communication: it returns the gradient of this
     rank's loss with respect to this rank's own values.

@@ -1,8 +1,8 @@
-"""Reads tensors from untrusted checkpoints, without executing code that a checkpoint contains.
+"""Code that reads tensors from untrusted checkpoints, without executing code that a checkpoint contains.
 
 PyTorch's distributed checkpoint format stores its index of tensors, the file `.metadata`, as a pickle. This module
 unpickles only the classes that an index needs, and validates the contents of the index. The tensors are read with
-`torch.load(..., weights_only=True)`, which executes no code either.
+`torch.load(..., weights_only=True)`, which executes no code that a checkpoint contains.
 
 PyTorch's own reader is not safe, because it unpickles any class. PyTorch's `HuggingFaceStorageWriter` needs no pickle,
 but it writes to local paths only, and takes 2.4 times as long as the distributed checkpoint format (0.57 s instead of
@@ -104,14 +104,19 @@ def _check(index: Any) -> None:
     for place in index.storage_data.values():
         _demand(
             type(place) is _StorageInfo and isinstance(place.relative_path, str),
-            "a place of a tensor has an unknown type",
-        )
-        _demand(not getattr(place, "transform_descriptors", None), "the files of tensors are transformed")
-        _demand(
-            PurePosixPath(place.relative_path).name == place.relative_path, "a file of tensors is outside the folder"
+            "the location of a tensor has an unknown type",
         )
         _demand(
-            all(type(n) is int and n >= 0 for n in (place.offset, place.length)), "a place of a tensor is not a number"
+            not getattr(place, "transform_descriptors", None),
+            "the tensor files are transformed, for example compressed",
+        )
+        _demand(
+            PurePosixPath(place.relative_path).name == place.relative_path,
+            "a tensor file is outside of the index's folder",
+        )
+        _demand(
+            all(type(n) is int and n >= 0 for n in (place.offset, place.length)),
+            "the offset or the length of a tensor is not a number",
         )
 
 
@@ -137,7 +142,7 @@ class StateReader(FsspecReader):
 
 
 class StateFiles:
-    """Reads the saved tensors of one role, one unsharded tensor at a time, without a torch.distributed process group.
+    """Reader of one role's saved tensors, one unsharded tensor at a time, without a torch.distributed process group.
 
     Args:
         folder: folder with the tensors of one role.

@@ -1,8 +1,8 @@
 """Kernels that compute causal attention within each of several concatenated rows.
 
-The kernel of flash-attn is used if the package flash-attn is installed, otherwise the kernel of torch. Both the
-kernel of flash-attn and that of torch need 16-bit dtypes, and a GPU of compute capability 8.0 or higher. If no kernel
-is usable, `workers.models.packed_forward` computes attention in batches of rows of similar length.
+The kernel of flash-attn is used if the package flash-attn is installed, otherwise the kernel of torch. The kernels of
+flash-attn and torch need 16-bit dtypes, and a GPU of compute capability 8.0 or higher. If no kernel is usable,
+`workers.models.packed_forward` computes attention in batches of rows of similar length.
 """
 
 import functools
@@ -74,7 +74,7 @@ def of_torch(module: Any) -> Kernel:
         if copies > 1 and not shares:
             key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
         sharing = {"enable_gqa": copies > 1} if shares else {}
-        causal = (-1, 0)  # each token attends to all earlier tokens and to no later token
+        causal = (-1, 0)  # each token attends to itself and to all earlier tokens of its row
         output: Tensor = function(
             query, key, value, offsets, offsets, longest, longest, scale=scale, window_size=causal, **sharing
         )

@@ -37,19 +37,19 @@ class Traced:
 def serve(descriptor: int, parent: int) -> None:
     """Load the reward functions and answer scoring calls until the guard closes the socket.
 
-    When the reward functions are loaded, the child process sends READY. If a function cannot be loaded, the child
-    process sends the error message instead of READY, and returns.
+    When the reward functions are loaded, the child process sends READY. If a reward function cannot be loaded, the
+    child process sends the error message instead of READY, and returns.
 
     Args:
-        descriptor: File descriptor of the socket. The first message on the socket is (functions, options of
-            `RewardWorker`, memory_mb).
+        descriptor: File descriptor of the socket to the guard. The first message on the socket is (functions, options
+            of `RewardWorker`, memory_mb).
         parent: Process id (pid) of the process that started the child. The child process is killed when its parent
             process ends.
     """
     process_tree.end_with_parent(parent)
     trace.start_from(os.environ)
     # SIGINT gets its default action, so that Ctrl-C raises no KeyboardInterrupt in this process. Only a reward function
-    # can then raise a KeyboardInterrupt.
+    # can raise a KeyboardInterrupt if SIGINT has its default action.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     process_tree.adopt_orphans()
     connection, own, printed = Connection(descriptor), os.getpid(), stand_in()

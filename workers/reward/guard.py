@@ -42,8 +42,8 @@ class Ended:
     Attributes:
         timed_out: Whether the guard killed the child process because the scoring call exceeded its deadline.
         reason: Predicate of the error message whose subject is "reward function 'name'".
-        outside: Whether SIGKILL ended the child process or SIGSTOP stopped it. A reward function is then probably not
-            the cause.
+        outside: Whether SIGKILL ended the child process or SIGSTOP stopped it. If `outside` is True, a reward function
+            is probably not the cause.
         results: Results that the call produced before the child process ended, as in `workers.reward.transport.Lost`.
     """
 
@@ -67,7 +67,7 @@ class Overdue:
 
 
 class _LostError(Exception):
-    """Error: the child process is no longer usable. The error's text becomes `Ended.reason`."""
+    """Error: the child process of a reward worker is no longer usable. The error's text becomes `Ended.reason`."""
 
 
 # Pids of all child processes of this guard, which must survive when the orphans of one child are killed.
@@ -76,7 +76,7 @@ _LOCK, _GUARDED = threading.Lock(), set[int]()
 
 @dataclass
 class _Call:
-    """A running call, with its requests and the results received so far."""
+    """A running scoring call, with its requests and the results received so far."""
 
     requests: Sequence[RewardRequest]
     functions: int
@@ -85,7 +85,7 @@ class _Call:
     since: float  # Time of the latest result or, before the first result, of the call's start.
     results: list[SampleScores] = field(default_factory=list)
     given: int = 0  # Number of samples whose results were already returned.
-    held: bool = False  # Whether `hold` was called.
+    held: bool = False  # Whether the method `hold` was called.
 
     @property
     def whole(self) -> int:
@@ -94,7 +94,7 @@ class _Call:
         return len(self.results) - any(not one.failed and len(one.scores) < self.functions for one in last)
 
     def add(self, result: SampleScores) -> bool:
-        """Store the next result of this call.
+        """Store the next result of this scoring call.
 
         Return whether `result.key` is the key of the request whose result is expected next.
         """
@@ -156,9 +156,9 @@ class GuardedWorker:
             try:
                 said = self._receive(None, math.inf)
             except _LostError as error:
-                said = f"while it imported the functions, it {error}"
+                said = f"while the reward functions were imported, one of them {error}"
             if said is None:
-                raise WorkerError(f"while it imported the functions, it {self._end()}")
+                raise WorkerError(f"while the reward functions were imported, one of them {self._end()}")
             if said != READY:
                 raise WorkerError(said)
             self._ready = True
@@ -203,7 +203,7 @@ class GuardedWorker:
     def rest(self) -> list[SampleScores] | Overdue | Ended:
         """Continue to wait for a call for which `score` has returned Overdue.
 
-        Return only results that neither `score` nor an earlier `rest` has returned.
+        Return only results that neither `score` nor an earlier call of `rest` has returned.
         """
         return self._answer(math.inf)
 
@@ -283,7 +283,8 @@ class GuardedWorker:
             until: Time by which the message must have begun to arrive.
 
         Returns:
-            The message, or None if the child process ended or the message began or ended too late.
+            The message, or None if the child process ended, or if the message began to arrive or became complete too
+            late.
 
         Raises:
             _LostError: The received data is not a valid message (a reward function may have written to the socket), or

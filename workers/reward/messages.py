@@ -38,8 +38,8 @@ class SampleScores:
         error: One line that says which reward function failed and how, or "" if no function failed.
         failed_function: Index of the reward function that failed, or -1 if no reward function failed.
         success: Whether the answer is correct according to the values of `RewardResult.success` that the reward
-            functions returned. The value is False if any function returned False, otherwise True if any function
-            returned True, and otherwise None.
+            functions returned. `success` is False if any reward function returned False, otherwise True if any returned
+            True, and otherwise None.
         printed: One pair (name of the reward function, first line that the function printed) for each reward function
             that has printed something in the child process. The field `printed` is ignored when two `SampleScores` are
             compared.

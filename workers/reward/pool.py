@@ -1,7 +1,7 @@
 """Pool of reward workers that scores samples as they arrive.
 
 The pool sends samples to the workers in chunks for speed. If a worker is lost while it scores a chunk, the pool sends
-the chunk's samples again, one at a time. All code that uses Ray is in `workers.reward.ray_transport`.
+the chunk's samples again, one at a time. The reward pool's code that uses Ray is in `workers.reward.ray_transport`.
 """
 
 import logging
@@ -51,8 +51,8 @@ class RewardPool:
     `submit` takes requests, and `poll` returns results in the order of completion.
 
     If a worker dies or takes too long, the unfinished samples of its chunk are scored again, sample by sample and
-    function by function. If the worker is lost again while it calls one function for one sample, that sample fails with
-    an error message. The loss of a worker does not change the scores of other samples.
+    function by function. If a worker is lost while it calls only one function for only one sample, that sample fails
+    with an error message. The loss of a worker does not change the scores of other samples.
     """
 
     def __init__(self, transport: Transport, reward: RewardConfig) -> None:
@@ -201,7 +201,7 @@ class RewardPool:
             return
         was_held = event.slot in self._held
         self._held.discard(event.slot)
-        if work is None:  # The call was aborted.
+        if work is None:  # The scoring call was aborted.
             return
         if isinstance(event, Lost):
             self._lost(work, event)
@@ -254,18 +254,19 @@ class RewardPool:
     def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
-        # The longest possible duration is the budget plus `calls` times the time limit of one function call. All plain
-        # functions together end within the budget plus one time limit. Each batched function adds one time limit. Async
-        # functions add one time limit per `concurrency` calls.
+        # The longest possible duration of a scoring call is the time budget plus `calls` times the time limit of one
+        # function call. All plain functions together end within the time budget plus one time limit. Each batched
+        # function adds one time limit to the longest possible duration. Async functions add one time limit per
+        # `concurrency` calls to the longest possible duration.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
         # A call of an async function gets `_GRACE_S` more seconds, so that it can be cancelled and reported as failed.
         grace = _GRACE_S if "async" in kinds else 0.0
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
-        # `hold_s` is at least `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S`. The remaining
-        # samples of a slow call (see `Held`) can then be queued again, and no sample is scored twice. For async
-        # functions, `hold_s` is infinite: they are cancelled at their time limit, and a second call would exceed
-        # `reward.concurrency`.
+        # `hold_s` is at least `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S`. Because the
+        # worker begins no further sample, the remaining samples of a slow call (see `Held`) can be queued again, and no
+        # sample is scored twice. For async functions, `hold_s` is infinite, because calls of async functions are
+        # cancelled at their time limit, and a second call would exceed `reward.concurrency`.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
@@ -274,7 +275,7 @@ class RewardPool:
         done = len(answer.results)
         assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "answers must be in order"
         for request, result in zip(requests, answer.results, strict=False):
-            if len(result.scores) < len(self._names):  # Not all functions were called within the time budget.
+            if len(result.scores) < len(self._names):  # Not all reward functions were called within the time budget.
                 self._alone.append(_Alone(request, result.scores, result.success))
             else:
                 self._finish(result)
@@ -304,13 +305,13 @@ class RewardPool:
                 return
             partial = {result.key: (result.scores, result.success) for result in event.results}
             suspect = _Alone(under_way[0], *partial.get(under_way[0].key, ()))
-            if not event.timed_out:  # The running function may not be the cause.
+            if not event.timed_out:  # The running reward function may not be the cause of the worker's loss.
                 self._alone.append(suspect)
                 return
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
             # The chunk was one sample with one reward function, so this function has exceeded its time limit. If the
-            # worker had died without a timeout, the cause could be outside the reward function.
+            # worker had died without exceeding the time limit, the cause could be outside the reward function.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))

@@ -1,6 +1,6 @@
-"""Calls reward workers in Ray actors.
+"""Transport of scoring calls to reward workers in Ray actors.
 
-Each actor supervises the child processes of one reward worker. Lost actors are replaced.
+Each actor supervises the child processes of one reward worker. The transport replaces lost actors.
 """
 
 import asyncio
@@ -205,7 +205,7 @@ class RayTransport:
         if slot.pending is not None and slot.pending.done():
             try:
                 answer = slot.pending.result()
-            except Exception as error:  # Any error means that the process is lost.
+            except Exception as error:  # Any error of the pending call means that the slot's process is lost.
                 return self._gone(number, _reason(error, starting=slot.starting), error)
             if isinstance(answer, Overdue):
                 slot.pending, slot.held = self._result(slot.actor.rest.remote(number // self.size)), True
@@ -259,7 +259,7 @@ class RayTransport:
         return lost
 
     def _replace(self, number: int, slot: _Slot, reason: str) -> None:
-        """Kill a slot's actor and start a new one.
+        """Kill a slot's actor and start a new actor.
 
         Raise WorkerError after `_START_ATTEMPTS` failed starts of the actor.
         """
@@ -302,8 +302,8 @@ class RayTransport:
 def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
     """Return `runtime_env`, with Ray's option for zero-copy tensors turned off if the option is set in this process.
 
-    Ray's option for zero-copy tensors makes Ray import torch in every process. If the option for zero-copy tensors is
-    set in this process, it may be set in the whole cluster, so it must be turned off explicitly.
+    Ray's option for zero-copy tensors makes Ray import torch in every process. If Ray's option for zero-copy tensors is
+    set in this process, the option may be set in the whole cluster, so that the option must be turned off explicitly.
     """
     if _ZERO_COPY not in os.environ:
         return runtime_env

@@ -1,4 +1,4 @@
-"""Replaces terminal input and output in the child process that runs reward functions.
+"""Replacement of terminal input and output in the child process that runs reward functions.
 
 The child process that runs reward functions has no terminal.
 """
@@ -24,14 +24,14 @@ _NEED_TERMINAL = ("", "pdb", "ray", "ipdb", "IPython", "pudb")
 
 
 class NoTerminal(BaseException):
-    """Raised when a reward function tries to use the terminal in a process without a terminal.
+    """Exception raised when a reward function tries to use the terminal in a process without a terminal.
 
-    The class is not derived from `Exception`, so that an `except Exception` in a reward function does not catch it.
+    `NoTerminal` is not derived from `Exception`, so that `except Exception` in a reward function does not catch it.
     """
 
 
 class FirstLines:
-    """Records the first line that each reward function prints in this process."""
+    """Record of the first line that each reward function prints in this process."""
 
     def __init__(self) -> None:
         self._begun: dict[str, str] = {}

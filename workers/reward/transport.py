@@ -14,13 +14,13 @@ from workers.reward.worker import RewardWorker
 
 @dataclass(frozen=True)
 class Call:
-    """A call that makes one worker score samples.
+    """A call that makes one reward worker score samples.
 
     Attributes:
         requests: Samples to score, in this order.
         function: Index of the only reward function to call. If `function` is None, the worker calls all functions.
-        budget_s: Seconds after which the worker calls no further plain function (neither batched nor async). The worker
-            then returns the results that it has.
+        budget_s: Seconds after which the worker calls no further plain function (neither batched nor async). When
+            `budget_s` has passed, the worker returns the results that it has.
         limit_s: Maximum seconds that one call of a reward function may take.
         deadline_s: Seconds without a result after which the process is killed and the call is lost.
         hold_s: Seconds without a result after which a `Held` event is reported. The slow call continues, but its worker
@@ -114,8 +114,8 @@ class Transport(Protocol):
     async def events(self) -> Sequence[Event]:
         """Wait for events of the running calls, and return them.
 
-        The method also returns when a worker has become ready or when `start` is called. The returned list may then be
-        empty.
+        The method `events` also returns when a worker has become ready or when `start` is called. The returned list of
+        events may be empty.
         """
 
     async def recorded(self) -> list[Recorded]:
@@ -129,7 +129,10 @@ class Transport(Protocol):
 
 
 class InProcessTransport:
-    """Transport to one worker in the current process. `events` runs the calls without enforcing their deadlines."""
+    """Transport to one reward worker in the current process.
+
+    `events` runs the calls without enforcing their deadlines.
+    """
 
     size = 1
 
@@ -142,11 +145,11 @@ class InProcessTransport:
         return [0] if self._call is None else []
 
     def start(self, slot: int, call: Call) -> None:
-        """Store a call, which the next `events` will run. See `Transport.start`."""
+        """Store a scoring call, which the next call of `events` will run. See `Transport.start`."""
         self._call = call
 
     async def events(self) -> Sequence[Event]:
-        """Run the stored call and return its answer. See `Transport.events`."""
+        """Run the stored scoring call and return its answer. See `Transport.events`."""
         await asyncio.sleep(0)  # Let other asyncio tasks run between two scoring calls.
         call, self._call = self._call, None
         if call is None:
@@ -162,7 +165,7 @@ class InProcessTransport:
         return []
 
     def close(self) -> None:
-        """Forget the stored call without running it. See `Transport.close`."""
+        """Forget the stored scoring call without running it. See `Transport.close`."""
         self._call = None
 
 

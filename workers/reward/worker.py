@@ -105,7 +105,8 @@ class RewardWorker:
     """The reward functions of a run, loaded and ready to be called.
 
     Plain functions (neither batched nor async) are called for one sample after another in the current thread. Async
-    functions are called for up to `concurrency` samples at once. Each batched function is called once with all samples.
+    functions are called for up to `concurrency` samples at once. Each batched reward function is called once with all
+    samples.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class RewardWorker:
         limit_s: float = math.inf,
         report: Callable[[SampleScores], None] | None = None,
     ) -> list[SampleScores]:
-        """Score samples in order.
+        """Score samples in the order of `requests`.
 
         If a reward function raises an exception for a sample, the sample is marked as failed and does not get a score
         of 0.
@@ -228,8 +229,8 @@ def _await_each(
         return await asyncio.gather(*(in_turn(one, request, turns) for _, _, one, request in wanted))
 
     for (row, number, _, _), outcome in zip(wanted, finish(together()), strict=True):
-        # Async functions run in another thread, where Python raises no KeyboardInterrupt. The user can still quit a
-        # debugger in that thread, which raises BdbQuit.
+        # Async functions run in another thread, where Python raises no KeyboardInterrupt. The user can quit a debugger
+        # in the thread of the async functions, which raises BdbQuit.
         outcomes[row][number] = _unless_stopped(outcome) if isinstance(outcome, bdb.BdbQuit) else outcome
 
 
@@ -238,7 +239,7 @@ def _result(request: RewardRequest, functions: list[_Function], found: dict[int,
     success: bool | None = None
     for number, one in enumerate(functions):
         if number not in found:
-            break  # The time budget ran out before this function was called.
+            break  # The time budget ran out before this reward function was called.
         outcome = found[number]
         if isinstance(outcome, BaseException):
             return failed(request, len(functions), f"reward function '{one.name}' {_said(outcome)}", number)
@@ -251,7 +252,7 @@ def failed(request: RewardRequest, functions: int, error: str, function: int) ->
     """Return the result of a sample that one reward function failed to score.
 
     Args:
-        request: Request of the sample.
+        request: Request to score the sample.
         functions: Number of reward functions, and so of scores in the result.
         error: One line that says which reward function failed and how.
         function: Index of the reward function that failed.

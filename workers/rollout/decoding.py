@@ -27,7 +27,8 @@ def grouped_attention(
     With one query per row (Q = 1), the H / K query heads that share a key head are treated as H / K queries of that key
     head, and no causal mask is needed.
 
-    Shapes: query (B, H, Q, D), key and value (B, K, W, D), where K divides H. The result has shape (B, Q, H, D).
+    Shapes: query (B, H, Q, D), key and value (B, K, W, D), where K divides H. The returned attention output has the
+        shape (B, Q, H, D).
     """
     batch, heads, queries, _ = query.shape
     one_mask = attention_mask is None or attention_mask.size(1) == 1
@@ -45,7 +46,8 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 class RoomyLayer(DynamicLayer):
     """Cache of one layer's keys and values (B, K, W, D), with spare columns on the right for new tokens.
 
-    A new token is written into a spare column. `DynamicLayer` would copy the whole cache for each new token.
+    The keys and values of a new token are written into a spare column. `DynamicLayer` would copy the whole cache for
+    each new token.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -66,7 +68,10 @@ class RoomyLayer(DynamicLayer):
         return self._use(end)
 
     def batch_select_indices(self, indices: Tensor, first: int = 0) -> None:
-        """Keep only the rows at `indices`, in the order of `indices`. Drop the columns before `first`."""
+        """Keep only the rows at `indices`, in the order of `indices`.
+
+        Drop the columns to the left of column `first`.
+        """
         width = self.get_seq_length() - first
         self.stores = [store[:, :, first:][indices] for store in self.stores]
         self._use(width)
@@ -124,13 +129,13 @@ class Batch:
 
     @property
     def width(self) -> int:
-        """Return the number of columns, W."""
+        """Return the number of columns W of the batch."""
         return len(self.versions)
 
     def mask(self, first: int) -> Tensor | None:
         """Return the attention mask (True for tokens, False for padding), or None if no row is padded.
 
-        The mask's shape is (B, 1, 1, W) if `first` is the last column, and (B, W) otherwise.
+        The attention mask's shape is (B, 1, 1, W) if `first` is the last column, and (B, W) otherwise.
         """
         if not self.padded:
             return None
@@ -206,7 +211,7 @@ class Batch:
     def join(self, other: "Batch") -> None:
         """Append the rows of `other` along the batch dimension, so that all rows end in the same column.
 
-        The caches of both batches must hold the keys and values of all columns.
+        The key-value caches of this batch and of `other` must hold the keys and values of all columns.
         """
         self.padded = self.padded or other.padded or self.width != other.width
         width = max(self.width, other.width)
@@ -261,8 +266,8 @@ def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[
 def _stacked(above: Tensor, below: Tensor, axis: int = 1, room: int = 0) -> Tensor:
     """Concatenate two tensors along axis 0, after padding them to equal lengths along `axis`.
 
-    The tensor that is shorter along `axis` is padded with zeros on the left. Both tensors are extended by `room`
-    columns of zeros on the right.
+    The tensor that is shorter along `axis` is padded with zeros on the left. Both of the given tensors are extended by
+    `room` columns of zeros on the right.
     """
     width = max(above.size(axis), below.size(axis))
     padding = [(0, 0)] * (above.ndim - 1 - axis)

@@ -101,7 +101,7 @@ class HFEngine:
                 batch.join(new)
             else:
                 batch = new
-        assert batch, "a step needs a running or waiting request"
+        assert batch, "a generation step needs a running or waiting request"
         draws = stream_draws(batch.rows[:, 3], batch.width - batch.rows[:, 1])
         sampled = sample(torch.cat(logits).float(), batch.temperatures, draws, self.filters)
         batch.append(*sampled, self.version)
@@ -112,9 +112,9 @@ class HFEngine:
     def _admitted(self) -> list[Request]:
         """Return all requests that can start now, and remove them from the queue.
 
-        If there is room for all waiting requests, all of them start. If there is room for only some of the waiting
-        requests, none starts until the share `JOIN` of all places in the batch is free. If `deterministic` is true, the
-        next prompt group starts when no answer is unfinished.
+        If the batch has room for all waiting requests, all waiting requests start. If the batch has room for only some
+        of the waiting requests, no request starts until the share `JOIN` of all places in the batch is free. If
+        `deterministic` is true, the next prompt group starts when no answer is unfinished.
         """
         if not self.waiting:
             return []
@@ -163,7 +163,7 @@ class HFEngine:
         return logits
 
     def abort(self) -> None:
-        """Drop all unfinished requests."""
+        """Drop all unfinished requests of the engine."""
         self.waiting, self.batch = [], None
 
     def start_load(self) -> None:
@@ -228,9 +228,9 @@ def sample(
         temperatures: (B,) sampling temperatures. If the temperature is 0, the most likely token is selected, and its
             log-prob is computed at temperature 1.
         uniforms: (B,) float64 random numbers, uniformly distributed in [0, 1).
-        filters: Logits processors that set the logits of tokens which must not be sampled to minus infinity. The
-            processors are applied to logits that are already divided by the temperature. Rows with temperature 0 are
-            not filtered.
+        filters: Logits processors that set the logits of tokens which must not be sampled to minus infinity. The logits
+            processors are applied to logits that are already divided by the temperature. No logits processor is applied
+            to rows with temperature 0.
 
     Returns:
         The sampled tokens (B,) int64, and their log-probs (B,) float32 under the distribution that was sampled from.
@@ -278,7 +278,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
         model.set_attn_implementation(GROUPED)
     except ConfigError:
         raise
-    except ValueError as error:  # The architecture has its own attention code.
+    except ValueError as error:  # The model's architecture has its own attention code.
         raise ConfigError(
             f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
             "architecture"

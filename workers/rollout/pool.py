@@ -38,7 +38,7 @@ class RolloutPool:
         changes: Condition that wakes the waiting coroutines of the pool and its replicas after each change of their
             state.
         started: Whether the method `start` has returned.
-        asleep: Whether the engines have released their device memory. `load` wakes the engines.
+        asleep: Whether the engines have released their device memory. The method `load` wakes sleeping engines.
     """
 
     def __init__(
@@ -103,13 +103,13 @@ class RolloutPool:
     def take_lost(self) -> set[int]:
         """Return and forget the uids of the prompt groups that lost answers when replicas died.
 
-        The caller must submit the returned groups again.
+        The caller must submit the returned prompt groups again.
         """
         taken, self._lost = self._lost, set()
         return taken
 
     async def abort(self) -> None:
-        """Drop all unfinished requests, all answers that `poll` has not returned, and the list of lost groups.
+        """Drop all unfinished requests, all answers that `poll` has not returned, and the list of lost prompt groups.
 
         No answer to a dropped request is ever returned, even if a request with the same key is submitted later.
         """
@@ -234,8 +234,8 @@ class RolloutPool:
     ) -> bool:
         """Try once to send the actor's weights to replicas.
 
-        Return False if one of the replicas died during the transfer. The other replicas then generate no answers until
-        another transfer succeeds.
+        Return False if one of the replicas died during the transfer. After a failed transfer, the surviving replicas
+        generate no answers until another transfer succeeds.
         """
         roles = {replica: replica.role for replica in replicas}
         for replica in replicas:
@@ -249,7 +249,7 @@ class RolloutPool:
                 raise
             return False
         for replica, role in roles.items():
-            if replica.role is role and replica.ready:  # The replica still has the process that got the weights.
+            if replica.role is role and replica.ready:  # The process that received the weights was not replaced.
                 replica.state, replica.asleep = ReplicaState.SERVING, False
         return True
 

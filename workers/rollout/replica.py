@@ -129,11 +129,12 @@ class Replica:
             try:
                 await results(self._sent)  # No `submit` may reach the engine after the abort.
                 await self.role.call(RolloutWorker.abort)
-                # The running `poll` must end first, so that it returns no answers to later requests.
+                # The running `poll` must end before later requests are submitted, so that it returns no answers to
+                # them.
                 await results(self._open)
             except WorkerLost:
                 return  # The task that runs `live` will replace the lost process.
-            except SyncError:  # A weight sync has failed, and its caller knows the error.
+            except SyncError:  # A weight sync has failed, and the caller of the weight sync gets the error.
                 if self.state is ReplicaState.SERVING:
                     raise
 
@@ -147,7 +148,7 @@ class Replica:
             slept = await role.call(RolloutWorker.sleep)
         except WorkerLost:
             return None
-        if self.role is role:  # The replica still has the process that was called.
+        if self.role is role:  # The replica's process was not replaced during the call.
             self.asleep = slept
         return slept
 
@@ -174,7 +175,7 @@ class Replica:
                 await results(self._building.built, limit_s=math.inf)
         except TimeoutError:
             limit = f"placement.start_timeout_s={self.start_timeout_s:g} s"
-            raise WorkerLost(f"was not ready within {limit}: are enough resources free for it?") from None
+            raise WorkerLost(f"was not ready within {limit}: are enough resources free?") from None
         except WorkerLost as error:
             raise WorkerLost(f"did not start: {error}") from error
         except WorkerError as error:
@@ -198,7 +199,7 @@ class Replica:
                 except SyncError:
                     if self.state is ReplicaState.SERVING:
                         raise
-                    return  # A weight sync has failed, and its caller knows the error.
+                    return  # A weight sync has failed, and the caller of the weight sync gets the error.
                 finally:
                     self._open = []
                 self._sent = self._sent[len(sent) :]

@@ -1,8 +1,8 @@
-"""Searches answers for stop strings, in the same way for all engines.
+"""Search for stop strings in answers, in the same way for all engines.
 
-The engines do not use vLLM's own option `stop`. Because all engines use the same search, the end and the text of an
-answer depend only on the answer's tokens and not on the engine. vLLM also needs no tokenizer, which might decode tokens
-differently.
+The rollout engines do not use vLLM's own option `stop`. Because all engines use the same search, the end and the text
+of an answer depend only on the answer's tokens and not on the engine. vLLM also needs no tokenizer, which might decode
+tokens differently.
 """
 
 from collections.abc import Sequence
@@ -18,7 +18,7 @@ def text_before(text: str, stops: Sequence[str]) -> str:
 
 
 class StopStrings:
-    """Searches answers for the stop strings of a run, with the tokenizer of the model.
+    """Object that searches answers for the stop strings of a run, with the tokenizer of the model.
 
     An answer ends with the first token after which its text contains a stop string. The text of an answer is decoded
     from its sampled tokens without special tokens. Each search receives all tokens of the answer. A stop string is
@@ -34,7 +34,7 @@ class StopStrings:
         self.last_characters = {stop[-1] for stop in stops} | {INCOMPLETE}
         # Each token that adds text adds at least one byte, so at most n tokens with text form a stop string of n bytes.
         self.window = max(len(stop.encode()) for stop in stops) + MARGIN
-        self.texts: dict[int, str] = {}  # Text of each token that was decoded alone, by token id.
+        self.texts: dict[int, str] = {}  # Texts of tokens, each decoded without other tokens, by token id.
 
     def end(self, ids: Sequence[int]) -> bool:
         """Return whether the last token of an answer completes a stop string.
@@ -64,8 +64,8 @@ class StopStrings:
     def _tail(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the last tokens of an answer, enough to contain any stop string that the last token completes.
 
-        Among the returned tokens, the number of tokens that add text is the number of bytes in the longest stop string
-        plus `MARGIN`. If fewer tokens of the answer add text, the whole answer is returned.
+        Among the returned tokens, the number of tokens that add text to the answer is the number of bytes in the
+        longest stop string plus `MARGIN`. If fewer tokens of the answer add text, the whole answer is returned.
         """
         missing = self.window
         for start in range(len(ids) - 1, -1, -1):

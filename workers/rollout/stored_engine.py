@@ -23,7 +23,7 @@ _OPEN_TABLES = 4  # Number of tables that are kept in memory, because requests o
 
 
 class StoredEngine:
-    """Engine that looks answers up in the tables of a run.
+    """Engine that looks up answers in the tables of samples of an earlier run.
 
     An answer is found by the number of its prompt group, and by its number in the group.
 
@@ -87,7 +87,7 @@ class StoredEngine:
         )
 
     def abort(self) -> None:
-        """Drop all unfinished requests."""
+        """Drop all unfinished requests of the engine."""
         self.waiting = []
 
     def start_load(self) -> None:
@@ -97,7 +97,7 @@ class StoredEngine:
         """Ignore the weights."""
 
     def finish_load(self, version: int) -> None:
-        """Do nothing, because stored answers have the weight versions of their own run."""
+        """Do nothing, because stored answers have the weight versions of the earlier run."""
 
     def sleep(self) -> bool:
         """Return False, because the engine holds no device memory."""

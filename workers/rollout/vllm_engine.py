@@ -41,7 +41,7 @@ from workers.sync.memory import as_file
 
 T = TypeVar("T")
 # Each request has its own sampling parameters, which are never modified, so vLLM does not need to copy them. In
-# versions of vLLM that have the option `skip_clone`, the option avoids this copy.
+# versions of vLLM that have the option `skip_clone`, the option avoids a copy of the sampling parameters.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
 CPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a CPU, unless one sequence can be longer.
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the two kinds of memory that a sleeping engine releases.
@@ -63,7 +63,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         dtype: Data type of the weights, "float32" or "bfloat16".
         sleeps: Whether the engine must be able to release its memory on a GPU.
     """
-    assert config.vllm is not None, "a config with the vllm engine has settings for it"
+    assert config.vllm is not None, "a config with the vLLM engine has the settings of this engine"
     arguments: dict[str, Any] = {
         "model": path,
         "trust_remote_code": False,
@@ -98,8 +98,8 @@ def sampling_params(request: Request, stop_ids: Sequence[int], config: RolloutCo
 
     vLLM ignores top-p and top-k if the temperature is 0.
 
-    If the run has stop strings, vLLM is set to return each token as soon as the token is sampled. The text can then be
-    searched for stop strings.
+    If the run has stop strings, vLLM is set to return each token as soon as the token is sampled, so that the answer's
+    text can be searched for stop strings.
     """
     return SamplingParams(
         temperature=request.temperature,
@@ -251,7 +251,7 @@ class InProcessVLLM:
         return done
 
     def abort(self) -> None:
-        """Drop all unfinished requests."""
+        """Drop all unfinished requests of the engine."""
         self.engine.abort_request(list(self.keys))
         self.keys.clear()
         self.growing.clear()
@@ -288,7 +288,8 @@ class InProcessVLLM:
     def finish_load(self, version: int) -> None:
         """Make the engine use the new weights, check them, and drop all keys and values that the old weights computed.
 
-        The keys and values of unfinished answers are also dropped. vLLM recomputes them when generation continues.
+        The keys and values of unfinished answers are also dropped. vLLM recomputes dropped keys and values when
+        generation continues.
         """
         self.engine.collective_rpc("finish_weight_update")
         self.engine.reset_prefix_cache(reset_running_requests=True)
@@ -303,12 +304,12 @@ class InProcessVLLM:
 
 
 class Family:
-    """Monitors the processes that an engine has started, and records which process dies first.
+    """Monitor of the processes that an engine has started, which records which process dies first.
 
     Attributes:
         lost: Description of the process that died first, or "" while all processes live.
-        dismissed: Whether the processes are allowed to end. If `dismissed` is True, `lost` stays "" when a process
-            ends.
+        dismissed: Whether the engine's processes are allowed to end. If `dismissed` is True, `lost` stays "" when a
+            process ends.
     """
 
     def __init__(self) -> None:
@@ -325,7 +326,7 @@ class Family:
 
     def _watch(self) -> None:
         first = wait(list(self.members))[0]
-        assert isinstance(first, int), "`wait` returns some of the given descriptors"
+        assert isinstance(first, int), "`wait` returns at least one of the given file descriptors"
         if not self.dismissed:
             self.lost = f"{self.members[first]} is gone (killed, crashed or out of memory)"
         for descriptor in self.members:
@@ -340,8 +341,8 @@ class Family:
     def reason(self, raised: Exception) -> Exception:
         """Return the cause of a failed engine call: a WorkerLost error if a process has died, otherwise `raised`.
 
-        vLLM raises EngineDeadError only after it has noticed the death of a process. Before that, calls of vLLM fail
-        with other exceptions.
+        vLLM raises EngineDeadError only after it has noticed the death of a process. Before vLLM has noticed the death,
+        calls of vLLM fail with other exceptions.
         """
         deadline = time.monotonic() + PROOF_S
         while not self.lost and time.monotonic() < deadline:
@@ -352,8 +353,8 @@ class Family:
 class AsyncVLLM:
     """Rollout engine for GPUs and large models, which uses vLLM's AsyncLLM with several processes.
 
-    The arguments are those of `InProcessVLLM`. An event loop in another thread receives the answers from vLLM, and
-    `step` returns the finished answers.
+    `AsyncVLLM` takes the same arguments as `InProcessVLLM`. An event loop in another thread receives the answers from
+    vLLM, and `step` returns the finished answers.
     """
 
     def __init__(
@@ -361,7 +362,7 @@ class AsyncVLLM:
     ) -> None:
         self.config, self.stop_ids, self.strings = config, list(stop_ids), stop_strings(config.stop, path)
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
-        self.keys: dict[str, tuple[int, int]] = {}  # Maps vLLM's unique request ids to keys.
+        self.keys: dict[str, tuple[int, int]] = {}  # Maps vLLM's unique request ids to the keys of the requests.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
         self.pulse: ConcurrentFuture[Any] | None = None  # Pending heartbeat call to the engine core.
@@ -414,7 +415,7 @@ class AsyncVLLM:
         try:
             async for output in self.engine.generate(prompt, params, name):
                 if growing is not None and growing.add(output.outputs[0], 0) and not output.finished:
-                    await self.engine.abort(name)  # vLLM then yields a final output, which has the weight versions.
+                    await self.engine.abort(name)  # An aborted request still has a final output with weight versions.
                 if output.finished:
                     self.answers.put((name, self._completion(output, request.key, growing)))
         except Exception as error:
@@ -458,7 +459,7 @@ class AsyncVLLM:
             return found
 
     def abort(self) -> None:
-        """Drop all unfinished requests."""
+        """Drop all unfinished requests of the engine."""
         self._run(self.engine.abort(list(self.keys)))
         self.keys.clear()
         self.aborts += 1
@@ -502,7 +503,7 @@ class AsyncVLLM:
     def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             self._run(coroutine)
-        except Exception as error:  # Only the text of an error from another process shows its original type.
+        except Exception as error:  # An error from another process names its original type only in its text.
             raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
 
     async def _start_load(self) -> None:
@@ -549,7 +550,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
             weights are complete, because vLLM does not report a missing layer.
     """
     check_weights(path, f"model.path={path}")
-    assert config.rollout.vllm is not None, "a config with the vllm engine has settings for it"
+    assert config.rollout.vllm is not None, "a config with the vLLM engine has the settings of this engine"
     process = config.rollout.vllm.process
     if process == "auto":
         alone = config.rollout.shards == 1 and not torch.cuda.is_available()

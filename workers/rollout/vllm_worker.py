@@ -45,7 +45,7 @@ EMBEDDING_ROWS = 2048  # Number of rows per lookup when the weights of an embedd
 class InitInfo(WeightTransferInitInfo):
     """Message that sets up vLLM's weight transfer.
 
-    The message is empty, because every bucket describes its own contents.
+    The message `InitInfo` is empty, because every bucket describes its own contents.
     """
 
 
@@ -53,8 +53,8 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """Message that contains one bucket of weights, or that says where the bucket is.
 
-    Within one process, the message contains the bucket itself. Between processes, the message contains the pickled
-    bucket, and the bytes of the weights are in a shared file.
+    Within one process, an `UpdateInfo` message contains the bucket itself. Between processes, an `UpdateInfo` message
+    contains the pickled bucket, and the bytes of the weights are in a shared file.
     """
 
     bucket: Bucket | None = None
@@ -64,13 +64,13 @@ class UpdateInfo(WeightTransferUpdateInfo):
         """Return the bucket of this message."""
         if self.bucket is not None:
             return self.bucket
-        assert self.pickled is not None, "a message has a bucket or the pickle of one"
+        assert self.pickled is not None, "a message has a bucket or a pickled bucket"
         bucket: Bucket = pickle.loads(self.pickled)  # The pickle is trusted, because the parent process has sent it.
         return bucket
 
 
 class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Receive buckets of weights, load them through vLLM's layerwise reload, and check the outputs of the layers.
+    """Object that loads received buckets of weights through vLLM's layerwise reload, and checks the layers' outputs.
 
     On a CPU, the parts of the checks that use only torch run in a second thread. vLLM's own kernels never run in the
     second thread, because they share scratch memory: two kernels that run at the same time silently compute wrong
@@ -109,7 +109,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._load(tensors_of(bucket, data))
                 keep_unfinished(self.model, data)
         finally:
-            verified.result()  # The sender may overwrite the bytes when this method has returned.
+            verified.result()  # The sender may overwrite the bucket's bytes when this method has returned.
         probes = bucket.probes()
         names = checkpoint_names(self.model, probes)
         self.probes |= {names[name]: value for name, value in probes.items() if name in names}
@@ -164,7 +164,7 @@ def repack_heads(model: nn.Module) -> None:
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
     """Copy those tensors of a bucket that vLLM keeps until all parts of their fused layer have arrived.
 
-    If they were not copied, these tensors would stay in the bucket's memory, which later buckets overwrite.
+    A tensor that is not copied would stay in the bucket's memory, which later buckets overwrite.
     """
     low, high = data.ctypes.data, data.ctypes.data + data.nbytes
     for layer in model.modules():
@@ -277,7 +277,7 @@ def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> lis
     Return one whole output (or bias) for each checkpoint layer that was fused.
     """
     size = module.tp_size
-    if isinstance(module, RowParallelLinear):  # Each rank has a part of the inputs, and the whole bias.
+    if isinstance(module, RowParallelLinear):  # Each rank has a part of the layer's inputs, and the whole bias.
         return [output if is_bias or size == 1 else tensor_model_parallel_all_reduce(output)]
     if not isinstance(module, ColumnParallelLinear):
         return [output]
@@ -290,7 +290,7 @@ def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> lis
 
 
 def gather(parts: Sequence[Tensor], size: int) -> list[Tensor]:
-    """Concatenate each fused part over all tensor-parallel ranks."""
+    """Concatenate each part of a fused layer over all tensor-parallel ranks."""
     return list(parts) if size == 1 else [tensor_model_parallel_all_gather(part.contiguous(), dim=0) for part in parts]
 
 

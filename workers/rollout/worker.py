@@ -42,7 +42,7 @@ class Engine(Loads, Protocol):
         """Advance generation by one step, and return the answers that are now finished."""
 
     def abort(self) -> None:
-        """Drop all unfinished requests."""
+        """Drop all unfinished requests of the engine."""
 
     def sleep(self) -> bool:
         """Release the device memory of weights and caches until the next weight sync.
@@ -56,21 +56,21 @@ class Engine(Loads, Protocol):
 
 
 class RolloutWorker:
-    """Runs the engine of one rollout replica.
+    """Worker that runs the engine of one rollout replica.
 
     A threaded engine has its own thread, which runs generation steps whenever the engine has unfinished requests. All
     calls to a threaded engine run in the engine's thread, between two steps. An engine without its own thread generates
     answers only during `poll`.
 
     Args:
-        config: The whole config.
+        config: The run's whole config.
         path: Model directory in Hugging Face format.
         stop_ids: Ids of the model's end tokens.
         threaded: Whether the engine has its own thread.
 
     Attributes:
-        records_events: True, because this class itself records its calls as events of the timeline. The recorded events
-            do not include the time in which a call waits for the engine's thread.
+        records_events: Always True, because the class `RolloutWorker` itself records its calls as events of the
+            timeline. The recorded events do not include the time in which a call waits for the engine's thread.
     """
 
     records_events = True
@@ -234,7 +234,10 @@ class RolloutWorker:
             future.set_exception(error)
 
     def _step(self) -> None:
-        """Advance generation by one step. Consecutive generation steps are recorded as a single timeline event."""
+        """Advance the engine's generation by one step.
+
+        Consecutive generation steps are recorded as a single timeline event.
+        """
         with trace.span("generate", ENGINE_TRACK, merged=True, steps=1):
             completions = self.engine.step()
         self._deliver(completions)

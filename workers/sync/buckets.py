@@ -1,4 +1,4 @@
-"""Defines buckets: the units of data in which a weight sync transfers one version of the weights to the engines.
+"""Buckets: the units of data in which a weight sync transfers one version of the weights to the engines.
 
 All ranks compute the same layout, which assigns a bucket and an offset in the bucket to each tensor. Each rank copies
 its rows of the tensors to their offsets in a bucket; the copied rows are the rank's part of the bucket. An engine joins
@@ -67,8 +67,8 @@ class Bucket:
             checks the tied tensors under their additional names.
         pieces: the pieces (rows of tensors) that were written into the bucket, in the order of their bytes.
         data: the bucket's bytes as uint8, or None if the bytes are in a file. In one rank's part, `data` contains the
-            rank's pieces one after another, each at a multiple of `ALIGNMENT`. In joined parts, and in a file, each
-            tensor starts at its offset in `places`.
+            rank's pieces one after another, each at a multiple of `ALIGNMENT`. In the joined parts of a bucket, and in
+            a file, each tensor starts at its offset in `places`.
         path, offset: path of the file with the bytes, and the offset of the bucket in the file.
         scale: factor by which the product B A of an adapter is multiplied, or None if the tensors are not adapters.
     """
@@ -153,13 +153,13 @@ def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
     If there is only one part, the bytes of the part are returned without a copy.
     """
     if len(parts) == 1:
-        assert parts[0].data is not None, "a bucket without a file has data"
+        assert parts[0].data is not None, "a bucket whose bytes are not in a file must have `data`"
         return parts[0].data
     whole = np.zeros(size, np.uint8)
     for part in parts:
         start = 0
         for piece in part.pieces:
-            assert part.data is not None, "a bucket without a file has data"
+            assert part.data is not None, "a bucket whose bytes are not in a file must have `data`"
             whole[piece.start : piece.start + piece.size] = part.data[start : start + piece.size]
             start += aligned(piece.size)
     return whole
@@ -168,7 +168,7 @@ def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
 def verify(bucket: Bucket, data: np.ndarray) -> None:
     """Raise SyncError if the bytes of a piece do not match the piece's checksum.
 
-    Pieces without a checksum are skipped.
+    Pieces of tensors without a checksum are not checked.
     """
     for piece in bucket.pieces:
         if piece.checksum is None:

@@ -1,4 +1,4 @@
-"""Verifies that a rollout engine computes with the weights that the actor has sent.
+"""Code that verifies that a rollout engine computes with the weights that the actor has sent.
 
 With each piece of a tensor, the sender sends a checksum of the bytes. With each matrix W, the sender also sends the
 product W v, where v is a fixed random vector (the probe vector). An engine verifies the received bytes with the

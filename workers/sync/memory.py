@@ -79,13 +79,16 @@ class SharedFile:
             os.close(descriptor)
 
     def unlink(self) -> None:
-        """Remove the file's name from the folder. Processes that have mapped the file can still use the file."""
+        """Remove the shared file's name from the shared-memory folder.
+
+        Processes that have mapped the shared file can still use the file.
+        """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)
 
 
 class Reader:
-    """Gives access to the bytes of buckets, which are stored in the bucket object or in a shared file."""
+    """Access to the bytes of buckets, which are stored in the bucket object or in a shared file."""
 
     def __init__(self) -> None:
         self.file: SharedFile | None = None
@@ -121,7 +124,7 @@ def as_file(bucket: Bucket) -> Iterator[Bucket]:
     If the bytes are already in a file, the bucket is yielded unchanged.
 
     Raises:
-        SyncError: there is no room for the file.
+        SyncError: there is no room for the shared file.
     """
     if bucket.data is None:
         yield bucket

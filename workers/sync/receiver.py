@@ -43,7 +43,7 @@ class Sleeps(Protocol):
 
 
 class Receiver:
-    """Receives weight syncs for an engine, and tracks whether the engine may generate.
+    """Receiver of an engine's weight syncs, which tracks whether the engine may generate.
 
     The engine must not generate while it sleeps, between the calls of `start` and `finish`, and after a failed sync.
 

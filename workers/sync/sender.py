@@ -2,7 +2,7 @@
 
 Tensors that are sharded by rows are sent without being gathered. Each rank converts the rows that it holds to the
 engine's dtype, copies them, and computes the rows' checksum and probe while the rows are in the CPU's cache. Tensors
-that are sharded in any other way are gathered, and rank 0 writes them.
+that are sharded, but not by rows, are gathered, and rank 0 writes the gathered tensors.
 """
 
 from collections.abc import Iterable, Iterator
@@ -41,7 +41,9 @@ class Offer:
 
 
 class Sender:
-    """Sends one rank's part of the weights in one weight sync. All ranks must call the same methods in the same order.
+    """Sender of one rank's part of the weights in one weight sync.
+
+    All ranks must call the same methods of their senders in the same order.
 
     Args:
         model: the model whose parameters are sent, possibly sharded. Tied parameters are sent once.
@@ -85,7 +87,7 @@ class Sender:
     def write(self, number: int, path: str | None) -> Bucket:
         """Write this rank's part of a bucket to the file at `path` or, if `path` is None, into the returned bucket.
 
-        All ranks must call this method, because some tensors are gathered.
+        All training ranks must call this method, because some tensors are gathered.
         """
         places = self.layout[number]
         held = [(place, own_rows(self.parameters[place.name], self.first)) for place in places]
@@ -109,7 +111,7 @@ class Sender:
         return bucket
 
     def _slot(self, bucket: Bucket, start: int, size: int) -> np.ndarray:
-        assert bucket.path is not None, "a slot belongs to a file"
+        assert bucket.path is not None, "a bucket without data in memory has the path of a shared file"
         if self.file is None:
             self.file = SharedFile(bucket.path)
         return self.file.memory[bucket.offset + start : bucket.offset + start + size]
@@ -145,11 +147,11 @@ class Sender:
 
 
 class AdapterSender(Sender):
-    """Sends the matrices A and B of a model's adapters in float32.
+    """Sender of the matrices A and B of a model's adapters in float32.
 
-    If `check` is True, probes of the merged model are sent, too.
+    If `check` is True, `AdapterSender` also sends probes of the merged model.
 
-    The arguments are the same as those of `Sender`. Each engine merges the adapters into its own copy of the base
+    `AdapterSender` takes the same arguments as `Sender`. Each engine merges the adapters into its own copy of the base
     weights, as `workers.sync.adapters` describes.
     """
 

@@ -29,7 +29,10 @@ class Sends(Protocol):
         """Prepare to send the weights, and return a description of what this rank will send."""
 
     def export(self, number: int, path: str | None, *loaded: None) -> Bucket:
-        """Write this rank's rows of a bucket. Ray runs this call after the calls whose results are in `loaded`."""
+        """Write the rows that this rank holds into a bucket.
+
+        Ray runs this call after the calls whose results are in `loaded`.
+        """
 
     def end_export(self) -> None:
         """Free the memory that was used to send the weights."""
@@ -45,7 +48,10 @@ class Receives(Protocol):
         """
 
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
-        """Load a bucket from its parts. Ray runs this call after the call whose result is `before`."""
+        """Load a bucket from the parts that the ranks wrote.
+
+        Ray runs this call after the call whose result is `before`.
+        """
 
     def finish_load(self, sync: str, before: None) -> None:
         """Resume generating responses, now with the new weights."""
@@ -72,8 +78,8 @@ async def sync(
         share: whether to transfer the weights through shared memory if all processes are on one host.
 
     Raises:
-        WorkerLost: a process died or hung. The surviving engines generate no responses until another weight sync
-            succeeds.
+        WorkerLost: the process of a rank or of an engine died or hung. The surviving engines generate no responses
+            until another weight sync succeeds.
         SyncError: the engines did not receive all weights, or do not compute with the sent weights. The engines
             generate no responses until another weight sync succeeds.
     """
@@ -89,7 +95,7 @@ async def sync(
     except BaseException as error:
         await _give_up(engines, path, described(error))
         if isinstance(error, RLTrainError) and not isinstance(error, ClusterLost | SyncError | WorkerLost):
-            raise SyncError(f"weight sync {version} broke off: {error}") from error
+            raise SyncError(f"weight sync {version} failed: {error}") from error
         raise
     finally:
         if not any(process.how_lost for process in senders):  # Surviving ranks may wait forever for a lost rank.

@@ -43,7 +43,7 @@ class ActorWorker:
     """One rank of the actor.
 
     Args:
-        config: the whole config.
+        config: the run's whole config.
         path: model directory in Hugging Face format.
     """
 
@@ -85,7 +85,7 @@ class ActorWorker:
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """Compute the old log-probs, and further columns that the settings require, with the weights before the update.
 
-        The returned rows are in the order of `microbatches`.
+        The rows of the returned batch are in the order of `microbatches`.
 
         Returns:
             A batch with the column `old_log_probs`, with `entropies` if the loss's token selector reads entropies, and
@@ -108,7 +108,7 @@ class ActorWorker:
 
     def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
         """Return the reference model's hidden states (R, H) at the response tokens, and its output head (V, H)."""
-        assert self.ref_head is not None, "the head is copied if the config asks for the exact KL"
+        assert self.ref_head is not None, "the output head is copied if the config requests the exact KL"
         return part.values("ref_hidden").to(device()), self.ref_head
 
     def update(self, batch: DataProto, minibatches: list[Minibatch], entropy_coef: float) -> UpdateResult:
@@ -133,7 +133,7 @@ class ActorWorker:
                 step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
-            torch.cuda.empty_cache()  # The engine on the same GPU needs the memory.
+            torch.cuda.empty_cache()  # The rollout engine on the same GPU needs the memory.
         return result
 
     def _backward(
@@ -205,12 +205,12 @@ class ActorWorker:
     def end_export(self) -> None:
         """Free the memory of the sender, after all weights were sent or after the weight sync failed."""
         self.sender.close()
-        del self.sender  # The sender would keep the parameters in memory.
+        del self.sender  # As long as the sender exists, the parameters stay in memory.
 
     def save_state(self, url: str) -> None:
         """Start writing this rank's part of a checkpoint and of the exported model, in the background.
 
-        All ranks must call this method.
+        All training ranks must call this method.
         """
         self.state.save(url)
 
@@ -219,7 +219,10 @@ class ActorWorker:
         return self.state.saved()
 
     def load_state(self, url: str | None) -> None:
-        """Load a checkpoint, or restore the initial state if `url` is None. All ranks must call this method."""
+        """Load a checkpoint, or restore the initial state if `url` is None.
+
+        All training ranks must call this method.
+        """
         if url is not None:
             self.state.load(url)
         elif self.optimizer.steps:

@@ -21,7 +21,7 @@ class CriticWorker:
     """One rank of the critic, which starts with the policy's weights and a value head of zeros.
 
     Args:
-        config: the whole config.
+        config: the run's whole config.
         path: model directory in Hugging Face format.
     """
 
@@ -39,7 +39,7 @@ class CriticWorker:
         nn.init.zeros_(value_head.weight)
         setattr(model, name, value_head)
         self.model = shard(model, config)
-        self.model.eval()  # Dropout would make the values random.
+        self.model.eval()  # Dropout would make the critic's values random.
         self.optimizer = Optimizer(
             list(self.model.parameters()),
             config.critic,
@@ -89,7 +89,10 @@ class CriticWorker:
             result.sums[name] = result.sums.get(name, 0.0) + float(value)
 
     def save_state(self, url: str) -> None:
-        """Start writing this rank's part of a checkpoint in the background. All ranks must call this method."""
+        """Start writing this rank's part of a checkpoint in the background.
+
+        All training ranks must call this method.
+        """
         self.state.save(url)
 
     def saved_state(self) -> Saved | None:
@@ -97,7 +100,10 @@ class CriticWorker:
         return self.state.saved()
 
     def load_state(self, url: str | None) -> None:
-        """Load a checkpoint, or restore the initial state if `url` is None. All ranks must call this method."""
+        """Load a checkpoint, or restore the initial state if `url` is None.
+
+        All training ranks must call this method.
+        """
         if url is not None:
             self.state.load(url)
         elif self.optimizer.steps:

@@ -35,7 +35,7 @@ class Minibatch:
 
 @dataclass
 class UpdateResult:
-    """The result of one rank's update.
+    """Result of one update of the weights on one rank.
 
     Attributes:
         sums: for each metric, a sum over this rank's trained tokens. A metric's value is the total of the sums of all
@@ -155,7 +155,7 @@ def collect_rows(parts: Sequence[DataProto], assigned: Sequence[Sequence[Rows]])
 
 
 def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
-    """Combine the results of all ranks into the metrics of one update. Timings are not included.
+    """Combine the results of all ranks into the metrics of one update. The returned metrics include no timings.
 
     Token metrics are means over trained tokens. Losses, `grad_norm` and `lr` are means over optimizer steps, and
     `grad_norm_max` is the maximum over optimizer steps. `skipped_updates` is the number of skipped optimizer steps.

@@ -1,13 +1,13 @@
-"""Saves and loads one rank's part of a checkpoint: parameters, AdamW's moments and step counts, by parameter name.
+"""Code that saves and loads one rank's part of a checkpoint: named parameters with AdamW's moments and step counts.
 
 The tensors of a checkpoint have names that do not depend on the number of ranks. A checkpoint can be loaded by any
 number of ranks, sharded or not, regardless of the number of ranks that saved the checkpoint. `RankState.save` copies
 the tensors and returns, while a thread writes the copies. The thread that writes a checkpoint has its own process
 group, so that its collective operations never mix with the collective operations of training.
 
-PyTorch's distributed checkpoint writes and reads the tensors. PyTorch's `async_save` is not used, because the thread
-that writes a checkpoint also exports the model and reads all files back to compute checksums, which PyTorch does not
-compute.
+PyTorch's library for distributed checkpoints writes and reads the tensors. PyTorch's `async_save` is not used, because
+the thread that writes a checkpoint also exports the model and reads all files back to compute checksums, which PyTorch
+does not compute.
 """
 
 import functools
@@ -67,7 +67,7 @@ class _Ticking(DefaultLoadPlanner):
 
 
 class RankState:
-    """Saves and loads this rank's part of the training state of one role.
+    """Object that saves and loads this rank's part of the training state of one role.
 
     Args:
         role: name of the role, and of the role's folder in the checkpoint.
@@ -109,8 +109,8 @@ class RankState:
     def save(self, url: str) -> None:
         """Copy the tensors, start writing the copies into a checkpoint's folder in the background, and return.
 
-        All ranks must call this method. If the previous save is still running, this method first waits until that save
-        has ended.
+        All training ranks must call this method. If the previous save is still running, `save` first waits until the
+        previous save has ended.
         """
         if self.thread is not None:
             self.thread.join()  # Wait for the end of the previous save.
@@ -147,11 +147,11 @@ class RankState:
                 names += [f"{MODEL}/{name}" for name in exported]
             files = {name: folder.checksum(name) for name in names}
             self.result = Saved(files, seconds=time.perf_counter() - began)
-        except BaseException as error:  # The driver gets every failure, and the run continues.
+        except BaseException as error:  # Every failure to save is reported to the driver, and the run continues.
             self.result = Saved(files, reason(error), time.perf_counter() - began)
 
     def load(self, url: str) -> None:
-        """Load this rank's part of all tensors from a checkpoint's folder. All ranks must call this method.
+        """Load this rank's part of all tensors from a checkpoint's folder. All training ranks must call this method.
 
         Raises:
             CheckpointError: the checkpoint belongs to another model, or cannot be read.
@@ -173,7 +173,10 @@ class RankState:
 
 
 def reason(error: BaseException) -> str:
-    """Return the cause of an error in one line. If several ranks failed, return the cause of one rank's failure."""
+    """Return one line that says what caused an error.
+
+    If several ranks failed, return the cause of one rank's failure.
+    """
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     below: BaseException | None = error

@@ -13,7 +13,7 @@ class ReferenceWorker:
     """One rank of the reference model, whose weights never change.
 
     Args:
-        config: the whole config.
+        config: the run's whole config.
         path: model directory in Hugging Face format.
     """
 

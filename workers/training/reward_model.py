@@ -20,7 +20,7 @@ class RewardModelWorker:
     """One rank of a reward model, whose weights never change.
 
     Args:
-        config: the whole config.
+        config: the run's whole config.
         path: the reward model's directory in Hugging Face format.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Shares batch columns through Ray's object store, and puts each column of a step's batch into the store only once."""
+"""Code that shares batch columns through Ray's object store, which gets each column of a step only once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -31,7 +31,7 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
 
 
 class SharedColumns:
-    """Keeps track of which columns of the current training step are already in Ray's object store.
+    """Registry of the columns of the current training step that are already in Ray's object store.
 
     The batches of one training step have most columns in common. A column is put into the store only if no earlier
     batch of the same step contained it. When the first batch of a step is shared, the references to the previous step's

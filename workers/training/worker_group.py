@@ -112,7 +112,7 @@ class WorkerGroup(Generic[W_co]):
     def _split(self, parts: Sequence[R]) -> list[tuple[Role[W_co], R]]:
         """Pair each rank with the part of the batch that the rank processes.
 
-        Ranks that split a pack's tokens together get the same part.
+        Ranks that split a pack's tokens together get the same part of the batch.
         """
         return [(rank, parts[number // self.sequence_ranks]) for number, rank in enumerate(self.ranks)]
 

@@ -188,7 +188,7 @@ async def test_a_process_that_does_not_start_in_time_is_lost(watch):
     process = WatchedProcess("training rank 0", watch)
     watch.admit(process, Reply())
     await settled()
-    assert process.how_lost == "did not start within placement.start_timeout_s=-1 s; are enough resources free for it?"
+    assert process.how_lost == "did not start within placement.start_timeout_s=-1 s; are enough resources free?"
 
 
 async def test_a_process_that_is_dismissed_before_it_has_introduced_itself_is_killed_then(watch):

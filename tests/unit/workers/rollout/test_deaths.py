@@ -209,7 +209,7 @@ async def test_an_engine_that_is_not_ready_in_time_counts_as_dead(made, tasks, c
     tasks.check()
     assert [record.getMessage() for record in caplog.records] == [
         "rollout replica 0 is gone: another process replaces it",
-        "rollout replica 0 was not ready within placement.start_timeout_s=-1 s: are enough resources free for it?: "
+        "rollout replica 0 was not ready within placement.start_timeout_s=-1 s: are enough resources free?: "
         "another process replaces it",
     ]
     assert (replicas.started, replicas.states) == (3, [ReplicaState.STARTING])

@@ -154,7 +154,7 @@ async def test_the_death_of_a_rank_in_the_middle_is_a_sync_error_and_stops_all_e
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
     replicas = Replicas([Engine(log), Engine(log)])
-    with pytest.raises(SyncError, match="weight sync 7 broke off: a worker process died"):
+    with pytest.raises(SyncError, match="weight sync 7 failed: a worker process died"):
         await weight_sync.sync(ranks(log, fail="write 1"), replicas.roles, 7, check=True)
     assert [receiver.whole for receiver in replicas.receivers] == [False, False]
     with pytest.raises(RLTrainError, match="has weights of two versions"):
