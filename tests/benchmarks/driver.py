@@ -5,13 +5,15 @@ assignment, the split into mini-batches, and the update with its metrics. The wo
 of zeros. By default, the workers are objects in the benchmark's process, whose arguments and results are pickled and
 copied as Ray would do. Small numbers of ranks are also measured with real Ray actors, because calling a Ray actor also
 costs the driver CPU time. All times are CPU seconds of the driver, without the CPU seconds of the workers, so that
-other programs on the machine hardly affect the results.
+other programs on the machine hardly affect the results. The benchmark also counts the bytes that the driver sends to
+the workers in a step.
 
     python -m tests.benchmarks.driver
 """
 
 import asyncio
 import collections
+import contextlib
 import functools
 import os
 import pickle
@@ -19,7 +21,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,11 @@ class Stored:
         stream = ray.cloudpickle.dumps(value, protocol=5, buffer_callback=buffers.append)
         return cls(stream, [bytes(buffer.raw()) for buffer in buffers])
 
+    @property
+    def size(self) -> int:
+        """Return the number of bytes of the pickled value."""
+        return len(self.stream) + sum(map(len, self.buffers))
+
     def get(self) -> Any:
         """Unpickle the value."""
         return pickle.loads(self.stream, buffers=self.buffers)
@@ -97,25 +103,31 @@ class PickledProcess:
 
     Attributes:
         elsewhere: CPU seconds spent on work that a real rank would do in its own process.
+        received: bytes that the driver has sent: arguments of calls, and values in the simulated object store.
     """
 
     concurrent, how_lost = True, ""
 
     def __init__(self) -> None:
-        self.role, self.elsewhere = Idle(), 0.0
+        self.role, self.elsewhere, self.received = Idle(), 0.0, 0
 
     def share(self, value: Any) -> Any:
         """Put a value into the simulated object store."""
-        return Stored.of(value)
+        return self._send(value)
 
     def start(self, role: str, method: str, *args: Any) -> "Answered":
         """Pickle the arguments, call the role's method immediately, and return the call with its pickled result."""
-        sent = [arg if isinstance(arg, Shared) else Stored.of(arg) for arg in args]
+        sent = [arg if isinstance(arg, Shared) else self._send(arg) for arg in args]
         begin = time.process_time()
         given = [joined(arg) if isinstance(arg, Shared) else arg.get() for arg in sent]
         result = Stored.of(getattr(self.role, method)(*given))
         self.elsewhere += time.process_time() - begin
         return Answered(self, result)
+
+    def _send(self, value: Any) -> Stored:
+        stored = Stored.of(value)
+        self.received += stored.size
+        return stored
 
 
 def joined(shared: Shared) -> DataProto:
@@ -199,7 +211,7 @@ async def measured(ranks: Ranks, batch: DataProto, config: Config, rounds: int =
     def elsewhere() -> float:
         return sum(rank.process.elsewhere for rank in ranks if isinstance(rank.process, PickledProcess))
 
-    @contextmanager
+    @contextlib.contextmanager
     def clock(phase: str) -> Iterator[None]:
         begin, before = time.process_time(), elsewhere()
         yield
@@ -209,6 +221,13 @@ async def measured(ranks: Ranks, batch: DataProto, config: Config, rounds: int =
         await step(batch, ranks, config, clock)
     phases = {phase: statistics.median(times[1:]) for phase, times in seen.items()}
     return phases | {"all": statistics.median([sum(times) for times in zip(*seen.values(), strict=True)][1:])}
+
+
+def bytes_per_step(count: int, batch: DataProto, config: Config) -> int:
+    """Return the number of bytes that the driver sends to `count` simulated ranks in one step."""
+    ranks = pickled(count)
+    asyncio.run(step(batch, ranks, config, lambda _: contextlib.nullcontext()))
+    return sum(rank.process.received for rank in ranks if isinstance(rank.process, PickledProcess))
 
 
 async def on_ray(batch: DataProto, config: Config) -> dict[int, dict[str, float]]:
@@ -260,9 +279,14 @@ def run() -> list[Row]:
         f"{len(batch)} sequences, {len(batch.values('responses')):,} response tokens, GRPO, 4 mini-batches; "
         f"no compute; CPU time; line: {1e3 * base:.0f} ms + {1e3 * per_rank:.2f} ms a rank"
     )
+    sent = {ranks: bytes_per_step(ranks, batch, config) for ranks in RANKS}
+    fewest, most = sent[RANKS[0]], sent[RANKS[-1]]
     return [
         Row("the driver's own work in a step, 256 ranks over 1", many / few, "times the work at one rank", "",
-            f"{1e3 * many:.0f} ms", f"{1e3 * few:.0f} ms", notes, COMMAND, extra)
+            f"{1e3 * many:.0f} ms", f"{1e3 * few:.0f} ms", notes, COMMAND, extra),
+        Row("bytes that the driver sends in a step, 256 ranks over 1", most / fewest, "times the bytes at one rank", "",
+            f"{most / 1e6:.2f} MB", f"{fewest / 1e6:.2f} MB", "arguments of calls, and values in the object store; the "
+            "same step", COMMAND, {f"bytes_{n}_ranks": size for n, size in sent.items()}),
     ]  # fmt: skip
 
 

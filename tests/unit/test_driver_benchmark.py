@@ -1,10 +1,17 @@
-"""Test that the fake ranks of the driver's benchmark still have the interface of real ranks."""
+"""Tests that the fake ranks of the driver's benchmark still have the interface of real ranks, and that a batch is sent once."""
 
 from rltrain.settings.compose import compose
-from tests.benchmarks.driver import OVERRIDES, measured, pickled, rollouts
+from tests.benchmarks.driver import OVERRIDES, bytes_per_step, measured, pickled, rollouts
 
 
 async def test_simulated_ranks_take_the_calls_of_a_step_and_the_driver_accepts_what_they_return():
     phases = await measured(pickled(2), rollouts(), compose(OVERRIDES)[0], rounds=1)
     assert list(phases) == ["log-probs", "credit", "mini-batches", "update", "all"]
     assert all(seconds >= 0 for seconds in phases.values())
+
+
+def test_the_driver_sends_each_column_of_a_batch_once_however_many_ranks_read_it():
+    batch, config = rollouts(), compose(OVERRIDES)[0]
+    one, eight = (bytes_per_step(ranks, batch, config) for ranks in (1, 8))
+    columns = 8 * (len(batch.values("prompts")) + len(batch.values("responses")))  # token ids, int64
+    assert columns < one < eight < 1.05 * one
