@@ -1,4 +1,4 @@
-"""Tests that the fake ranks of the driver's benchmark still have the interface of real ranks, and that a batch is sent once."""
+"""Tests of the driver's benchmark: simulated ranks behave like real ranks, and a batch is sent once."""
 
 from rltrain.settings.compose import compose
 from tests.benchmarks.driver import OVERRIDES, bytes_per_step, measured, pickled, rollouts
