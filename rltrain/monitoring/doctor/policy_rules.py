@@ -1,7 +1,5 @@
 """Rules that detect bad updates, a policy that collapses or drifts away, and a critic that does not learn."""
 
-from itertools import pairwise
-
 from rltrain.monitoring.alarms import COLLAPSED_SHARE, PERSISTENT_STEPS, WINDOW_STEPS
 from rltrain.monitoring.doctor.history import (
     ENOUGH_STEPS,
@@ -24,7 +22,8 @@ HEALTHY_CLIPPED = 0.3  # Usually, at most 30% of the tokens of a step are clippe
 EXPLODED = 10.0  # A gradient norm counts as exploded if it is at least ten times the gradient norm of the first step.
 # A fall of the mean reward by less than half the standard deviation of single rewards counts as noise.
 LOST_SPREADS = 0.5
-JUMP = 3.0  # At a usual learning rate, the entropy never changes by a factor of 3 from one step to the next.
+JUMP = 3.0  # At a usual learning rate, the entropy never changes by a factor of 3 within `JUMP_STEPS` steps.
+JUMP_STEPS = 2
 FAR_KL = 1.0  # At a KL to the reference of 1 nat per token, the policy's text hardly resembles the reference's text.
 # The rule `entropy grows` requires that the entropy has at least doubled since the start of the run.
 GROWN_ENTROPY = 2.0
@@ -39,8 +38,8 @@ def learning_rate_too_high(history: History) -> Finding | None:
     The rule has three conditions, of which at least one holds. First condition: the updates of one step moved the
     policy by a KL of at least 0.5 nats per token, and the mean reward then fell. Second condition: the updates of at
     least 3 steps each moved the policy by a KL of at least 0.3 nats per token. Third condition: the entropy changed by
-    a factor of at least 3 from one step to the next, the mean reward then fell, and the run measured no KL above 0
-    (which is normal with one update per step). A fall of the mean reward counts if it is at least half the standard
+    a factor of at least 3 within two steps, the mean reward then fell, and the run measured no KL above 0 (which is
+    normal with one update per step). A fall of the mean reward counts if it is at least half the standard
     deviation of single rewards. The fall of the mean reward is measured from the 5 steps up to the large update to the
     last 5 steps of the run.
     """
@@ -94,14 +93,24 @@ def _rate(history: History) -> str:
 def _jump(history: History) -> int | None:
     """Return the training step just before the first entropy jump that precedes a fall of the mean reward.
 
-    An entropy jump is a change of the entropy by a factor of at least 3 from one step to the next. The returned step is
-    None if the mean reward did not fall after any entropy jump.
+    An entropy jump is a change of the entropy by a factor of at least `JUMP` within `JUMP_STEPS` steps. The returned
+    step is None if the mean reward did not fall after any entropy jump.
     """
     entropy = [point for point in history.points("rollout/entropy") if point[1] > 0]
-    for (step, before), (_, after) in pairwise(entropy):
-        if max(before / after, after / before) >= JUMP and _reward_after(history, step):
+    for number, (step, _) in enumerate(entropy):
+        if _largest_change(entropy[number:])[0] >= JUMP and _reward_after(history, step):
             return step
     return None
+
+
+def _largest_change(entropy: Points) -> tuple[float, float]:
+    """Return the largest factor by which the entropy changed within `JUMP_STEPS` steps of the first point.
+
+    The second returned value is the entropy after the change. If there is only one point, the factor is 1.
+    """
+    before = max(entropy[0][1], 1e-9)
+    after = [max(value, 1e-9) for _, value in entropy[: JUMP_STEPS + 1]]
+    return max((max(before / value, value / before), value) for value in after)
 
 
 def _signs(history: History, step: int) -> list[str]:
@@ -120,9 +129,10 @@ def _signs(history: History, step: int) -> list[str]:
     first = history.points("actor/grad_norm_max")[:1]
     if first and norms and (worst := max(norms, key=lambda point: point[1]))[1] >= EXPLODED * first[0][1] > 0:
         texts.append(f"the gradient norm grew from {shown(first[0][1])} to {shown(worst[1])} in step {worst[0]}")
-    if len(entropy) > 1 and max(entropy[0][1], entropy[1][1]) >= JUMP * max(min(entropy[0][1], entropy[1][1]), 1e-9):
+    if entropy and (change := _largest_change(entropy))[0] >= JUMP:
         texts.append(
-            f"the entropy changed from {shown(entropy[0][1])} to {shown(entropy[1][1])} nats per token in the next step"
+            f"the entropy changed from {shown(entropy[0][1])} to {shown(change[1])} nats per token within "
+            f"{JUMP_STEPS} steps"
         )
     return texts
 

@@ -107,6 +107,11 @@ BOTH_SIDES = {
         [FALLING | {"actor/ppo_kl": 0.0, "reward/std": 0.1, "rollout/entropy": [0.6, *[0.199] * 19]}],
         [FALLING | {"actor/ppo_kl": 0.0, "reward/std": 0.1, "rollout/entropy": [0.6, *[0.21] * 19]}],
     ),
+    "a jump of the entropy by 3 over two steps where a step has one update": (
+        "learning rate too high",
+        [FALLING | {"actor/ppo_kl": 0.0, "reward/std": 0.1, "rollout/entropy": [0.6, 0.35, *[0.199] * 18]}],
+        [FALLING | {"actor/ppo_kl": 0.0, "reward/std": 0.1, "rollout/entropy": [0.6, 0.35, *[0.21] * 18]}],
+    ),
     "one update is skipped": (
         "skipped updates", [{"critic/skipped_updates": at(9, 1.0, "critic/skipped_updates")}], [{}],
     ),
