@@ -379,7 +379,7 @@ class Chunk:
 
         components = [row or {} for row in column("reward_components", {})]
         parts = list(dict.fromkeys(name for row in components for name in row))
-        errors = [redacted(error or "") for error in column("reward_error", "")]
+        errors = [redacted(error) if error else "" for error in column("reward_error", "")]
         return {
             "step": self.file.step,
             "failed": self.file.failed,
