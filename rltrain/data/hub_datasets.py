@@ -130,7 +130,7 @@ def dataset_rows(source: str, where: str, *, key: str) -> Rows:
     `fetch_dataset`.
     """
     name = dataset_name(source)
-    assert name is not None, "the source names a data set"
+    assert name is not None, "`source` must be the name of a data set on the hub"
     return table_rows(_table(_files[str(fetch_dataset(name, where, key=key))], where), where)
 
 

@@ -83,7 +83,7 @@ def _persistently(model: str, revision: str | None) -> Path:
             if attempt == _ATTEMPTS or _is_of_disk(error):
                 raise
             time.sleep(_PAUSE_S * attempt)
-    raise AssertionError("unreachable, because the last attempt returns a result or raises an error")
+    raise AssertionError("the last download attempt neither returned a result nor raised an error")
 
 
 def _progress_class() -> type:
@@ -145,7 +145,9 @@ def _explained(error: Exception, model: str, revision: str | None) -> str:
             "if the model is private"
         )
     if status in (401, 403):
-        return f"{constants.ENDPOINT} refuses the token ({reason}); set HF_TOKEN to a valid one that may read the model"
+        return (
+            f"{constants.ENDPOINT} refuses the token ({reason}); set HF_TOKEN to a valid token that may read the model"
+        )
     if is_offline_mode() and isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         option = f" --revision {revision}" if revision else ""
         return (
@@ -160,7 +162,7 @@ def _explained(error: Exception, model: str, revision: str | None) -> str:
         )
     if _is_of_disk(error):
         cache = constants.HF_HUB_CACHE
-        return f"cannot be stored in {cache} ({reason}); free space there, or set HF_HOME to another folder"
+        return f"the model cannot be stored in {cache} ({reason}); free space there, or set HF_HOME to another folder"
     return f"the download from {constants.ENDPOINT} broke off ({reason}); start again: complete files are kept"
 
 

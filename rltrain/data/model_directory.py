@@ -34,12 +34,15 @@ def check_directory(path: str, key: str = "model.path") -> None:
     other = ", or model.path=builtin" if where.startswith("model.path") else ""
     require(folder.exists(), f"{where}: no such directory; give the folder of a model, its ORG/NAME on the hub{other}")
     require(folder.is_dir(), f"{where}: not a directory; give the folder that holds config.json and the weights")
-    require((folder / "config.json").is_file(), f"{where}: holds no config.json; give the folder that holds it")
+    require(
+        (folder / "config.json").is_file(), f"{where}: holds no config.json; give the folder that holds config.json"
+    )
     read_json(folder / "config.json")
     weight_files(folder, where)
     found = any((folder / name).is_file() for name in _TOKENIZER)
     require(
-        found, f"{where}: holds no tokenizer (looked for {', '.join(_TOKENIZER)}); save the model's tokenizer there"
+        found,
+        f"{where}: holds no tokenizer (looked for {', '.join(_TOKENIZER)}); save the model's tokenizer in this folder",
     )
 
 

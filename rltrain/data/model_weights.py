@@ -87,7 +87,9 @@ def weight_files(folder: Path, where: str) -> list[Path]:
     names = NAMES if own is None else (own,)
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None:
-        raise ConfigError(f"{where}: holds no weights (looked for {', '.join(names)}); save the model's weights there")
+        raise ConfigError(
+            f"{where}: holds no weights (looked for {', '.join(names)}); save the model's weights in this folder"
+        )
     return shards(found, where) if found.name.endswith(INDEX) else [found]
 
 
@@ -113,7 +115,7 @@ def shards(index: Path, where: str) -> list[Path]:
         )
         require(
             (index.parent / name).is_file(),
-            f"{where}: {index.name} names {one_line(name)}, which is not there; copy or download that file too",
+            f"{where}: {index.name} names {one_line(name)}, which does not exist; copy or download that file too",
         )
     return [index.parent / name for name in names]
 

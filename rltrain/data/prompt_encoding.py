@@ -79,7 +79,7 @@ class PromptEncoder:
             # Chat templates write special tokens themselves, so the tokenizer must add none to rendered chats.
             found |= self._encoded(batch, add_special_tokens=not chat)
         for row in spelled.keys() & texts.keys():
-            found[row] = self._as_text(prompts[row], texts[row], f"{place(row)}: the prompt spells {spelled[row]}")
+            found[row] = self._as_text(prompts[row], texts[row], f"{place(row)}: the prompt contains {spelled[row]}")
         for row, prompt in prompts.items():
             yield row, self._finished(found[row], prompt, place(row), max_length)
 
@@ -99,8 +99,9 @@ class PromptEncoder:
         for row, name in spelled.items():
             require(
                 self.special_tokens == "text",
-                f"{place(row)}: the prompt spells the control token {name}, which data.special_tokens=refuse forbids; "
-                f"change the prompt, set data.special_tokens=text to encode it as text, or {_ALLOW}",
+                f"{place(row)}: the prompt contains the name of the control token {name}, which "
+                f"data.special_tokens=refuse forbids; change the prompt, set data.special_tokens=text to encode the name "
+                f"as text, or {_ALLOW}",
             )
             self.first_spelling = self.first_spelling if self.spelling else (place(row), name)
             self.spelling += 1
@@ -146,7 +147,8 @@ class PromptEncoder:
             return self._control.encode(prompt, write, written=text, add_special_tokens=False)
         except (ControlTokenError, TemplateError) as error:
             raise ConfigError(
-                f"{what}, a control token, and cannot be encoded as text ({error}); change the prompt, or {_ALLOW}"
+                f"{what}, the name of a control token, and cannot be encoded as text ({error}); change the prompt, "
+                f"or {_ALLOW}"
             ) from error
 
     def _finished(self, ids: list[int] | Overlong, prompt: Any, place: str, max_length: int) -> list[int] | Overlong:

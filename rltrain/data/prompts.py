@@ -258,8 +258,8 @@ def _notes(where: str, prompts: PromptSet, encoder: PromptEncoder, limit: int) -
     if encoder.spelling:
         place, name = encoder.first_spelling
         notes.append(
-            f"{where}: prompts that spell control tokens, which are encoded as text: {encoder.spelling:,}, the first "
-            f"with {name} in {place}; data.special_tokens=allow encodes them as control tokens"
+            f"{where}: prompts that contain names of control tokens, which are encoded as text: {encoder.spelling:,}, "
+            f"the first with {name} in {place}; data.special_tokens=allow encodes the names as control tokens"
         )
     return notes
 

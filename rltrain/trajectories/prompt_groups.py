@@ -225,7 +225,7 @@ class PromptGroups:
             return
         group.results[number] = result
         if len(group.results) == group.size:
-            assert group.state is GroupState.SCORING, f"group {uid} is scored while {group.state}"
+            assert group.state is GroupState.SCORING, f"prompt group {uid} has all scores in the stage {group.state}"
             group.state = GroupState.READY
 
     def reissue(self, uids: Iterable[int]) -> None:

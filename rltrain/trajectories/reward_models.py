@@ -105,7 +105,7 @@ class RewardModel:
             return (
                 f"cannot read {len(row)} tokens, because its limit is {self.longest}; lower rollout.max_response_length"
             )
-        return row or "has no token for this text"
+        return row or "cannot score a text without tokens"
 
     def _ids(self, sample: list[Any], write: Callable[[list[Any]], str], *, chat: bool) -> list[int]:
         """Return the token ids of the text that the function `write` renders from a sample.

@@ -131,7 +131,9 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
-            path, f"returned {shown}: it must return one finite number or NaN per row, in the shape {tuple(uid.shape)}"
+            path,
+            f"returned {shown}: the function must return one finite number or NaN per row, in the shape "
+            f"{tuple(uid.shape)}",
         )
     # In a batch with only one group, scores that are all NaN are not an error.
     if len(uid.unique()) > 1 and bool(valid.any()) and bool(totals[valid].isnan().all()):
