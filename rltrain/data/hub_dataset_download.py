@@ -1,8 +1,8 @@
 """The process that downloads a data set from the hub for `rltrain.data.hub_datasets`.
 
-The process writes one JSON object to its standard output. The object holds either the commit, the configuration, the
-split and the Arrow files of the split, or {"error": reason and remedy}. Progress bars of the library `datasets` go to
-the standard error of the process.
+The process writes one JSON object to its standard output. The JSON object holds either the commit, the configuration,
+the split and the Arrow files of the split, or {"error": reason and remedy}. Progress bars of the library `datasets` go
+to the standard error of the process.
 """
 
 import difflib
@@ -61,7 +61,7 @@ def _cached(
         return None
     version = {"version": "0.0.0", "hash": revision} if pinned else {"version": "auto", "hash": "auto"}
     if revision is not None and not pinned:
-        return None  # The cache identifies versions by commit, and not by branch or tag.
+        return None  # The cache of data sets identifies versions by commit, and not by branch or tag.
     readings = [(config, split)] if split or config is None else [(config, None), (None, config)]
     for name, wanted in readings:
         try:
@@ -138,7 +138,7 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 
 def _persistently(call: Callable[[], Any]) -> Any:
-    """Call a function, and repeat the call if the connection breaks.
+    """Call a download function, and repeat the call if the connection breaks.
 
     Files that an earlier call has downloaded are not downloaded again.
     """

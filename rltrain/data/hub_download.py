@@ -1,7 +1,7 @@
 """The process that downloads a model from the hub for `rltrain.data.hub`.
 
 The process writes messages to its standard output, one JSON object per line. During the download, the messages are
-{"bytes": [done, total]}. The last message is {"folder": path} or {"error": reason and remedy}.
+{"bytes": [done, total]}. The last message of the download process is {"folder": path} or {"error": reason and remedy}.
 """
 
 import errno
@@ -69,7 +69,9 @@ def _names_weights(folder: Path) -> bool:
 
 
 def _persistently(model: str, revision: str | None) -> Path:
-    """Download a model, and try again after a broken connection. Files that are complete are not downloaded again."""
+    """Download a model, and try again after a broken connection. Files that are already complete are not downloaded
+    again.
+    """
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     for attempt in range(1, _ATTEMPTS + 1):
@@ -107,7 +109,7 @@ def _progress_class() -> type:
             """Display nothing, although tqdm calls this method to draw the bar."""
 
         def update(self, n: float | None = 1) -> None:
-            """Count the bytes, and write a message if enough time has passed since the last message."""
+            """Count the downloaded bytes, and write a message if enough time has passed since the last message."""
             super().update(n)
             if self.unit == "B" and time.monotonic() - last[0] >= _EVERY_S:
                 last[0] = time.monotonic()

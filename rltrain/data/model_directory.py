@@ -266,8 +266,8 @@ def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
         where: start of the error message: the config key and the source of the prompts.
 
     Raises:
-        ConfigError: the largest token id has no embedding. The error message names the id and the model's vocabulary
-            size.
+        ConfigError: the largest token id has no embedding. The error message names the token id and the model's
+            vocabulary size.
     """
     size = text_config(path).get("vocab_size")
     require(
@@ -321,7 +321,7 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 
     try:
         whole = AutoConfig.from_pretrained(str(local_directory(path)), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # The model type is unknown, or the config does not fit it.
+    except Exception as error:  # The model type is unknown, or the config does not fit the type.
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
             f"{key}={path}: its config.json does not load ({type(error).__name__}: {reason}); use a model of a type "
