@@ -1,3 +1,3 @@
-"""Basic modules, such as errors, storage and secrets: every folder of the package may import them, and they import no
-other folder.
+"""Basic modules, such as errors, storage and secrets. Every folder of the package may import the basic modules, and the
+basic modules import no other folder.
 """

@@ -14,9 +14,9 @@ T = TypeVar("T")
 class BackgroundTasks:
     """An async context manager that holds the background tasks of a run.
 
-    Leaving the context cancels all background tasks that are still running. The main coroutine uses the method `until`
-    to wait for results of background tasks. The first failure of a task, or an interruption of the run, ends all waits
-    in `until`.
+    Leaving the `async with` block cancels all background tasks that are still running. The main coroutine uses the
+    method `until` to wait for results of background tasks. The first failure of a background task, or an interruption
+    of the run, makes every waiting call of `until` raise the error.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class BackgroundTasks:
             raise self._failures[0]
 
     async def until(self, awaitable: Awaitable[T]) -> T:
-        """Wait for the result of an awaitable and return it.
+        """Wait for the result of an awaitable, and return the result.
 
         If a background task fails or the run is interrupted before the result arrives, raise the error of the failed
         task or of the interruption.
@@ -69,7 +69,7 @@ class BackgroundTasks:
             await cancelled(result, failure)
 
     async def cancel(self) -> None:
-        """Cancel all background tasks and wait until they have ended."""
+        """Cancel all background tasks, and wait until all of the tasks have ended."""
         await cancelled(*self._tasks)
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
@@ -93,8 +93,8 @@ class Changes:
     async def until(self, condition: Callable[[], T]) -> T:
         """Wait until the condition returns a true value, and return that value."""
         while True:
-            # The attribute `_next` is read before the condition is evaluated. In the other order, a notification
-            # between the two, such as from a signal handler, would be missed.
+            # The attribute `_next` is read before the condition is evaluated. If the condition were evaluated first, a
+            # notification between the evaluation and the read, such as from a signal handler, would be missed.
             change = self._next
             if change is None:
                 change = self._next = asyncio.get_running_loop().create_future()
@@ -118,7 +118,9 @@ def outside_event_loop() -> Iterator[None]:
 
 
 async def cancelled(*futures: "asyncio.Future[Any]") -> None:
-    """Cancel all unfinished futures, and wait until they have ended. The errors of the futures are ignored."""
+    """Cancel all unfinished futures, and wait until the futures have ended. The errors of the cancelled futures are
+    ignored.
+    """
     running = [future for future in futures if not future.done()]
     for future in running:
         future.cancel()
@@ -126,4 +128,4 @@ async def cancelled(*futures: "asyncio.Future[Any]") -> None:
         await asyncio.wait(running)
     for future in futures:
         if not future.cancelled():
-            future.exception()  # asyncio logs every exception of a future that is never read.
+            future.exception()  # asyncio logs the exception of a future unless the exception is read.

@@ -1,6 +1,6 @@
 """Functions that partition numbers into parts with nearly equal sums.
 
-The partition functions are pure, and fast enough to handle thousands of rows in every optimizer step.
+The partition functions have no side effects, and are fast enough to handle thousands of rows in every optimizer step.
 """
 
 import heapq
@@ -9,17 +9,17 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 Parts = list[list[int]]
-CLOSE = 1.005  # The search stops when the largest sum is at most 1.005 times the lower bound on that sum.
+CLOSE = 1.005  # The search for a balanced partition stops at 1.005 times the lower bound on the largest sum.
 NONE = -1  # `NONE` stands for the absence of an index.
 
 
 def least_largest_sum(weights: Sequence[int], parts: int) -> int:
     """Return a lower bound on the largest sum of a part, for any partition of `weights` into `parts` parts.
 
-    The weights are non-negative integers. The bound is the maximum of three kinds of bounds: the mean sum, the heaviest
-    weight, and one bound for each k >= 1 with k * parts < len(weights). For the k-th bound, consider the k * parts + 1
-    heaviest weights: some part must contain at least k + 1 of them. The k-th bound is therefore the sum of the k + 1
-    lightest of the k * parts + 1 heaviest weights. If `weights` is empty, the bound is 0.
+    The numbers in `weights` are non-negative integers. The lower bound is the maximum of three kinds of bounds: the
+    mean sum of a part, the heaviest weight, and one bound for each k >= 1 with k * parts < len(weights). In any
+    partition, some part contains at least k + 1 of the k * parts + 1 heaviest weights. The k-th bound is therefore the
+    sum of the k + 1 lightest of the k * parts + 1 heaviest weights. If `weights` is empty, the lower bound is 0.
     """
     heaviest = sorted(weights, reverse=True)
     sums = [0, *itertools.accumulate(heaviest)]  # sums[n] is the sum of the n heaviest weights.
@@ -32,12 +32,13 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
 
     The algorithm first assigns the indices greedily, from the heaviest to the lightest, each to the part with the
     smallest sum among the parts that have room (longest processing time first, Graham 1969). Without size limits, the
-    largest sum of the greedy result is at most a third above the optimum. The function `refined` then repeatedly makes
-    the heaviest part lighter, by moving an index to another part or by exchanging two indices.
+    largest sum of the greedy partition is at most 4/3 times the smallest possible largest sum. The function `refined`
+    then repeatedly makes the heaviest part lighter, by moving an index to another part or by exchanging two indices.
 
     Args:
         weights: the numbers to partition, non-negative integers.
-        parts: number of parts. If the number of positive weights is at least `parts`, no part is empty.
+        parts: number of parts of the partition. If the number of positive weights is at least `parts`, no part is
+            empty.
         sizes: size of each index, such as the number of tokens; the sum of sizes in a part is limited to `room`. If
             `sizes` is None, parts have no size limit.
         room: limit on the sum of `sizes` in a part.
@@ -48,7 +49,7 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
     sizes = sizes if sizes is not None else [0] * len(weights)
     placed: Parts = [[] for _ in range(parts)]
     left = [room] * parts
-    open_parts = [(0, 0, part) for part in range(parts)]  # This heap holds (sum of weights, number of indices, part).
+    open_parts = [(0, 0, part) for part in range(parts)]  # A heap of tuples (sum of weights, number of indices, part).
     for index in sorted(range(len(weights)), key=lambda i: (-weights[i], -sizes[i], i)):
         full = []
         while open_parts and left[open_parts[0][2]] < sizes[index]:
@@ -65,10 +66,10 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
 
 
 def refined(weights: Sequence[int], parts: Parts, *, sizes: Sequence[int], room: int) -> Parts:
-    """Make the heaviest part lighter, again and again, by moving or exchanging indices, and return the new parts.
+    """Repeatedly make the heaviest part lighter by moving or exchanging indices, and return the new parts.
 
-    The search ends when no move or exchange makes the heaviest part lighter, or when its sum is at most `CLOSE` times
-    the lower bound on the largest sum.
+    The search ends when no move or exchange makes the heaviest part lighter, or when the sum of the heaviest part is at
+    most `CLOSE` times the lower bound on the largest sum.
     """
     parts = [list(part) for part in parts]
     sums = [sum(weights[index] for index in part) for part in parts]

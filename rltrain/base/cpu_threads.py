@@ -35,8 +35,8 @@ def openmp_settings(threads: int | None = None) -> dict[str, str]:
     GNU, LLVM and Intel all read OMP_NUM_THREADS and OMP_WAIT_POLICY.
 
     Args:
-        threads: number of OpenMP threads of the process. If `threads` is None, the value of OMP_NUM_THREADS is used; if
-            that variable is not set, the number of cores that the process may use.
+        threads: number of OpenMP threads of the process. If `threads` is None, the process gets OMP_NUM_THREADS threads
+            or, if OMP_NUM_THREADS is not set, one thread for each core that the process may use.
     """
     return {
         "OMP_NUM_THREADS": str(threads or os.environ.get("OMP_NUM_THREADS") or cpu_cores()),
@@ -45,9 +45,7 @@ def openmp_settings(threads: int | None = None) -> dict[str, str]:
 
 
 def _quotas() -> Iterator[float]:
-    """Yield the CPU quotas, in cores, of this process's control groups and of their parent groups, as far as the groups
-    have quotas.
-    """
+    """Yield every CPU quota, in cores, that is set for one of this process's control groups or for a parent group."""
     with contextlib.suppress(OSError):
         for line in _GROUPS.read_text("utf-8", "replace").splitlines():
             # In /proc/self/cgroup, the line of cgroup v2 has an empty list of controllers.
@@ -65,7 +63,7 @@ def _quotas() -> Iterator[float]:
 
 def _quota(folder: Path) -> Iterator[float]:
     for names in _QUOTAS:
-        with contextlib.suppress(OSError, ValueError):  # There may be no quota file, or the quota may be "max".
+        with contextlib.suppress(OSError, ValueError):  # The file of the CPU quota may be missing or contain "max".
             quota, period = (int(part) for name in names for part in (folder / name).read_text("utf-8").split())
             if quota > 0 and period > 0:
                 yield quota / period

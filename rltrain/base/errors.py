@@ -1,7 +1,7 @@
 """The exceptions of the project.
 
 All exceptions of the project can be pickled, because Ray sends them between processes. Each error message states the
-invalid value, the rule that it breaks and how to fix it.
+invalid value, the rule that the value breaks, and how to fix the value.
 """
 
 from typing import Any
@@ -42,8 +42,8 @@ class ClusterLost(RLTrainError, RuntimeError):
     """Raised if a Ray daemon died, so that the run cannot continue.
 
     Attributes:
-        can_save: whether the run can still save a checkpoint, because it was between two steps and its training ranks
-            still respond.
+        can_save: whether the run can still save a checkpoint, because the run was between two steps and the training
+            ranks still respond.
     """
 
     can_save = False

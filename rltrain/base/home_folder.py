@@ -12,9 +12,9 @@ def ensure_home() -> None:
 
     If there is no home folder at all, for instance because the system does not know the user id, HOME is set to a
     private temporary folder. If the home folder exists but is not writable, HOME does not change, so that existing
-    files can be read. Libraries then write new caches and settings to a private temporary folder, whose path is set
-    in environment variables. Child processes inherit these variables. An environment variable for a cache keeps its
-    value if it is already set.
+    files can be read. If the home folder is not writable, libraries write new caches and settings to a private
+    temporary folder. Environment variables, which child processes inherit, give libraries the path of the private
+    folder. An environment variable that names a cache folder keeps its value if the variable is already set.
     """
     home = _home()
     if home is None:
@@ -32,7 +32,7 @@ def ensure_home() -> None:
 
 
 def _home() -> Path | None:
-    """Return the user's home folder, or None if there is none and none can be created."""
+    """Return the user's home folder, or None if the user has no home folder and none can be created."""
     try:
         home = Path.home()
     except RuntimeError:  # HOME is not set, and the system does not know the user.
@@ -41,7 +41,7 @@ def _home() -> Path | None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return whether files can be created in a folder. If the folder does not exist, it is created."""
+    """Return whether files can be created in a folder. A folder that does not exist is created."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:
@@ -52,7 +52,7 @@ def _is_writable(folder: Path) -> bool:
 def _private_folder() -> Path:
     """Return a folder that only the current user can write to.
 
-    Every call returns the same folder, unless another user already owns a folder with that name.
+    Every call of `_private_folder` returns the same folder, unless another user already owns a folder of the same name.
     """
     folder = Path(tempfile.gettempdir()) / f"rltrain-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

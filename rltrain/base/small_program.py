@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from rltrain.base.errors import ConfigError, RLTrainError, described, one_line
 
 LONGEST = 1000  # Maximum length of a printed line, in characters.
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # FAILED, BAD_INPUT and INTERRUPTED are exit statuses.
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # FAILED, BAD_INPUT and INTERRUPTED are exit statuses of a program.
 
 
 def run_program(
@@ -16,7 +16,7 @@ def run_program(
     *,
     remedy: Callable[[OSError], str],
 ) -> int:
-    """Run a program with command-line arguments, handle its errors, and return the exit status.
+    """Run a program with command-line arguments, handle the program's errors, and return the exit status.
 
     An error is printed as one line on stderr. If `--help` is the only argument, the program's usage is printed.
 

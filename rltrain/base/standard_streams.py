@@ -20,7 +20,7 @@ class _Lasting(io.FileIO):
 
 
 def open_closed_streams() -> None:
-    """Connect to the null device each standard stream that was already closed when the program started.
+    """Open the null device in place of each standard stream that was already closed when the program started.
 
     If a standard stream stayed closed, the next file that the program opens would get the stream's file descriptor, and
     child processes would print into the file.

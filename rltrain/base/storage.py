@@ -17,7 +17,7 @@ from fsspec.core import url_to_fs
 
 from rltrain.base.errors import ConfigError
 
-_CHUNK = 1 << 20  # Number of bytes per read. Larger buffers fragment the memory of a long-running process.
+_CHUNK = 1 << 20  # Number of bytes per read of a file. Larger buffers fragment the memory of a long-running process.
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Folder:
         return sorted(path[len(self.root) :].lstrip("/") for path in found)
 
     def remove(self, name: str) -> None:
-        """Remove a file, or a folder with all its content, if it exists."""
+        """Remove a file, or a folder with all its content; do nothing if no file or folder has the given name."""
         # If the path is a symbolic link, only the link is removed, and not its target.
         if self.local and os.path.islink(self.path(name)):
             os.unlink(self.path(name))
@@ -142,7 +142,7 @@ def flush(stream: Any) -> None:
 
 
 def local_path(path: str, where: str) -> Path:
-    """Return a path that the user wrote, with `~` expanded. The returned path does not have to exist.
+    """Return a path that the user wrote, with `~` expanded, even if the path does not exist.
 
     Args:
         path: the path as the user wrote it.

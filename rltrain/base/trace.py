@@ -1,11 +1,12 @@
-"""Records what this process does and when, so that the driver can build the timeline of a run.
+"""Records the activities of a process and the times of these activities, so that the driver can build the timeline of a
+run.
 
-Each process keeps its own events in memory until `take` is called. Event times come from the wall clock of the
+Each process keeps its recorded events in memory until `take` is called. Event times come from the wall clock of the
 process's machine (`time.time_ns`). If the clocks of two machines differ, the timeline shows the events of the two
 machines shifted by that difference.
 
-The recorder is off until `start` is called. While the recorder is off, a call of `span` returns a shared context
-manager that does nothing.
+The event recorder of a process is off until `start` is called. While the recorder is off, a call of `span` returns a
+shared context manager that does nothing.
 """
 
 import asyncio
@@ -22,12 +23,13 @@ from typing import Any, NamedTuple
 
 # The environment variable RLTRAIN_TRACE starts the recorder of a worker process and holds the label of that process.
 VARIABLE = "RLTRAIN_TRACE"
-CALLS = "calls"  # Track of calls to the roles of a training rank, such as actor or critic.
-OTHER_TASKS = "other tasks"  # Track of asyncio tasks that were not given a name.
+CALLS = "calls"  # Timeline track of calls to the roles of a training rank, such as actor or critic.
+OTHER_TASKS = "other tasks"  # Timeline track of asyncio tasks that were not given a name.
 MOST_EVENTS = 200_000  # Maximum number of events that a process keeps; further events are only counted.
 _MERGE_NS = 5_000_000  # Two events of one track are merged only if the gap between the events is at most 5 ms.
 _UNNAMED = re.compile(r"Task-\d+")  # Matches the default name of an asyncio task.
-# Matches the step number in a task's name. The step number is removed, so that all steps of a run share one track.
+# Matches the step number in a task's name. The step number is removed from the task's name, so that all steps of a run
+# share one track.
 _OF_STEP = re.compile(r" of step \d+")
 
 
@@ -77,7 +79,7 @@ class Recorded:
 
 
 class _Recorder:
-    """Stores the events of this process in memory. Any thread may add events."""
+    """Stores the events of this process in memory. Any thread of the process may add events to the recorder."""
 
     def __init__(self, process: str) -> None:
         self.process, self.pid, self.host = process, os.getpid(), socket.gethostname()
@@ -91,10 +93,10 @@ class _Recorder:
         self.lost = 0
 
     def add(self, event: Event, *, merged: bool = False) -> None:
-        """Add an event to the list, or merge it into the latest event of the track.
+        """Add an event to the recorder, or merge the event into the latest event of the event's track.
 
-        The event is merged if `merged` is true, and if the latest event of the track was also added with `merged`, has
-        the same name, and ends at most 5 ms before the new event starts.
+        A new event is merged if `merged` is true, and if the latest event of the track was also added with `merged`,
+        has the same name, and ends at most 5 ms before the new event starts.
         """
         with self.lock:
             latest = self.latest.pop(event.track, None)
@@ -181,10 +183,10 @@ def span(name: str, track: str = "", *, merged: bool = False, **args: Any) -> "_
 
     Args:
         name: label of the event in the timeline.
-        track: name of the timeline row. The default is the name of the current asyncio task.
+        track: name of the timeline row. By default, the track has the name of the current asyncio task.
         merged: whether the event may be merged with an event of the same name that ended at most 5 ms before, so that
             thousands of short steps become one event. Merging adds up the values of `args`.
-        args: details of the event, as plain JSON values. If `merged` is true, the values must be numbers.
+        args: details of the event, as plain JSON values. If `merged` is true, the values in `args` must be numbers.
     """
     if _recorder is None:
         return _NOTHING

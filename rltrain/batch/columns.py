@@ -1,9 +1,9 @@
 """Columns of a batch, stored as values and offsets, and functions that copy rows between batches.
 
-The values of a column are either a tensor or *stored*. Stored values are the bytes of a received batch, in memory that
+The values of a column are either a tensor or *stored* as bytes of a received batch. Stored values lie in memory that
 other processes may read too. Stored bytes are read-only, and no tensor shares memory with them. A caller that needs
-some rows, or the whole column as a tensor, gets a copy of only those values. The functions that copy rows copy each
-byte only once.
+some rows of a column, or the whole column as a tensor, gets a copy of only the needed values. The functions that copy
+rows between batches copy each byte only once.
 """
 
 import math
@@ -126,10 +126,11 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
     """Concatenate all rows, or selected rows, of several batches (parts) into new columns.
 
     Args:
-        parts: for each part (batch), a mapping from column names to columns. All parts have the same column names.
-        rows: numbers of the rows to copy, int64, in the order of the result. Row numbers continue from one part to the
-            next: the first row of a part follows the last row of the previous part. If `rows` is None, all rows are
-            copied.
+        parts: for each part (batch), a mapping from column names to columns. All batches in `parts` have the same
+            column names.
+        rows: numbers of the rows to copy, int64, in the order of the result. Rows are numbered through all parts: the
+            number of a part's first row is one above the number of the previous part's last row. If `rows` is None, all
+            rows of all parts are copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}
@@ -144,7 +145,7 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
 
 class Route(NamedTuple):
-    """Describes from which ranges of values new rows are copied, for columns that share one offsets tensor.
+    """The ranges of values from which new rows are copied, for columns that share one offsets tensor.
 
     Attributes:
         pieces: (part, start, stop) of each range of contiguous values to copy, in the order of the new rows.
@@ -180,7 +181,7 @@ def _edges(column: Column) -> np.ndarray:
 def _runs(owners: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int, int]]:
     """Convert selected rows to ranges of contiguous values, each given as (part, start, stop).
 
-    Successive rows whose values are adjacent in the same part form one range.
+    Successive selected rows whose values are adjacent in the same part form one range.
     """
     if not len(owners):
         return []
@@ -216,8 +217,8 @@ def _is_plain(source: Tensor | Stored) -> bool:
 
 
 def memory_of(source: Tensor | Stored) -> np.ndarray:
-    """Return the bytes of stored values or of a CPU tensor, (n,) uint8. A tensor is copied only if it is not
-    contiguous.
+    """Return the bytes of stored values or of a CPU tensor, (n,) uint8. Only tensors that are not contiguous are
+    copied.
     """
     if isinstance(source, Stored):
         return source.memory

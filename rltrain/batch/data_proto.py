@@ -33,7 +33,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
         "response",
         "token ids as the engine returned them, and token ids of the observations between turns, int64",
     ),
-    "response_mask": ("response", "bool; True = sampled by the policy and trained on"),
+    "response_mask": ("response", "bool; True = the token was sampled by the policy and is trained on"),
     "rollout_log_probs": ("response", "engine's log-prob of each token when it was sampled, nats; 0 in observations"),
     "old_log_probs": ("response", "actor's log-prob before the update, nats"),
     "ref_log_probs": ("response", "reference's log-prob, nats"),
@@ -41,23 +41,29 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "ref_hidden": ("response", "(N, H): the reference's last hidden state at the position that predicts the token"),
     "full_kl": ("response", "exact KL from the actor before the update to the reference, nats"),
     "selected": ("response", "bool; True = the loss's token selector chose the token in its mini-batch"),
-    "random_draws": ("response", "uniform in [0, 1), keyed by (seed, step, row, sampled token); 0 in observations"),
+    "random_draws": (
+        "response",
+        "random in [0, 1), keyed by (seed, step, row, sampled token); 0 in observations",
+    ),
     "policy_version": ("response", "weight version (step) that sampled the token, int64; -1 in observations"),
-    "token_level_rewards": ("response", "scores after shaping, normalisation and KL-in-reward"),
+    "token_level_rewards": ("response", "reward of each token, after shaping, normalisation and KL-in-reward"),
     "values": ("response", "critic's value of the state in which the token was chosen"),
-    "bootstrap_values": ("row", "critic's value of the state after the last token of a cut answer, 0 for others"),
+    "bootstrap_values": (
+        "row",
+        "critic's value of the state after the last token of a cut answer; 0 if uncut",
+    ),
     "advantages": ("response", "advantage of the token"),
-    "returns": ("response", "regression target of the value"),
+    "returns": ("response", "regression target of the critic's value"),
     "uid": ("row", "prompt group of the row, int64"),
     "valid": (
         "row",
         "bool; False = excluded from all statistics: the row has no score, or its cut answer is excluded",
     ),
-    "failed": ("row", "bool; True = a reward function or model failed on the row, so it is not valid"),
-    "failed_function": ("row", "number of the component that failed on the row, -1 if none did"),
-    "scores": ("row", "weighted sum of the row's rewards, gates applied"),
-    "successes": ("row", "1 = the answer is correct, 0 = it is not; NaN = no reward function decides this"),
-    "model_scores": ("row", "a reward model's score of the row, before its weight"),
+    "failed": ("row", "bool; True = a reward function or model failed on the row, so the row is not valid"),
+    "failed_function": ("row", "number of the reward component that failed on the row; -1 if no component failed"),
+    "scores": ("row", "weighted sum of the row's rewards, after gates are applied"),
+    "successes": ("row", "1 = the answer is correct, 0 = the answer is wrong, NaN = no reward function decides"),
+    "model_scores": ("row", "a reward model's score of the row, before the model's weight is applied"),
     "baseline_rewards": ("row", "score of the greedy answer to the row's prompt"),
     "reward_components": (
         "row",
@@ -202,7 +208,8 @@ class DataProto:
         for name, values in columns.items():
             if len(values) != len(column.values):
                 raise ValueError(
-                    f"{len(values)} values for '{name}', {len(column.values)} values in '{like}': give one per token"
+                    f"{len(values)} values for '{name}', {len(column.values)} values in '{like}': give one value per "
+                    "token"
                 )
         return self._with({name: Column(values, offsets) for name, values in columns.items()})
 
@@ -231,16 +238,16 @@ class DataProto:
         """Return a batch with only the named columns.
 
         Raises:
-            KeyError: a column does not exist.
+            KeyError: the batch has no column of a given name.
         """
         keys, columns = self._known(keys), self._tensors
         others = {key: column for key, column in self._others.items() if key in keys}
         return self._of({key: columns[key] for key in keys if key in columns}, others, len(self), self.meta_info)
 
     def pop(self, keys: Iterable[str]) -> tuple[Self, Self]:
-        """Split the batch into two: one with the named columns, and one with all other columns.
+        """Split the batch into a batch with the named columns and a batch with all other columns.
 
-        The batch itself does not change.
+        The original batch does not change.
 
         Returns:
             The batch with only the named columns, and the batch without the named columns.
@@ -255,8 +262,8 @@ class DataProto:
             names: mapping from old to new column names.
 
         Raises:
-            KeyError: a column does not exist.
-            ValueError: two columns would have the same name.
+            KeyError: the batch has no column of a given name.
+            ValueError: two columns of the new batch would have the same name.
         """
         self._known(names)
         if len({names.get(key, key) for key in self.keys()}) != len(self.keys()):
@@ -294,13 +301,13 @@ class DataProto:
 
     @classmethod
     def concat(cls, parts: Sequence["DataProto"], *, rows: Tensor | None = None) -> Self:
-        """Concatenate the rows of several batches (parts) into one batch. Each row is copied only once.
+        """Concatenate the rows of several batches (parts) into one batch. The values of each row are copied only once.
 
         Args:
             parts: the batches to concatenate.
-            rows: numbers of the rows to take, int64, in the order of the result. Row numbers continue from one part to
-                the next: the first row of a part follows the last row of the previous part. If `rows` is None, all rows
-                are taken in order.
+            rows: numbers of the rows to take, int64, in the order of the result. Rows are numbered through all parts:
+                the number of a part's first row is one above the number of the previous part's last row. If `rows` is
+                None, all rows of all parts are taken in order.
 
         Raises:
             ValueError: the parts have different columns, or `parts` is empty.
@@ -331,7 +338,7 @@ class DataProto:
         return [self[torch.from_numpy(rows)] for rows in np.array_split(np.arange(len(self)), chunks)]
 
     def split(self, size: int) -> list[Self]:
-        """Split the batch into batches of `size` rows. The last batch may be smaller."""
+        """Split the batch into batches of `size` rows. The last batch may have fewer than `size` rows."""
         if size < 1:
             raise ValueError(f"split size must be >= 1, got {size}")
         return [self[start : start + size] for start in range(0, len(self), size)]

@@ -49,7 +49,7 @@ def row_numbers(rows: Any, total: int) -> Tensor:
     """Return the numbers of the selected rows as an int64 tensor.
 
     Args:
-        rows: the selection of rows: a slice, a mask, a number or a list of numbers.
+        rows: the selection of rows, given as a slice, a mask, a number or a list of numbers.
         total: number of rows in the batch.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Assignment of rows to mini-batches, ranks and micro-batches, as pure functions of the row lengths.
+"""Pure functions that assign the rows of a batch to mini-batches, ranks and micro-batches according to the row lengths.
 
 The assignment of rows to mini-batches depends neither on the number of ranks nor on the token limit of a micro-batch.
 """
@@ -46,7 +46,7 @@ def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
     """
     rows = sorted(rows)
     shares = partition([max(work[row], 1) for row in rows], ranks)
-    assert shares is not None, "if rows have no sizes, every row fits"
+    assert shares is not None, "rows without sizes fit into every part"
     return [sorted(rows[index] for index in share) for share in shares]
 
 
@@ -55,16 +55,17 @@ def microbatches(
 ) -> list[Rows]:
     """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
 
-    By default, the number of micro-batches is the number that first-fit packing needs if it places the longest rows
-    first. If `count` is larger than that number, there are `count` micro-batches, but at most as many as rows.
+    By default, there are as many micro-batches as first-fit packing, with the longest row first, needs for the rows. If
+    `count` is larger than the number of micro-batches that first-fit packing needs, there are `count` micro-batches,
+    but at most one micro-batch per row.
 
     Raises:
-        ValueError: a single row is longer than `max_tokens`.
+        ValueError: a row has more than `max_tokens` tokens.
     """
     rows, work = sorted(rows), lengths if work is None else work
     fewest = _first_fit(lengths, rows, max_tokens)
     wanted = max(len(fewest), min(count, len(rows)))
-    # With one micro-batch, or with one row in each, there is only one way to split the rows.
+    # With one micro-batch, or with one row per micro-batch, there is only one way to split the rows.
     if wanted == 1:
         return [rows]
     if wanted == len(rows):
@@ -82,10 +83,11 @@ def microbatches(
 def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows]:
     """Pack rows into micro-batches by first fit, with the longest row first.
 
-    If n is the smallest possible number of micro-batches, first fit needs at most 11/9 * n + 6/9 (Dosa 2007).
+    If n is the smallest possible number of micro-batches, first fit needs at most 11/9 * n + 6/9 micro-batches (Dosa
+    2007).
 
     Raises:
-        ValueError: a single row is longer than `max_tokens`.
+        ValueError: a row has more than `max_tokens` tokens.
     """
     cuts: list[Rows] = []
     room: list[int] = []
@@ -107,13 +109,13 @@ def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows
 def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
     """Split micro-batches until their number is `count`.
 
-    Each split divides the micro-batch with the most work, but never a micro-batch with a single row.
+    Each split divides the micro-batch with the most work among the micro-batches that have more than one row.
     """
     cuts = [list(cut) for cut in cuts]
     while len(cuts) < count:
         largest = max((cut for cut in cuts if len(cut) > 1), key=lambda cut: sum(work[row] for row in cut))
         halves = partition([work[row] for row in largest], 2)
-        assert halves is not None, "if rows have no sizes, every row fits"
+        assert halves is not None, "rows without sizes fit into every part"
         cuts.remove(largest)
         cuts += [[largest[index] for index in half] for half in halves]
     return cuts

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Model types whose feed-forward layers have two matrices. All other model types have a gate as the third matrix.
+# Model types whose feed-forward layers have two matrices. In all other model types, feed-forward layers have a gate as
+# the third matrix.
 _UNGATED = {
     "bloom",
     "codegen",
@@ -35,7 +36,7 @@ class RowWork:
         token: multiply-adds per token, in the matrices of all layers.
         output: multiply-adds per response token, in the vocabulary head.
         attention: for each group of layers with the same attention window, the pair (window, multiply-adds per pair of
-            tokens). A window of None means that a token attends to all preceding tokens.
+            tokens). An attention window of None means that a token attends to all preceding tokens.
     """
 
     token: int = 1
@@ -43,7 +44,7 @@ class RowWork:
     attention: tuple[tuple[int | None, int], ...] = ()
 
     def of(self, tokens: int, outputs: int) -> int:
-        """Return the number of multiply-adds for one row.
+        """Return the number of multiply-adds for the forward pass of one row.
 
         Args:
             tokens: number of tokens in the row.
@@ -53,7 +54,7 @@ class RowWork:
         return tokens * self.token + outputs * self.output + pairs
 
     def of_rows(self, tokens: Sequence[int], outputs: Sequence[int]) -> list[int]:
-        """Return the number of multiply-adds for each row, as computed by `of`."""
+        """Return the number of multiply-adds for each row, as computed by the method `of`."""
         return [self.of(length, count) for length, count in zip(tokens, outputs, strict=True)]
 
 
@@ -115,7 +116,7 @@ def _feed_forward(model: Mapping[str, Any], hidden: int) -> int:
 def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
     """Return the attention window of each attention layer.
 
-    A window of None means that a token attends to all preceding tokens.
+    An attention window of None means that a token attends to all preceding tokens.
     """
     window = _number(model, "sliding_window", "attention_chunk_size") if model.get("use_sliding_window", True) else None
     kinds = model.get("layer_types")

@@ -4,10 +4,11 @@ A trajectory becomes one row of a batch. The observation of the trajectory's fir
 after the prompt is the row's response: the sampled tokens of all turns, and the observations between the sampled
 tokens.
 
-Two columns of a batch tell which tokens were sampled and which are observations. The column `response_mask` is True at
-sampled tokens that are trained on. A later stage may set the mask to False, for instance in rows without a score. The
-column `policy_version` never changes. The functions `sampled_tokens` and `sampled_lengths` read `policy_version`, so
-they also include the sampled tokens of rows that are not trained on.
+Two columns of a batch distinguish tokens that the policy sampled from tokens that belong to observations. The column
+`response_mask` is True at sampled tokens that are trained on. Later stages of a training step may set `response_mask`
+to False, for instance in rows without a score. The column `policy_version` of a batch never changes. The functions
+`sampled_tokens` and `sampled_lengths` read `policy_version`, so they also include the sampled tokens of rows that are
+not trained on.
 """
 
 from collections.abc import Sequence
@@ -32,12 +33,13 @@ class Turn:
     Attributes:
         observation_ids: token ids that were put into the context since the last turn: the prompt in the first turn, and
             later, for instance, a tool's result or a user's reply.
-        action_ids: token ids that the policy sampled in the turn; empty if the trajectory ended with the observation.
+        action_ids: token ids that the policy sampled in the turn; empty if the trajectory ended with the turn's
+            observation.
         log_probs: log-probability of each sampled token in nats, under the distribution from which the token was
             sampled.
-        versions: version of the weights that sampled each token, 0 or above.
+        versions: version of the policy's weights that sampled each token, 0 or above.
         finish_reason: why the turn ended: "stop", "length" or "abort", as the engine reported it.
-        text: text of the action's tokens, without special tokens.
+        text: text of the tokens that the policy sampled in the turn, without special tokens.
         reward: reward that the environment gave for the turn; None if there was no reward.
     """
 
@@ -66,7 +68,7 @@ class Trajectory:
     Attributes:
         uid: number of the prompt group.
         sample: number of the sample in its group.
-        turns: the turns of the trajectory, in order; at least one.
+        turns: the turns of the trajectory, in order; at least one turn.
     """
 
     uid: int
@@ -86,7 +88,7 @@ class Trajectory:
 
     @property
     def finish_reason(self) -> str:
-        """Reason why the last turn ended."""
+        """Reason why the last turn of the trajectory ended."""
         return self.turns[-1].finish_reason
 
     @property
@@ -132,7 +134,8 @@ def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequen
 def sampled_tokens(batch: DataProto) -> Tensor:
     """Return a bool tensor (N,) that says for each response token whether the policy sampled the token.
 
-    Unlike `response_mask`, the result is also True for the sampled tokens of rows that are not trained on.
+    Unlike `response_mask`, the result of `sampled_tokens` is also True for the sampled tokens of rows that are not
+    trained on.
     """
     return batch.values("policy_version") != NOT_SAMPLED
 

@@ -43,10 +43,11 @@ def _in_microseconds(column: Any, name: str, where: str) -> Any:
         return column
     try:
         return column.cast(kind)
-    except Exception:  # pyarrow raises several exception types for values that cannot be converted
+    except Exception:  # pyarrow raises several exception types for values that cannot be converted.
         for row in range(len(column)):
             try:
-                # `take` copies the row. Casting a slice of a list column would also cast elements outside the slice.
+                # The method `take` copies the row. Casting a slice of a list column would also cast elements outside
+                # the slice.
                 column.take([row]).cast(kind)
             except Exception:
                 raise _unusable(column.type, f"{where}, row {row + 1}, column '{name}'") from None

@@ -24,16 +24,16 @@ from rltrain.data.template_process import OUT_OF_MEMORY
 
 # A rendering request ends after `_CHATS` chats, or as soon as its pickled chats exceed `_BYTES` bytes.
 _CHATS, _BYTES = 256, 1 << 23
-# An answer of the rendering process may take `_SILENCE_S` seconds, including the start of that process.
+# The rendering process may take `_SILENCE_S` seconds for an answer, including the start of the process.
 _SILENCE_S = 240.0
 _TRIES = 3  # Rendering fails for good after `_TRIES` rendering processes have died or stopped responding.
 _FIX = "use text prompts, or another template (chat_template in the tokenizer's files)"
 
 
 class TemplateError(ValueError):
-    """The chat template produced no text for a chat.
+    """Raised if the chat template produces no text for a chat.
 
-    The error message says why the chat template produced no text, and what to change.
+    The message of a `TemplateError` says why the chat template produced no text, and what to change.
 
     Attributes:
         chat: index of the failed chat in the list of chats to render.
@@ -68,7 +68,9 @@ class ChatTemplates:
         self.close()
 
     def close(self) -> None:
-        """End the rendering process if one is running. After `close`, rendering a chat starts a new process."""
+        """End the rendering process if one is running. If a chat is rendered after `close`, a new rendering process is
+        started.
+        """
         if self._process is not None:
             self._end()
         self._process = None
@@ -88,7 +90,7 @@ class ChatTemplates:
         for pickles in _requests(chats):
             try:
                 template = tokenizer.get_chat_template()
-            except Exception as error:  # the tokenizer has several templates and no default
+            except Exception as error:  # The tokenizer has several templates, and none is the default.
                 raise TemplateError(f"the chat template cannot be chosen ({_words(error)}); {_FIX}") from None
             variables = {**tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt}
             texts, refusal = self._answer(pickle.dumps((template, variables, pickles)), done)
@@ -139,7 +141,7 @@ class ChatTemplates:
                 stderr=subprocess.DEVNULL,
                 pass_fds=words[:2],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                start_new_session=True,  # Ctrl-C reaches only the parent process.
+                start_new_session=True,  # In a new session, the process does not get the SIGINT of Ctrl-C.
             )
         self._connection = Connection(ours.detach())
         self._end = weakref.finalize(self, _ended, self._process, self._connection)

@@ -10,9 +10,9 @@ control-token name, encoding has three steps:
 2. In a copy of the tokenizer, each control token is renamed to a string of private-use characters. In the output of the
    chat template, each control-token name is replaced by the new name of its token. Each stand-in is then replaced by
    the name from the data, which the copied tokenizer encodes as ordinary text.
-3. Two checks verify the token ids. For the text with stand-ins, the copied tokenizer must give the same ids as the
-   original tokenizer. Replacing the stand-ins must not change the control tokens among the ids. If one of the two
-   checks of the token ids fails, a `ControlTokenError` is raised.
+3. Two checks verify the token ids of the encoded text. For the text with stand-ins, the copied tokenizer must give the
+   same ids as the original tokenizer. Replacing the stand-ins must not change the control tokens among the token ids.
+   If one of the two checks of the token ids fails, a `ControlTokenError` is raised.
 """
 
 import functools
@@ -34,7 +34,7 @@ _NAMED = re.compile(_NAME.format(r"(\d+)"))
 class ControlTokenError(ValueError):
     """Raised if a text cannot be encoded with its control-token names as ordinary text.
 
-    The message of a `ControlTokenError` says why a text cannot be encoded.
+    The message of a `ControlTokenError` says why the text cannot be encoded.
     """
 
 
@@ -43,7 +43,7 @@ class _Marked:
     """A text from the data, in which stand-ins (private-use characters) replace the names of control tokens.
 
     Attributes:
-        text: the text with stand-ins. Each stand-in is one private-use character.
+        text: the text from the data, with stand-ins. Each stand-in is one private-use character.
         spelled: maps each stand-in to the control-token name that it replaces.
     """
 
@@ -81,8 +81,8 @@ class ControlTokens:
         self._normalize, self._normalized = self._normalizer()
 
     def first_in(self, value: Any) -> str | None:
-        """Return the first control-token name that occurs in a text, or in any string of a message; None if no name
-        occurs.
+        """Return the first control-token name that occurs in a text, or in any string of a message; None if no
+        control-token name occurs.
         """
         text = "\0".join(_texts(value))
         if found := self._found.search(text):
@@ -116,7 +116,8 @@ class ControlTokens:
         """Replace the control-token names in a string, dict or list with stand-ins (private-use characters).
 
         Returns:
-            The value with stand-ins, and a map from each stand-in to the control-token name that it replaces.
+            The string, dict or list with stand-ins, and a map from each stand-in to the control-token name that it
+            replaces.
         """
         text = "\0".join(_texts(value))
         if _PRIVATE.search(text):
@@ -174,7 +175,7 @@ class ControlTokens:
             like = self._added.get(name, AddedToken(name, normalized=False))
             flags = {flag: getattr(like, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
             made.add_tokens([AddedToken(_NAME.format(number), special=False, **flags)])
-        made.encode_special_tokens = True  # The usual names of special tokens are encoded as text.
+        made.encode_special_tokens = True  # The original names of special tokens are encoded as text.
         known = self._tokenizer.convert_tokens_to_ids(self.names)
         own: Any = made.token_to_id
         return made, {own(_NAME.format(number)): id for number, id in enumerate(known)}
@@ -206,7 +207,7 @@ def _pattern(names: Iterable[str]) -> re.Pattern[str]:
     """Return a pattern that matches any of the given names; as in tokenizers, a longer name is preferred to a shorter
     one.
 
-    If no names are given, the pattern matches nothing.
+    If no names are given, the returned pattern matches nothing.
     """
     ordered = sorted({*names}, key=len, reverse=True)
     return re.compile("|".join(map(re.escape, ordered)) if ordered else "(?!)")

@@ -51,7 +51,7 @@ class HubName:
 
 
 def hub_name(path: str) -> HubName | None:
-    """Parse `path` as the name of a model on the hub; return None if it cannot be such a name.
+    """Parse `path` as the name of a model on the hub; return None if `path` cannot be the name of a model.
 
     A path that exists on this machine always means a directory, even if it has the form of a model's name on the hub.
     """
@@ -89,7 +89,7 @@ def portable(path: str) -> str:
 def directory_on_node(path: str, *, on_progress: Callable[[], None], environment: Mapping[str, str]) -> str:
     """Return the directory of a model on the machine on which this process runs.
 
-    If the machine does not have the model's files, they are downloaded.
+    Model files that the machine does not have are downloaded.
 
     Args:
         path: the model's path as `portable` returned it, perhaps on another machine.
@@ -185,11 +185,12 @@ def _download(name: HubName, where: str, on_bytes: Callable[[int, int], None], e
 def _last_message(lines: IO[str], on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
     """Pass the progress of the download process on to `on_bytes`.
 
-    Return the last message of the download process, which says how the download ended; {} if there was no message.
+    Return the last message of the download process, which says how the download ended; {} if the download process wrote
+    no last message.
     """
     for line in lines:
         if not line.startswith('{"'):
-            continue  # Another library in the download process printed the line.
+            continue  # Another library in the download process printed a line that is no message.
         message: dict[str, Any] = json.loads(line)
         if "bytes" not in message:
             return message

@@ -1,8 +1,8 @@
 """The process that downloads a data set from the hub for `rltrain.data.hub_datasets`.
 
-The process writes one JSON object to its standard output. The object holds either the commit, the configuration, the
-split and the Arrow files of the split, or {"error": reason and remedy}. Progress bars of the library `datasets` go to
-the standard error of the process.
+The process writes one JSON object to its standard output. The JSON object holds either the commit, the configuration,
+the split and the Arrow files of the split, or {"error": reason and remedy}. Progress bars of the library `datasets` go
+to the standard error of the process.
 """
 
 import difflib
@@ -61,7 +61,7 @@ def _cached(
         return None
     version = {"version": "0.0.0", "hash": revision} if pinned else {"version": "auto", "hash": "auto"}
     if revision is not None and not pinned:
-        return None  # The cache identifies versions by commit, and not by branch or tag.
+        return None  # The cache of data sets identifies versions by commit, and not by branch or tag.
     readings = [(config, split)] if split or config is None else [(config, None), (None, config)]
     for name, wanted in readings:
         try:
@@ -138,7 +138,7 @@ def _near(name: str, names: Sequence[str]) -> str:
 
 
 def _persistently(call: Callable[[], Any]) -> Any:
-    """Call a function, and repeat the call if the connection breaks.
+    """Call a download function, and repeat the call if the connection breaks.
 
     Files that an earlier call has downloaded are not downloaded again.
     """
@@ -153,7 +153,7 @@ def _persistently(call: Callable[[], Any]) -> Any:
             if attempt == _ATTEMPTS or _is_of_disk(error):
                 raise
             time.sleep(_PAUSE_S * attempt)
-    raise AssertionError("unreachable, because the last attempt returns a result or raises an error")
+    raise AssertionError("the last download attempt neither returned a result nor raised an error")
 
 
 def _is_of_disk(error: BaseException) -> bool:
@@ -203,10 +203,12 @@ def _other(error: Exception, chain: Sequence[BaseException]) -> str:
     reason = one_line(_QUERY.sub("", described(chain[-1], 400)), 200)
     status = next((one.response.status_code for one in chain if isinstance(one, errors.HfHubHTTPError)), None)
     if status in (401, 403):
-        return f"{constants.ENDPOINT} refuses the token ({reason}); set HF_TOKEN to one that may read the data set"
+        return f"{constants.ENDPOINT} refuses the token ({reason}); set HF_TOKEN to a token that may read the data set"
     if _is_of_disk(error):
         cache = config.HF_DATASETS_CACHE
-        return f"cannot be stored in {cache} ({reason}); free space there, or set HF_HOME to another folder"
+        return (
+            f"the data set cannot be stored in {cache} ({reason}); free space there, or set HF_HOME to another folder"
+        )
     kinds = [type(one).__name__ for one in chain if type(one).__module__.startswith(("httpx", "httpcore", "requests"))]
     if status is None and kinds and not any(kind.startswith("Connect") for kind in kinds):
         return f"the download broke off ({reason}); start again: complete files are kept"
@@ -215,4 +217,7 @@ def _other(error: Exception, chain: Sequence[BaseException]) -> str:
             f"no such file or folder, and {constants.ENDPOINT} cannot be reached ({reason}); try again later, check "
             "the network and HF_ENDPOINT, or give a file"
         )
-    return f"the library datasets cannot read it ({reason}); give the path of its files, or a function that reads them"
+    return (
+        f"the library datasets cannot read the data set ({reason}); give the path of the data set's files, or a "
+        "function that reads the files"
+    )

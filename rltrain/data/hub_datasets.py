@@ -9,7 +9,7 @@ it is resumed.
 
 A separate process (`rltrain.data.hub_dataset_download`) downloads with the library `datasets`. Ctrl-C ends the download
 process at once. The download process reads the environment variables of the library (HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE) afresh. The driver does not have to import pandas.
+HF_HUB_OFFLINE) afresh. Because `datasets` runs in a separate process, the driver does not have to import pandas.
 """
 
 import importlib.util
@@ -103,8 +103,9 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
 
     Return the data set's name with all parts and its commit.
 
-    No network is needed if the data set's name has all parts and a commit, and the split is in the cache. If the name
-    lacks a part, or the split is not in the cache, the hub is queried. In offline mode, only the cache is used.
+    No network is needed if the data set's name has all parts and a commit, and the split is in the cache. If the data
+    set's name lacks a part, or the split is not in the cache, the hub is queried. In offline mode, only the cache is
+    used.
 
     Args:
         name: name of the data set on the hub.
@@ -126,11 +127,11 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
 def dataset_rows(source: str, where: str, *, key: str) -> Rows:
     """Return the rows of a data set.
 
-    The values of the rows stay on disk until they are read. The arguments and errors are the same as those of
+    The values of the rows stay on disk until they are read. `dataset_rows` has the same arguments and errors as
     `fetch_dataset`.
     """
     name = dataset_name(source)
-    assert name is not None, "the source names a data set"
+    assert name is not None, "`source` must be the name of a data set on the hub"
     return table_rows(_table(_files[str(fetch_dataset(name, where, key=key))], where), where)
 
 
@@ -150,7 +151,7 @@ def _table(files: Sequence[str], where: str) -> Any:
 def _download(name: DatasetName, where: str, key: str) -> dict[str, Any]:
     parts = {"repository": name.repository, "config": name.config, "split": name.split, "revision": name.revision}
     code = _START.format(path=sys.path, key=key, **parts)
-    shown = sys.stderr.isatty()  # Progress bars are shown only in a terminal.
+    shown = sys.stderr.isatty()  # Progress bars are shown only if stderr is a terminal.
     environment = {**os.environ, **({} if shown else _QUIET)}
     environment.pop("TQDM_DISABLE", None)
     with tempfile.TemporaryFile("w+", errors="replace") as complaints:

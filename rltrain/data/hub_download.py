@@ -1,7 +1,7 @@
 """The process that downloads a model from the hub for `rltrain.data.hub`.
 
 The process writes messages to its standard output, one JSON object per line. During the download, the messages are
-{"bytes": [done, total]}. The last message is {"folder": path} or {"error": reason and remedy}.
+{"bytes": [done, total]}. The last message of the download process is {"folder": path} or {"error": reason and remedy}.
 """
 
 import errno
@@ -69,7 +69,9 @@ def _names_weights(folder: Path) -> bool:
 
 
 def _persistently(model: str, revision: str | None) -> Path:
-    """Download a model, and try again after a broken connection. Files that are complete are not downloaded again."""
+    """Download a model, and try again after a broken connection. Files that are already complete are not downloaded
+    again.
+    """
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     for attempt in range(1, _ATTEMPTS + 1):
@@ -83,7 +85,7 @@ def _persistently(model: str, revision: str | None) -> Path:
             if attempt == _ATTEMPTS or _is_of_disk(error):
                 raise
             time.sleep(_PAUSE_S * attempt)
-    raise AssertionError("unreachable, because the last attempt returns a result or raises an error")
+    raise AssertionError("the last download attempt neither returned a result nor raised an error")
 
 
 def _progress_class() -> type:
@@ -107,7 +109,7 @@ def _progress_class() -> type:
             """Display nothing, although tqdm calls this method to draw the bar."""
 
         def update(self, n: float | None = 1) -> None:
-            """Count the bytes, and write a message if enough time has passed since the last message."""
+            """Count the downloaded bytes, and write a message if enough time has passed since the last message."""
             super().update(n)
             if self.unit == "B" and time.monotonic() - last[0] >= _EVERY_S:
                 last[0] = time.monotonic()
@@ -145,7 +147,9 @@ def _explained(error: Exception, model: str, revision: str | None) -> str:
             "if the model is private"
         )
     if status in (401, 403):
-        return f"{constants.ENDPOINT} refuses the token ({reason}); set HF_TOKEN to a valid one that may read the model"
+        return (
+            f"{constants.ENDPOINT} refuses the token ({reason}); set HF_TOKEN to a valid token that may read the model"
+        )
     if is_offline_mode() and isinstance(error, errors.LocalEntryNotFoundError | errors.OfflineModeIsEnabled):
         option = f" --revision {revision}" if revision else ""
         return (
@@ -160,7 +164,7 @@ def _explained(error: Exception, model: str, revision: str | None) -> str:
         )
     if _is_of_disk(error):
         cache = constants.HF_HUB_CACHE
-        return f"cannot be stored in {cache} ({reason}); free space there, or set HF_HOME to another folder"
+        return f"the model cannot be stored in {cache} ({reason}); free space there, or set HF_HOME to another folder"
     return f"the download from {constants.ENDPOINT} broke off ({reason}); start again: complete files are kept"
 
 

@@ -34,12 +34,15 @@ def check_directory(path: str, key: str = "model.path") -> None:
     other = ", or model.path=builtin" if where.startswith("model.path") else ""
     require(folder.exists(), f"{where}: no such directory; give the folder of a model, its ORG/NAME on the hub{other}")
     require(folder.is_dir(), f"{where}: not a directory; give the folder that holds config.json and the weights")
-    require((folder / "config.json").is_file(), f"{where}: holds no config.json; give the folder that holds it")
+    require(
+        (folder / "config.json").is_file(), f"{where}: holds no config.json; give the folder that holds config.json"
+    )
     read_json(folder / "config.json")
     weight_files(folder, where)
     found = any((folder / name).is_file() for name in _TOKENIZER)
     require(
-        found, f"{where}: holds no tokenizer (looked for {', '.join(_TOKENIZER)}); save the model's tokenizer there"
+        found,
+        f"{where}: holds no tokenizer (looked for {', '.join(_TOKENIZER)}); save the model's tokenizer in this folder",
     )
 
 
@@ -263,8 +266,8 @@ def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
         where: start of the error message: the config key and the source of the prompts.
 
     Raises:
-        ConfigError: the largest token id has no embedding. The error message names the id and the model's vocabulary
-            size.
+        ConfigError: the largest token id has no embedding. The error message names the token id and the model's
+            vocabulary size.
     """
     size = text_config(path).get("vocab_size")
     require(
@@ -318,7 +321,7 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 
     try:
         whole = AutoConfig.from_pretrained(str(local_directory(path)), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # The model type is unknown, or the config does not fit it.
+    except Exception as error:  # The model type is unknown, or the config does not fit the type.
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
             f"{key}={path}: its config.json does not load ({type(error).__name__}: {reason}); use a model of a type "

@@ -2,8 +2,9 @@
 
 If the weight files lack a parameter, transformers initializes it with random numbers and only logs a message. This
 module therefore passes the tensor names and shapes in the file headers through transformers' own loading code, which
-renames, ties and merges tensors. The loading code runs on the meta device, so the check reads no weights and allocates
-no memory for them. The check finds the name of every tensor that is missing, unexpected or of the wrong shape.
+renames, ties and merges tensors. The loading code runs on the meta device, so the check of the weight files reads no
+weights and allocates no memory for weights. The check of the weight files finds the name of every tensor that is
+missing, unexpected or of the wrong shape.
 """
 
 import contextlib
@@ -22,7 +23,7 @@ from rltrain.settings.typed import require
 BUILTIN_MODEL = "builtin"
 SAFETENSORS, TORCH, INDEX = ".safetensors", ".bin", ".index.json"
 NAMES = (f"model{SAFETENSORS}", f"model{SAFETENSORS}{INDEX}", f"pytorch_model{TORCH}", f"pytorch_model{TORCH}{INDEX}")
-NOT_FOR_ENGINES = ("training_args.bin", "optimizer.bin")  # Files that vLLM does not read as weights.
+NOT_FOR_ENGINES = ("training_args.bin", "optimizer.bin")  # Names of files that vLLM does not read as weights.
 AGAIN = "copy or download it again, or save the model again with save_pretrained"
 _FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
@@ -87,7 +88,9 @@ def weight_files(folder: Path, where: str) -> list[Path]:
     names = NAMES if own is None else (own,)
     found = next((folder / name for name in names if (folder / name).is_file()), None)
     if found is None:
-        raise ConfigError(f"{where}: holds no weights (looked for {', '.join(names)}); save the model's weights there")
+        raise ConfigError(
+            f"{where}: holds no weights (looked for {', '.join(names)}); save the model's weights in this folder"
+        )
     return shards(found, where) if found.name.endswith(INDEX) else [found]
 
 
@@ -95,7 +98,7 @@ def shards(index: Path, where: str) -> list[Path]:
     """Return the weight files that an index file names, in the order in which they are read.
 
     Raises:
-        ConfigError: the file is not an index, or it names a weight file that does not exist.
+        ConfigError: the file is not an index file, or the index file names a weight file that does not exist.
     """
     content = read_json(index)
     named = content.get("weight_map")
@@ -113,7 +116,7 @@ def shards(index: Path, where: str) -> list[Path]:
         )
         require(
             (index.parent / name).is_file(),
-            f"{where}: {index.name} names {one_line(name)}, which is not there; copy or download that file too",
+            f"{where}: {index.name} names {one_line(name)}, which does not exist; copy or download that file too",
         )
     return [index.parent / name for name in names]
 
@@ -190,8 +193,8 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
 
     Args:
         path: the model's directory, or "builtin" for the built-in model.
-        kind: the transformers Auto class that builds the model; by default, `AutoModelForCausalLM`. A classifier is
-            built with one output.
+        kind: the transformers Auto class that builds the model; by default, `AutoModelForCausalLM`. A classification
+            model is built with one output.
         where: start of error messages: the config key and the path. Without `where`, error messages start with
             `model.path=PATH`.
 
@@ -211,7 +214,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
             folder, heads = local_directory(path), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **heads)
             return kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
-        except Exception as error:  # The model type is unknown, or the config does not fit it.
+        except Exception as error:  # The model type is unknown, or the config does not fit the type.
             raise ConfigError(
                 f"{where or f'model.path={path}'}: transformers cannot create {kind.__name__} from its config.json "
                 f"({type(error).__name__}: {one_line(' '.join(str(error).split()), 160)}); use a model of a type that "
@@ -230,7 +233,7 @@ def parameter_count(path: str, kind: Any = None) -> int:
 def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = False) -> None:
     """Raise an error unless the weight files hold exactly the tensors of the model that config.json describes.
 
-    The check reads only the headers of the weight files, not the weights.
+    The check of the weight files reads only the headers of the files, and not the weights.
 
     Args:
         path: the model's directory.
@@ -428,7 +431,7 @@ def check_engine_files(path: str, where: str) -> None:
 
 
 def _some(names: Any) -> str:
-    """Return the first few names as text, followed by the number of omitted names."""
+    """Return the first few of the given names as text, followed by the number of omitted names."""
     names = [one_line(str(name)) for name in names]
     rest = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + rest

@@ -52,14 +52,14 @@ class PromptEncoder:
     def encode(
         self, prompts: Mapping[int, Any], place: Callable[[int], str], max_length: int
     ) -> Iterator[tuple[int, list[int] | Overlong]]:
-        """Yield the row number and the token ids of each prompt, in the order of `prompts`. Prompts are never
-        truncated.
+        """Yield the row number and the token ids of each prompt, in the order of `prompts`. Prompts that are too long
+        are never truncated.
 
         Args:
             prompts: maps each row number to its prompt, which is text or chat messages as in the data.
             place: function that returns, for a row number, the location of that row for error messages.
             max_length: maximum number of tokens in a prompt. For a prompt with more than `max_length` tokens, an
-                `Overlong` is yielded instead of the ids.
+                `Overlong` is yielded instead of token ids.
 
         Raises:
             ConfigError: a row cannot be encoded. The error message is one line and names the row.
@@ -79,14 +79,14 @@ class PromptEncoder:
             # Chat templates write special tokens themselves, so the tokenizer must add none to rendered chats.
             found |= self._encoded(batch, add_special_tokens=not chat)
         for row in spelled.keys() & texts.keys():
-            found[row] = self._as_text(prompts[row], texts[row], f"{place(row)}: the prompt spells {spelled[row]}")
+            found[row] = self._as_text(prompts[row], texts[row], f"{place(row)}: the prompt contains {spelled[row]}")
         for row, prompt in prompts.items():
             yield row, self._finished(found[row], prompt, place(row), max_length)
 
     def _spelled(self, prompts: Mapping[int, Any], place: Callable[[int], str]) -> dict[int, str]:
         """Return the first control-token name in each prompt, by row number.
 
-        Prompts without control-token names are left out. If `special_tokens` is "allow", the function returns an empty
+        Prompts without control-token names are left out. If `special_tokens` is "allow", `_spelled` returns an empty
         dict.
 
         Raises:
@@ -99,8 +99,9 @@ class PromptEncoder:
         for row, name in spelled.items():
             require(
                 self.special_tokens == "text",
-                f"{place(row)}: the prompt spells the control token {name}, which data.special_tokens=refuse forbids; "
-                f"change the prompt, set data.special_tokens=text to encode it as text, or {_ALLOW}",
+                f"{place(row)}: the prompt contains the name of the control token {name}, which "
+                "data.special_tokens=refuse forbids; change the prompt, set data.special_tokens=text to encode the "
+                f"name as text, or {_ALLOW}",
             )
             self.first_spelling = self.first_spelling if self.spelling else (place(row), name)
             self.spelling += 1
@@ -146,7 +147,8 @@ class PromptEncoder:
             return self._control.encode(prompt, write, written=text, add_special_tokens=False)
         except (ControlTokenError, TemplateError) as error:
             raise ConfigError(
-                f"{what}, a control token, and cannot be encoded as text ({error}); change the prompt, or {_ALLOW}"
+                f"{what}, the name of a control token, and cannot be encoded as text ({error}); change the prompt, "
+                f"or {_ALLOW}"
             ) from error
 
     def _finished(self, ids: list[int] | Overlong, prompt: Any, place: str, max_length: int) -> list[int] | Overlong:
@@ -159,7 +161,7 @@ class PromptEncoder:
 
 
 def unicode(text: str, place: str, what: str = "the prompt") -> str:
-    """Return the text unchanged, or raise ConfigError if it contains an unpaired surrogate (half of a UTF-16 pair).
+    """Return a text unchanged, or raise ConfigError if the text contains an unpaired surrogate (half of a UTF-16 pair).
 
     JSON strings can contain unpaired surrogates, but no tokenizer accepts unpaired surrogates.
     """
@@ -175,7 +177,8 @@ def unicode(text: str, place: str, what: str = "the prompt") -> str:
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
     """Remove all but one of the begin tokens at the start of a prompt's token ids.
 
-    A prompt starts with several begin tokens if its text starts with a begin token and the tokenizer adds another.
+    A prompt starts with several begin tokens if its text starts with a begin token and the tokenizer adds another begin
+    token.
     """
     extra = 0
     while bos is not None and ids[extra : extra + 2] == [bos, bos]:

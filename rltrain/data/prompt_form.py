@@ -45,9 +45,9 @@ _SHOWN = 60  # Maximum number of characters of a template that an error message 
 
 
 class RowError(ValueError):
-    """A row of the data cannot become a prompt.
+    """Raised if a row of the data cannot become a prompt.
 
-    The error message does not name the row; the caller adds the row's location.
+    The message of a `RowError` does not name the row; the caller adds the row's location.
     """
 
 
@@ -75,7 +75,7 @@ class Derived:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptForm:
-    """Describes how the rows of one source become prompts.
+    """The way in which the rows of one source become prompts.
 
     Attributes:
         reads: names of the columns that are read to make the prompts.
@@ -130,7 +130,7 @@ class PromptForm:
 
         Args:
             chats: number of rows that hold chat messages.
-            total: number of all rows that were read.
+            total: number of all rows that were read from the source.
         """
         text = "a user message" if self.as_user else "text"
         kind = "chat messages" if chats == total else text if not chats else f"{text} or chat messages"
@@ -157,7 +157,7 @@ def prompt_form(
     """
     _require_template(options, has_template)
     reads, read, source = _reader(columns, options.prompt, where)
-    complete = read is _whole_prompt  # By default, a complete prompt does not become a user message.
+    complete = read is _whole_prompt  # By default, text from the column `prompt` does not become a user message.
     derived: dict[str, Derived] = {}
     if not complete and COMPLETION not in columns and any(isinstance(row.get(reads[0]), list) for row in sample):
         derived[COMPLETION] = Derived("the assistant's last turn", _completion_of(reads[0]))
@@ -234,8 +234,8 @@ def _require_column(name: str, columns: Sequence[str], given: str, where: str, m
 def template_parts(template: str) -> list[tuple[str, str | None]]:
     """Split a prompt template into pairs of text and column name.
 
-    In each pair, the text is the part of the template before the column. The last column name is None if the template
-    ends with text.
+    In each pair, the text is the part of the template before the column. In the last pair, the column name is None if
+    the template ends with text.
 
     Raises:
         ConfigError: a brace is unmatched, braces enclose something other than the name of a column, or the template
@@ -297,7 +297,7 @@ def _instruction(row: Row) -> Any:
 def _messages(value: list[Any]) -> list[Any]:
     """Return chat messages as dicts with `role` and `content`.
 
-    Messages in ShareGPT's form, with `from` and `value`, are converted.
+    Chat messages in ShareGPT's form, with `from` and `value`, are converted.
     """
     return [_message(one) if isinstance(one, Mapping) and "from" in one and "role" not in one else one for one in value]
 

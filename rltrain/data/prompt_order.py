@@ -11,7 +11,7 @@ from rltrain.settings.typed import require
 
 
 class PromptOrder:
-    """The order in which training uses the prompts. The state of the prompt order can be saved and loaded.
+    """The order in which training uses the prompts. The position in the prompt order can be saved and loaded.
 
     Each epoch uses every prompt index once, in a new permutation.
     """
@@ -27,7 +27,7 @@ class PromptOrder:
         self._permutation: tuple[int, Sequence[int]] = (-1, ())
 
     def next(self, count: int) -> list[int]:
-        """Return the next `count` indices, which may span several epochs."""
+        """Return the next `count` prompt indices, which may span several epochs."""
         taken = [self.at(position) for position in range(self._drawn, self._drawn + count)]
         self._drawn += count
         return taken
@@ -35,7 +35,7 @@ class PromptOrder:
     def at(self, position: int) -> int:
         """Return the prompt index at a position of the prompt order; positions are counted over all epochs.
 
-        The method accepts any position, even one that `next` has not reached yet.
+        The method `at` accepts any position, even a position that `next` has not reached yet.
         """
         return self._of_epoch(position // self._size)[position % self._size]
 

@@ -58,7 +58,7 @@ class PromptSet(Sequence[Prompt]):
         source: the source of the prompts, as written in the config.
         where: the config key and the source, in the form that error messages show.
         columns: names of the data columns that reward functions get.
-        filtered: number of prompts left out because they are too long.
+        filtered: number of prompts that were left out because they are too long.
         notes: one-line messages for the user about the prompts.
         own_splits: whether the same source gives different rows for training and for evaluation.
         described: one line for the user that describes the source and how rows became prompts.
@@ -87,7 +87,7 @@ class PromptSet(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        # A negative index is converted to a positive index, and an index out of range raises IndexError.
+        # A negative prompt index is converted to a positive index, and an index out of range raises IndexError.
         index = range(len(self))[index]
         ids = self._ids[self._ends[index] : self._ends[index + 1]].tolist()
         row = self._rows.row(self._kept[index])
@@ -98,7 +98,9 @@ class PromptSet(Sequence[Prompt]):
         return Prompt(index, text, ids, self._form.values(row), chat)
 
     def fingerprint(self) -> int:
-        """Return a checksum of the prompts: of their token ids, their order, and the values in their other columns."""
+        """Return a checksum of the prompts: of their token ids, their order, and the values in the prompts' other
+        columns.
+        """
         crc = zlib.crc32(self._ends, zlib.crc32(self._ids))
         for row in map(self._rows.row, self._kept if self.columns else ()):
             crc = zlib.crc32(repr([*self._form.values(row).values()]).encode(), crc)
@@ -141,12 +143,12 @@ def load_prompts(
         tokenizer: a Hugging Face tokenizer.
         split: purpose of the prompts: `train`, or `val` for evaluation. Built-in tasks have different prompts for
             training and for evaluation.
-        key: the config key under `data` that names the source, for error messages. If `key` is "", the key is the value
-            of `split`.
+        key: the config key under `data` that names the source, for error messages. If `key` is "", the value of `split`
+            is the config key.
         seed: random seed for the prompts of a built-in task, and for a user's function with a parameter `seed`.
         max_prompt_length: maximum number of tokens in a prompt.
-        overlong: what happens to prompts with more than `max_prompt_length` tokens. "refuse" raises an error. "filter"
-            leaves the prompts out and counts them in `PromptSet.filtered`.
+        overlong: what happens to prompts with more than `max_prompt_length` tokens. "refuse" raises an error for such
+            prompts. "filter" leaves such prompts out and counts them in `PromptSet.filtered`.
         options: the user's settings for prompts: which columns become the prompt, and whether a chat template is
             applied.
         special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. "text"
@@ -159,8 +161,8 @@ def load_prompts(
             too long are kept.
 
     Raises:
-        ConfigError: the data is invalid. The error message is one line that names the file, the row, the problem and
-            its fix.
+        ConfigError: the prompt data is invalid. The error message is one line that names the file, the row, the problem
+            and its fix.
     """
     where = f"data.{key or split}={source}"
     rows = load_rows(source, where, split=split, seed=seed, limit=limit)
@@ -194,7 +196,7 @@ def _encode(
     """Encode the rows and append the prompts to the prompt set, until the set holds `limit` prompts.
 
     Returns:
-        The prompts that are too long, by row number, and the number of rows that hold chat messages.
+        A dict of the prompts that are too long, by row number, and the number of rows that hold chat messages.
     """
     too_long: dict[int, Overlong] = {}
     chats = 0
@@ -233,7 +235,7 @@ def _require_round_trips(rows: Rows, form: PromptForm, kept: Sequence[int], toke
         (row, text)
         for row, prompt in prompts
         for text in ([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt])
-        # Text with names of added tokens is not checked, because such tokens may absorb white space.
+        # Text with names of added tokens is not checked, because added tokens may absorb white space.
         if not control.spells_added(text)
     ]
     if lost := loss([text for _, text in texts], tokenizer):
@@ -258,8 +260,8 @@ def _notes(where: str, prompts: PromptSet, encoder: PromptEncoder, limit: int) -
     if encoder.spelling:
         place, name = encoder.first_spelling
         notes.append(
-            f"{where}: prompts that spell control tokens, which are encoded as text: {encoder.spelling:,}, the first "
-            f"with {name} in {place}; data.special_tokens=allow encodes them as control tokens"
+            f"{where}: prompts that contain names of control tokens, which are encoded as text: {encoder.spelling:,}, "
+            f"the first with {name} in {place}; data.special_tokens=allow encodes the names as control tokens"
         )
     return notes
 

@@ -126,7 +126,7 @@ def _json(content: bytes, place: str) -> Any:
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]
         raise ConfigError(
-            f"{place}: the text is not valid JSON ({reason}); put one object on each line of a .jsonl file"
+            f"{place}: the text is not valid JSON ({reason}); put one JSON object on each line of a .jsonl file"
         ) from None
 
 

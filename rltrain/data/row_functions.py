@@ -33,8 +33,8 @@ def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
         seed: random seed of the run, for the function's parameter `seed`.
 
     Raises:
-        ConfigError: the function cannot be imported, raises an exception, returns something other than dicts, or gives
-            too many rows.
+        ConfigError: the function cannot be imported, raises an exception, returns something other than dicts, or
+            returns or yields too many rows.
     """
     function, found = load_row_function(source, where), list[dict[str, Any]]()
     values = {"split": split, "seed": seed}
@@ -134,7 +134,7 @@ def _plain(value: Any, place: str) -> Any:
         return int(value)
     if value is None or isinstance(value, _PLAIN):
         return float(value) if isinstance(value, float) else value
-    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # The value is a numpy array or scalar.
+    if hasattr(value, "tolist") and hasattr(value, "dtype"):  # `value` is a NumPy array or scalar.
         listed = value.tolist()
         require(not hasattr(listed, "dtype"), _refusal(value, place))
         return _plain(listed, place)

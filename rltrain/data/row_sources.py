@@ -28,8 +28,8 @@ _FUNCTION = re.compile(r"(?:.*\.py|[^\W\d]\w*(?:\.[^\W\d]\w*)*):[^\W\d]\w*")
 
 
 def kind_of(source: str, where: str) -> Kind:
-    """Return the kind of a source. The docstring of `rltrain.data.row_sources` lists the kinds of sources and their
-    forms.
+    """Return the kind of a source of rows, such as a file or a Python function. The docstring of
+    `rltrain.data.row_sources` lists the kinds of sources and their forms.
 
     Raises:
         ConfigError: the source is a path that cannot be accessed.
@@ -44,7 +44,7 @@ def kind_of(source: str, where: str) -> Kind:
 
 
 def check_source(source: str, where: str) -> None:
-    """Check that a source exists, as far as possible without reading rows or asking the hub.
+    """Check that a source of rows exists, as far as possible without reading rows or querying the hub.
 
     Raises:
         ConfigError: the file, folder or function does not exist, or the library for data sets of the hub is not
@@ -60,7 +60,7 @@ def check_source(source: str, where: str) -> None:
 
 
 def load_rows(source: str, where: str, *, split: Split, seed: int, limit: int | None) -> Rows:
-    """Read the rows of a source.
+    """Read the rows of a file, function, built-in task or data set of the hub.
 
     Args:
         source: the source, in one of the forms that the docstring of `rltrain.data.row_sources` lists.

@@ -25,14 +25,14 @@ class Rows:
 
     @classmethod
     def of_dicts(cls, rows: list[dict[str, Any]], place: Callable[[int], str], *, own_splits: bool = False) -> "Rows":
-        """Return a `Rows` object that holds the given dicts. A dict may lack some of the columns."""
+        """Return a `Rows` object that holds the given dicts. A row's dict may lack some of the columns."""
         return cls(rows, tuple(dict.fromkeys(name for row in rows for name in row)), place, own_splits)
 
     def __len__(self) -> int:
         return len(self.content)
 
     def row(self, index: int) -> dict[str, Any]:
-        """Return one row with all its columns."""
+        """Return one row of the data with all its columns."""
         row: dict[str, Any]
         row = self.content[index] if isinstance(self.content, list) else self.content.slice(index, 1).to_pylist()[0]
         return row
@@ -54,7 +54,7 @@ class Rows:
         Either all parts hold their rows as dicts, or all parts hold Arrow tables.
 
         Raises:
-            pyarrow.ArrowException: a column has types in two tables that cannot be combined.
+            pyarrow.ArrowException: the types of a column in two tables cannot be combined.
         """
         if len(parts) == 1:
             return parts[0]

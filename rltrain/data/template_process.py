@@ -79,8 +79,8 @@ def _rendered(
 def _limit_processor_time(seconds: float) -> None:
     """Limit the total processor time of this process.
 
-    The limit is in seconds and is rounded up. When the process reaches the limit, the kernel kills the process with
-    SIGXCPU.
+    The limit on the processor time is in seconds and is rounded up. When the process reaches the limit, the kernel
+    kills the process with SIGXCPU.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), resource.getrlimit(resource.RLIMIT_CPU)[1]))
 

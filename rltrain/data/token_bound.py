@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-SHORT = 100_000  # No bound is computed for a text of at most 100,000 characters, because tokenizing it is fast.
+SHORT = 100_000  # No bound is computed for texts of at most 100,000 characters, because tokenizing such texts is fast.
 # Names of pre-tokenizers that keep every character.
 _LOSSLESS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
 # Names of pre-tokenizers that drop only white space.
@@ -23,7 +23,8 @@ _SPLITS = ("Split", "Punctuation")
 
 @dataclass(frozen=True)
 class _Counting:
-    """How the units (characters or bytes) of a text are counted; each token covers a limited number of units.
+    """The way in which the units (characters or bytes) of a text are counted; each token covers a limited number of
+    units.
 
     Attributes:
         longest: largest number of units that one token covers.
@@ -92,7 +93,7 @@ class TokenBound:
 
 def _flat(part: Any, inner: str) -> list[dict[str, Any]]:
     """Return the components of a part of a tokenizer as a flat list, even if sequences of components are nested. If the
-    part is None, the list is empty.
+    part of the tokenizer is None, the list is empty.
     """
     if part is None:
         return []

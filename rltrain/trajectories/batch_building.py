@@ -39,7 +39,7 @@ def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajecto
 
 
 def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
-    """Convert trajectories to a batch with one row each, in the same order.
+    """Convert trajectories to a batch with one row per trajectory, in the order of the trajectories.
 
     The column `responses` contains the sampled tokens and the observations after the prompt. The column `response_mask`
     is True exactly at the sampled tokens. At observation tokens, `rollout_log_probs` is 0 and `policy_version` is
@@ -72,7 +72,8 @@ def with_scores(
 ) -> DataProto:
     """Add the scores of the given groups to a batch of the groups' answers.
 
-    A row without a score, or whose reward failed, is marked as not valid, so its tokens are not trained on.
+    A row that has no score, or whose reward failed, is marked as not valid, so that the row's tokens are not trained
+    on.
     """
     results = [group.results[number] for group, number in _rows(groups, baseline=baseline)]
     nan = float("nan")
@@ -97,7 +98,7 @@ def with_scores(
 def to_batch(
     groups: Sequence[Group], components: Sequence[RewardFunctionConfig | RewardModelConfig], *, baseline: bool = False
 ) -> DataProto:
-    """Convert finished groups to a batch with answers and scores; see `answers_of` and `with_scores`."""
+    """Convert finished groups to a batch with answers and scores, by calling `answers_of` and `with_scores`."""
     return with_scores(answers_of(groups, baseline=baseline), groups, components, baseline=baseline)
 
 

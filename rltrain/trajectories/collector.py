@@ -1,9 +1,9 @@
 """Turns prompts into scored batches by sending prompts to the inference engines, and answers to the reward workers.
 
-Synchronous and asynchronous training use the same collector. The method `answers` sends as many prompt groups to the
-engines as the staleness bound allows, but waits only for the answers of the oldest groups. The method `scored` waits
-for the scores of the groups that `answers` returned. Two background tasks receive finished answers and scores, even
-while the training ranks compute.
+Synchronous and asynchronous training use the same class `Collector`. The method `answers` sends as many prompt groups
+to the engines as the staleness bound allows, but waits only for the answers of the oldest groups. The method `scored`
+waits for the scores of the groups that `answers` returned. Two background tasks receive finished answers and scores,
+even while the training ranks compute.
 """
 
 import time
@@ -50,11 +50,12 @@ class _Step:
     """State of the collector in one training step.
 
     Attributes:
-        places: number of groups that the step will train on.
-        refills: number of dropped groups that new groups may still replace.
-        open: True after `answers` has begun the step and until `take` ends the step.
-        seen: finished groups, by uid, that were already checked for whether all their answers have the same outcome.
-        dropped: uids of the dropped groups.
+        places: number of prompt groups that the training step will train on.
+        refills: number of dropped prompt groups that may still be replaced by new groups.
+        open: True from the time when `answers` begins the step until `take` ends the step.
+        seen: finished prompt groups, by uid, for which it was already checked whether all answers have the same
+            outcome.
+        dropped: uids of the prompt groups that the training step has dropped.
     """
 
     places: int
@@ -70,8 +71,8 @@ class Collector:
     The collector reads prompts in the prompt order of the run, and produces batches of finished groups.
 
     Args:
-        config: the whole config.
-        rollout: pool of engines.
+        config: the complete config of the run.
+        rollout: pool of rollout engines.
         rewards: pool of reward workers.
         prompts: training prompts.
         tasks: the run's background tasks. If a background task fails or the run is interrupted, the collector stops
@@ -106,17 +107,17 @@ class Collector:
         self.in_flight = [self.training]
         self.step = _Step(places=0, refills=0, open=False)
         self.first_failure = 0.0  # `time.monotonic()` at the step's first failed reward; 0 without failed rewards
-        self._arrived = 0  # number of times that answers or scores have arrived
-        self._failures_arrived = False  # True if failed rewards have arrived that `_stop_early` has not counted yet
-        self._changes = Changes()  # notified when groups change, or when engines or reward workers have new work
+        self._arrived = 0  # Number of times that answers or scores have arrived.
+        self._failures_arrived = False  # True if failed rewards have arrived that `_stop_early` has not counted.
+        self._changes = Changes()  # Notified when prompt groups change, or when engines or reward workers get work.
 
     def start(self) -> None:
-        """Start the background tasks that pass on answers and scores."""
+        """Start the background tasks that receive finished answers and scores."""
         self.tasks.start(self._receive_answers(), "answers")
         self.tasks.start(self._receive_scores(), "scores")
 
     async def answers(self, version: int) -> DataProto:
-        """Wait for the answers of the next `prompts_per_step` groups, and return them as a batch.
+        """Wait for the answers of the next `prompts_per_step` groups, and return the answers as a batch.
 
         The weights that sampled the answers are at most `max_staleness` versions older than weight version `version`.
         The scores of the answers may still be missing; the method `scored` adds the scores.
@@ -144,8 +145,8 @@ class Collector:
     async def scored(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Wait for all scores of a batch that `answers` returned, and add the scores to the batch.
 
-        Call `take` after `scored` to end the training step. With dynamic sampling, no token is trained on if the batch
-        has only one group and all answers of the group have the same outcome.
+        After `scored`, the method `take` must be called to end the training step. With dynamic sampling, no token is
+        trained on if the batch has only one group and all answers of the group have the same outcome.
 
         Returns:
             The batch with scores, and metrics over all groups that were generated. Without dynamic sampling, the
@@ -205,7 +206,7 @@ class Collector:
     async def abort(self) -> None:
         """Discard all groups, and the results of all requests that the engines and reward workers are processing now.
 
-        After `abort`, the only method that may be called is `load_state_dict`.
+        After `abort`, the only method of the collector that may be called is `load_state_dict`.
         """
         # if an engine dies during the abort, `_reissue` must not request that engine's groups again
         self.in_flight = []
@@ -259,13 +260,13 @@ class Collector:
                 step.dropped.add(group.uid)
                 step.refills, step.places = step.refills - replaced, step.places - (not replaced)
                 if replaced and not step.refills:
-                    break  # without refills, `_unseen` returns no group until all groups are finished
+                    break  # Without refills, `_unseen` returns no group until all groups are finished.
 
     def _fails(self, step: "_Step", group: Group) -> bool:
         """Return whether all rewards of a group failed and the step's failures exceed `reward.max_failed_fraction`.
 
-        A group for which `_fails` returns True is not dropped, so that a resumed run requests the group's rewards
-        again.
+        A prompt group for which `_fails` returns True is not dropped, so that a resumed run requests the group's
+        rewards again.
         """
         if not all(result.failed for result in group.results.values()):
             return False
@@ -275,12 +276,13 @@ class Collector:
     def _unseen(self, step: "_Step") -> list[Group]:
         """Return the step's finished groups for which it was not yet checked whether all answers have the same outcome.
 
-        A group that belongs to a later step is checked only in that later step.
+        A prompt group of a later step is checked for equal outcomes only in that later step.
         """
         oldest = self.groups.oldest(step.places)
         ready = [group for group in oldest if group.state is GroupState.READY]
-        # Once dropped groups can no longer be replaced, the check waits until all groups are finished. If every group
-        # has a single outcome, one group stays in the step, and the choice of that group must not depend on timing.
+        # Once dropped groups can no longer be replaced, outcomes are checked only after all groups of the step are
+        # finished. If every group has a single outcome, one group stays in the step, and the choice of that group must
+        # not depend on timing.
         if not step.refills and len(ready) < len(oldest):
             return []
         return [group for group in ready if group.uid not in step.seen]
@@ -353,7 +355,7 @@ class Collector:
             self._changes.notify()
 
     async def _news(self) -> None:
-        """Wait until the next answer or score arrives."""
+        """Wait until the next answer or score arrives at the collector."""
         assert self.rollout.pending or self.rewards.pending, (
             "groups are unfinished, but no engine or reward worker has work"
         )
@@ -378,7 +380,7 @@ class Collector:
             self._changes.notify()
 
     async def _receive_scores(self) -> None:
-        """Record scores in their groups as the scores arrive, until the task is cancelled."""
+        """Record each score in its prompt group when the score arrives, until the task is cancelled."""
         while True:
             await self._changes.until(lambda: self.rewards.pending)
             for result in await self.rewards.poll():
@@ -398,7 +400,8 @@ class Collector:
             self._ship(flight, None)
 
     def _stop_early(self, groups: PromptGroups) -> None:
-        """Stop the run before all results have arrived if more rewards have already failed than are allowed in a step.
+        """Stop the run before all rewards of a step have arrived if more rewards have failed than are allowed in a
+        step.
 
         The run is stopped only if at least `PATIENCE_S` seconds have passed since the first failed reward of the step.
         With dynamic sampling, failed rewards never stop the run early.
@@ -416,7 +419,7 @@ class Collector:
             raise self._too_many(failures, total)
 
     def _too_many(self, failures: Sequence[SampleScores], total: int) -> RewardError:
-        """Return an error whose message lists the three most frequent kinds of failure, the most frequent first."""
+        """Return a RewardError whose message lists the three most frequent kinds of failure, in descending order."""
         kinds = Counter(result.error for result in failures).most_common(3)
         first = {result.error: result.key for result in reversed(failures)}
         shown = "; ".join(

@@ -1,8 +1,8 @@
 """Tracks prompt groups through the stages pending, generating, scoring, ready, and finally used or dropped.
 
-The module only does bookkeeping, and uses neither Ray nor a clock. A prompt group consists of the G samples of one
-prompt, which are in flight together, that is, being generated or scored. To ship a group means to send the requests for
-the group's answers to the engines.
+The module `prompt_groups` only does bookkeeping, and uses neither Ray nor a clock. A prompt group consists of the G
+samples of one prompt, which are in flight together, that is, being generated or scored. To ship a group means to send
+the requests for the group's answers to the engines.
 
 The trainer uses prompt groups in the order of their numbers (`uid`). When a group is shipped to the engines, the
 training step that will use the group is already known. Group n is used at training step n // prompts_per_step, where
@@ -39,8 +39,8 @@ class Group:
     Attributes:
         uid: number of the group.
         prompt: prompt of the group.
-        samples: number of answers that are trained on.
-        size: number of all answers.
+        samples: number of the group's answers that are trained on.
+        size: number of all answers of the group, including the greedy baseline.
         state: stage of the group in the lifecycle.
         shipped: weight version at the time when the group was first shipped; -1 if the group was not shipped yet.
         completions: finished answers, by sample number.
@@ -59,7 +59,7 @@ class Group:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the group for a checkpoint: its finished answers and their scores.
 
-        The state does not contain the prompt, which is identified by the uid of the group.
+        The state of a group does not contain the prompt, which is identified by the uid of the group.
         """
         answers: dict[str, Mapping[int, Any]] = {"completions": self.completions, "results": self.results}
         return {"uid": self.uid, "shipped": self.shipped} | {
@@ -90,7 +90,7 @@ class Group:
             **self.prompt.columns,
             "finish_reason": completion.finish_reason,
             "prompt_messages": self.prompt.messages,
-            "response_ids": [*completion.token_ids],  # a copy, because a reward function may change the list
+            "response_ids": [*completion.token_ids],  # The list is copied, because a reward function may change it.
         }
         return RewardRequest(completion.key, self.prompt.text, completion.text, columns)
 
@@ -107,7 +107,8 @@ class PromptGroups:
         greedy_baseline: whether each group has one greedy answer in addition to its samples.
         first_uid: uid of the first group. Two `PromptGroups` that are in use at the same time must not share uids.
         whole: whether all answers of a group are generated as one batch. The composition of a batch can change answers,
-            because it affects rounding. If `whole` is True, all answers of a group are always requested together.
+            because the composition affects rounding. If `whole` is True, all answers of a group are always requested
+            together.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class PromptGroups:
     def load_state_dict(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> list[RewardRequest]:
         """Restore the groups from a state that `state_dict` returned.
 
-        A failed score counts as missing, because the cause of the failure may have been fixed.
+        A failed score counts as a missing score, because the cause of the failure may have been fixed.
 
         Args:
             state: a state that `state_dict` returned.
@@ -203,7 +204,7 @@ class PromptGroups:
         return shipped
 
     def generated(self, completion: Completion) -> RewardRequest | None:
-        """Record one finished answer and return the request to score it.
+        """Record one finished answer, and return the request to score the answer.
 
         Return None if the group does not exist any more, if the group's requests are not sent at the moment, or if
         the answer is a duplicate.
@@ -225,7 +226,7 @@ class PromptGroups:
             return
         group.results[number] = result
         if len(group.results) == group.size:
-            assert group.state is GroupState.SCORING, f"group {uid} is scored while {group.state}"
+            assert group.state is GroupState.SCORING, f"prompt group {uid} has all scores in the stage {group.state}"
             group.state = GroupState.READY
 
     def reissue(self, uids: Iterable[int]) -> None:
@@ -261,7 +262,7 @@ class PromptGroups:
     def answered(self, count: int) -> list[Group]:
         """Return the oldest `count` groups if all their answers are finished, else an empty list.
 
-        Finished answers need not be scored.
+        The finished answers may still lack scores.
         """
         return self._oldest_in(count, {GroupState.SCORING, GroupState.READY})
 

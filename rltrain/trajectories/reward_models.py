@@ -59,13 +59,13 @@ class RewardModel:
         self._control, self._templates = ControlTokens(tokenizer), ChatTemplates()
 
     async def scores(self, samples: Sequence[tuple[Prompt, str]]) -> list[float | str]:
-        """Score each (prompt, response text) pair.
+        """Score each pair of a prompt and a response text with the reward model.
 
         The score of samples with equal tokens is computed only once. Samples with equal tokens therefore have
         bit-identical scores, and a group of equal answers has no spread of scores.
 
         Returns:
-            For each sample, the score, or a text that says why the sample has no score.
+            For each sample, the sample's score, or a text that says why the sample has no score.
         """
         found: list[float | str | tuple[int, ...]] = [self._tokens(prompt, response) for prompt, response in samples]
         rows = list(dict.fromkeys(row for row in found if isinstance(row, tuple)))
@@ -86,7 +86,7 @@ class RewardModel:
         """Return the untruncated token ids of a sample, or a text that says why the sample cannot be read.
 
         If the prompt or response contains the name of a control token as text, the name is encoded as ordinary tokens.
-        An answer therefore cannot end the chat turn by writing the name of a control token.
+        An answer that contains the name of a control token therefore cannot end the chat turn.
         """
         own = self.config.prompt_template is None and bool(self.tokenizer.chat_template)
         try:
@@ -105,7 +105,7 @@ class RewardModel:
             return (
                 f"cannot read {len(row)} tokens, because its limit is {self.longest}; lower rollout.max_response_length"
             )
-        return row or "has no token for this text"
+        return row or "cannot score a text without tokens"
 
     def _ids(self, sample: list[Any], write: Callable[[list[Any]], str], *, chat: bool) -> list[int]:
         """Return the token ids of the text that the function `write` renders from a sample.

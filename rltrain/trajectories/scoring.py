@@ -55,7 +55,7 @@ def successes(
 
     Args:
         matrix: scores of the reward functions and models, (B, K); NaN where a component does not apply.
-        declared: for each row, what the reward functions returned in `RewardResult.success`.
+        declared: for each row, the value of `RewardResult.success` that the reward functions returned.
         components: the reward functions and models, in the order of the columns of `matrix`.
     """
     limits = torch.tensor([torch.nan if c.success is None else c.success for c in components], dtype=matrix.dtype)
@@ -66,7 +66,7 @@ def successes(
 
 
 def _finite(totals: Tensor, matrix: Tensor) -> Tensor:
-    """Check that the total scores (B,) are valid, and return them.
+    """Check that the total scores (B,) are valid, and return the scores.
 
     The total score of a row must be finite, or NaN if no component applies to the row.
 
@@ -131,9 +131,11 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
-            path, f"returned {shown}: it must return one finite number or NaN per row, in the shape {tuple(uid.shape)}"
+            path,
+            f"returned {shown}: the function must return one finite number or NaN per row, in the shape "
+            f"{tuple(uid.shape)}",
         )
-    # In a batch with only one group, scores that are all NaN are not an error.
+    # In a batch with only one prompt group, an aggregation that returns NaN for every row is not an error.
     if len(uid.unique()) > 1 and bool(valid.any()) and bool(totals[valid].isnan().all()):
         raise _aggregation_error(
             path,
@@ -144,7 +146,7 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
 
 
 def _aggregation_error(path: str, what: str) -> RewardError:
-    """Return an error whose message says that the user's aggregation function has failed, and describes how (`what`).
+    """Return a RewardError for a failed aggregation function of the user; `what` describes the failure.
 
     The error's attribute `repairable` names the user's file, so that the run can be resumed after the file is repaired.
     """
@@ -172,11 +174,11 @@ def truncated_rows(batch: DataProto) -> Tensor:
 
 
 class ShapedScores(NamedTuple):
-    """Shaped scores, from which advantages are computed, and row masks. Each tensor has the shape (B,).
+    """Shaped scores, from which advantages are computed, and row masks, as tensors of the shape (B,).
 
     Attributes:
         scores: shaped scores; 0 for a row without a score.
-        scored: True for each row that has a score.
+        scored: True for each row of the batch that has a score.
         counted: True for each row that counts in the statistics: the row has a score and is not excluded because its
             answer was cut.
     """
@@ -197,9 +199,9 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
 
     With `suppress_truncated`, a cut answer gets the lower of two scores: its own score, and the score that it would
     have if each reward function had given 0. The length penalty is subtracted after the scores of cut answers are
-    lowered, so it applies to cut answers too. The length penalty counts the sampled tokens of an answer and not the
-    observations between them. The lowered scores of cut answers affect only the estimator gae, which also reads rows
-    that are excluded from the statistics.
+    lowered, so the penalty applies to cut answers too. The length penalty counts the sampled tokens of an answer and
+    not the observations between them. The lowered scores of cut answers affect only the estimator gae, which also reads
+    rows that are excluded from the statistics.
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -227,8 +229,8 @@ def _shaped(scores: Tensor, shaping: RewardShapingConfig) -> Tensor:
 def zero_spread(uid: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
     """Return for each row whether all valid rows in its group have the same score: (B,) bool.
 
-    The result is also True for the rows of a group without valid rows. Nothing can be learned from a group whose valid
-    rows all have the same score.
+    `zero_spread` is also True for the rows of a group without valid rows. Nothing can be learned from a group whose
+    valid rows all have the same score.
     """
     groups, which = uid.unique(return_inverse=True)
     low = torch.full((len(groups),), torch.inf).scatter_reduce(0, which, scores.where(valid, torch.inf), "amin")
@@ -239,9 +241,10 @@ def zero_spread(uid: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
 def flat_rows(batch: DataProto, config: Config) -> Tensor:
     """Return for each row whether all answers in its group have the same outcome: (B,) bool.
 
-    A group with a single outcome teaches nothing about the task. The outcome of an answer is the score of those reward
-    functions and models that have `outcome` set, combined as `reward.aggregation` selects. Shaping, normalisation and
-    the length penalty do not affect the outcome, so wrong answers of different lengths have the same outcome.
+    A group whose answers all have the same outcome teaches the policy nothing about the task. The outcome of an answer
+    is the score of those reward functions and models that have `outcome` set, combined as `reward.aggregation` selects.
+    Shaping, normalisation and the length penalty do not affect the outcome, so wrong answers of different lengths have
+    the same outcome.
 
     A user's aggregation function receives all components, and returns the outcome of each answer. If the estimator
     reads the components separately, the scores of every component with `outcome` must be equal within the group. Rows
@@ -265,7 +268,7 @@ def on_last_token(batch: DataProto, scores: Tensor) -> Tensor:
     """Assign each row's score (B,) to the row's last trained token, and 0 to all other tokens.
 
     Returns:
-        One value per token, (N,), in the order of the values of `responses`.
+        One reward per response token, (N,), in the order of the values of the column `responses`.
     """
     mask, lengths = batch.values("response_mask"), batch.lengths("responses")
     row = torch.arange(len(batch)).repeat_interleave(lengths)

@@ -1,7 +1,7 @@
 """Computes token rewards and advantages, and chooses the tokens that are trained on.
 
-The module applies the pure functions of `rltrain.algorithms` to whole batches. This module contains all code of the
-driver that combines batch columns with algorithm parameters.
+The module `token_rewards` applies the pure functions of `rltrain.algorithms` to whole batches. The module contains all
+code of the driver that combines batch columns with algorithm parameters.
 """
 
 import dataclasses
@@ -101,7 +101,7 @@ def assign_rewards(
     all other rows.
 
     Returns:
-        The batch, and metrics of the rewards.
+        The batch with the new columns, and metrics of the rewards.
 
     Raises:
         NumericsError: a token reward is not finite.
@@ -133,7 +133,7 @@ def penalize_kl(
 ) -> tuple[DataProto, dict[str, float]]:
     """Subtract the KL divergence from the reference model, times the controller's coefficient, from the token rewards.
 
-    The controller of the coefficient is updated with the mean KL per trained token.
+    The controller of the KL coefficient is updated with the mean KL per trained token.
     """
     if config.kl_coef == 0:
         return batch, {}
@@ -199,16 +199,16 @@ def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
 def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
     """Add the columns `advantages` and `returns` from the configured estimator.
 
-    If configured, the advantages are normalised and then clamped to [-c, c], with c = `advantage_clip`. The returns
-    change in neither case.
+    If configured, the advantages are normalised and then clamped to [-c, c], with c = `advantage_clip`. Neither
+    normalising nor clamping the advantages changes the returns.
 
     With `bootstrap_truncated`, gamma times `bootstrap_values` is added to the rewards of the last trained tokens that
     the estimator receives. With `bootstrap_truncated`, the estimator gae thus includes the value of the state after the
-    last token (arXiv 1712.00378): delta = r + gamma V(end) - V. The column `token_level_rewards` itself does not
+    last token (arXiv 1712.00378): delta = r + gamma V(end) - V. The column `token_level_rewards` of the batch does not
     change.
 
     Returns:
-        The batch, and metrics of the advantages.
+        The batch with the new columns, and metrics of the advantages.
 
     Raises:
         EstimatorError: the estimator raised an exception.
@@ -276,7 +276,7 @@ def with_random_draws(batch: DataProto, config: Config, step: int) -> DataProto:
     """Add the column `random_draws` if the token selector of the loss chooses tokens at random.
 
     The random draw of a token depends on the token's number among the sampled tokens of the row, so observations do not
-    change the draws.
+    change the draw.
     """
     if "random_draws" not in required_columns(config.algorithm.advantage_estimator, config.algorithm.loss_mode):
         return batch

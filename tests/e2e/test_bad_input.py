@@ -125,7 +125,7 @@ CASES = {
     "data without a model": (["data.train={files}/good.jsonl"], ["good.jsonl", "only the built-in", "model.path=DIR"]),
     "malformed JSONL": (
         ["profile=demo", "model.path={files}/model", "data.train={files}/malformed.jsonl"],
-        ["{files}/malformed.jsonl:2", "not valid JSON", "put one object on each line"],
+        ["{files}/malformed.jsonl:2", "not valid JSON", "put one JSON object on each line"],
     ),
     "row without a prompt": (
         ["profile=demo", "model.path={files}/model", "data.train={files}/promptless.jsonl"],

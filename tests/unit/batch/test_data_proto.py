@@ -108,7 +108,7 @@ def test_with_padded_reads_the_real_slots_only():
 
 
 def test_with_values_refuses_another_number_of_tokens():
-    with pytest.raises(ValueError, match="5 values for 'advantages', 6 values in 'responses': give one per token"):
+    with pytest.raises(ValueError, match="5 values for 'advantages', 6 values in 'responses': give one value"):
         example().with_values("responses", advantages=torch.zeros(5))
 
 

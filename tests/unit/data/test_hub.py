@@ -326,8 +326,8 @@ def test_a_full_disk_is_named(hub, client, tmp_path):
     (tmp_path / "fault").mkdir()
     (tmp_path / "fault" / "sitecustomize.py").write_text(FULL_DISK)
     assert refusal(client, "org/model", PYTHONPATH=str(tmp_path / "fault")) == (
-        f"cannot be stored in {tmp_path}/cache/hub (OSError: [Errno 28] No space left on device); free space there, or "
-        "set HF_HOME to another folder"
+        f"the model cannot be stored in {tmp_path}/cache/hub (OSError: [Errno 28] No space left on device); free space "
+        "there, or set HF_HOME to another folder"
     )
 
 
@@ -335,7 +335,9 @@ def test_a_cache_that_cannot_be_written_to_is_named(hub, client, tmp_path):
     push(hub, tmp_path, SMALL | {"model.safetensors": b"w"})
     (tmp_path / "file").write_text("")
     said = refusal(client, "org/model", HF_HOME=str(tmp_path / "file"))
-    assert said.startswith(f"cannot be stored in {tmp_path}/file/hub (NotADirectoryError: [Errno 20] Not a directory")
+    assert said.startswith(
+        f"the model cannot be stored in {tmp_path}/file/hub (NotADirectoryError: [Errno 20] Not a directory"
+    )
 
 
 def test_a_download_that_dies_is_told(hub, client, tmp_path):

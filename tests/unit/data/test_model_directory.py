@@ -49,7 +49,7 @@ def test_a_whole_directory_is_accepted(folder):
 @pytest.mark.parametrize(
     ("missing", "message"),
     [
-        ("config.json", "holds no config.json; give the folder that holds it"),
+        ("config.json", "holds no config.json; give the folder that holds config.json"),
         ("model.safetensors", "holds no weights (looked for model.safetensors, model.safetensors.index.json, "),
         ("tokenizer.json", "holds no tokenizer (looked for tokenizer.json, "),
     ],

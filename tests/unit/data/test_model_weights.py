@@ -347,7 +347,7 @@ def test_shards_are_accepted_in_any_order_and_refused_when_one_is_missing(folder
     check_weights(str(folder), "model.path=here")
     second.unlink()
     assert refusal(folder) == (
-        f"{index.name} names {second.name}, which is not there; copy or download that file too"
+        f"{index.name} names {second.name}, which does not exist; copy or download that file too"
     )  # fmt: skip
 
 

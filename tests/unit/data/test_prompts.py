@@ -367,16 +367,17 @@ def test_text_that_spells_control_tokens_is_encoded_as_text_and_the_reward_sees_
     assert (prompts[1].text, prompts[1].messages) == ("user:12<|end|>34=</s>bot:", SPELLED)
     assert prompts[2].ids == chosen.apply_chat_template(CHAT[:1], add_generation_prompt=True, return_dict=False)
     assert prompts.notes == [
-        f"data.train={path}: prompts that spell control tokens, which are encoded as text: 2, the first with </s> in "
-        f"data.train={path}:1; data.special_tokens=allow encodes them as control tokens"
+        f"data.train={path}: prompts that contain names of control tokens, which are encoded as text: 2, the first "
+        f"with </s> in data.train={path}:1; data.special_tokens=allow encodes the names as control tokens"
     ]
 
 
 def test_text_that_spells_control_tokens_is_refused_or_becomes_them_where_the_config_says_so(tmp_path):
     path, chosen = jsonl(tmp_path, {"prompt": "hi"}, {"prompt": SPELLED}), chatty()
     assert error_of(path, chosen, special_tokens="refuse") == (
-        f"data.train={path}:2: the prompt spells the control token <|end|>, which data.special_tokens=refuse "
-        "forbids; change the prompt, set data.special_tokens=text to encode it as text, or set "
+        f"data.train={path}:2: the prompt contains the name of the control token <|end|>, which "
+        "data.special_tokens=refuse forbids; change the prompt, set data.special_tokens=text to encode the name as "
+        "text, or set "
         "data.special_tokens=allow to encode such text as control tokens"
     )
     prompts, end = load(path, chosen, special_tokens="allow"), chosen.convert_tokens_to_ids("<|end|>")
@@ -389,9 +390,9 @@ def test_text_that_spells_control_tokens_is_refused_or_becomes_them_where_the_co
 def test_a_template_that_acts_on_spelled_control_tokens_is_refused_with_its_row(tmp_path):
     chosen = chatty("{% for m in messages %}{{ m['content'].split('<|end|>')[0] }}{% endfor %}")
     assert error_of(jsonl(tmp_path, {"prompt": SPELLED}), chosen) == (
-        f"data.train={tmp_path}/p.jsonl:1: the prompt spells <|end|>, a control token, and cannot be encoded as text "
-        "(the chat template renders control-token names differently from other text); change the prompt, or set "
-        "data.special_tokens=allow to encode such text as control tokens"
+        f"data.train={tmp_path}/p.jsonl:1: the prompt contains <|end|>, the name of a control token, and cannot be "
+        "encoded as text (the chat template renders control-token names differently from other text); change the "
+        "prompt, or set data.special_tokens=allow to encode such text as control tokens"
     )
 
 

@@ -173,16 +173,16 @@ def test_a_row_for_which_it_says_nan_is_in_no_statistic(own):
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("columns", "returned (2, 2): it must return one finite number or NaN per row, in the shape (2,)"),
-        ("infinite", "returned (2,): it must return one finite number or NaN per row"),
-        ("a_list", "returned list: it must return one finite number or NaN per row"),
+        ("columns", "returned (2, 2): the function must return one finite number or NaN per row, in the shape (2,)"),
+        ("infinite", "returned (2,): the function must return one finite number or NaN per row"),
+        ("a_list", "returned list: the function must return one finite number or NaN per row"),
         ("raises", "raised KeyError: 'level'"),
         ("exits", "raised SystemExit: 0"),
         ("mute", "raised Mute: no text"),
-        ("large", "returned (2,): it must return one finite number or NaN per row"),
-        ("without_values", "returned (2,): it must return one finite number or NaN per row"),
-        ("sparse", "returned (2,): it must return one finite number or NaN per row"),
-        ("imaginary", "returned (2,) of torch.complex64: it must return one finite number or NaN per row"),
+        ("large", "returned (2,): the function must return one finite number or NaN per row"),
+        ("without_values", "returned (2,): the function must return one finite number or NaN per row"),
+        ("sparse", "returned (2,): the function must return one finite number or NaN per row"),
+        ("imaginary", "returned (2,) of torch.complex64: the function must return one finite number or NaN per row"),
     ],
 )
 def test_an_aggregation_that_returns_something_else_stops_the_run_in_one_line(own, name, said):

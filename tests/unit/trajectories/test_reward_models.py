@@ -135,7 +135,7 @@ async def test_what_has_no_score_says_why():
     made = model(Ranks(lambda text: float("nan") if text == "pa" else 1.0), chat_template="{{ raise_exception('no') }}")
     prompt = Prompt(0, "p", [1], {})
     assert await made.scores([(prompt, "a"), (prompt, "b"), (Prompt(0, "", [1], {}), "")]) == [
-        "gave nan", 1.0, "has no token for this text",
+        "gave nan", 1.0, "cannot score a text without tokens",
     ]  # fmt: skip
     (said,) = await made.scores([(Prompt(0, "p", [1], {}, CHAT), "a")])
     assert said.startswith("cannot read the sample: the chat template refuses these messages")
