@@ -112,7 +112,8 @@ EACH_ANSWER = {"loss_agg_mode": "seq-mean-token-mean"}
 # clip_ratio_c=inf turns off the dual clip, or the truncation if the loss is dppo
 NO_CAP = {"loss.clip_ratio_c": math.inf}
 DR_GRPO = {"advantage.norm_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm", **NO_CAP}
-DAPO = {"loss.clip_ratio_high": 0.28, **NO_CAP, "dynamic_sampling": 10, "reward_shaping.overlong_buffer": 3}
+CLIP_HIGHER = {"loss.clip_ratio_high": 0.28, **NO_CAP}
+DAPO = {**CLIP_HIGHER, "dynamic_sampling": 10, "reward_shaping.overlong_buffer": 3}
 PRESETS = {
     "aspo": {"loss_mode": "aspo", "kl_loss.kl_loss_coef": 0.001},
     "ce_gppo": {"loss_mode": "ce_gppo"},
@@ -131,8 +132,14 @@ PRESETS = {
     "gmpo": {"loss_mode": "geo_mean", **EACH_ANSWER},
     "gpg": {"advantage_estimator": "gpg", "loss_mode": "gpg"},
     "grpo": {},
+    "grpo_s": {
+        "advantage_estimator": "grpo_s", "advantage.beta_1": 1.0, "advantage.beta_2": 0.1, **CLIP_HIGHER, **EACH_ANSWER,
+    },
     "grpo_passk": {"advantage_estimator": "grpo_passk", **NO_CAP},
     "gspo": {"loss_mode": "gspo", **EACH_ANSWER},
+    "gtpo": {
+        "advantage_estimator": "gtpo", "advantage.alpha_1": 1.0, "advantage.alpha_2": 0.1, **CLIP_HIGHER,
+    },
     "icepop": {**EACH_ANSWER, **NO_CAP, "correction.level": "token", "correction.mode": "mask",
                "correction.lower": 0.5, "correction.upper": 5.0},
     "kl_cov": {"loss_mode": "kl_cov"},
