@@ -35,7 +35,7 @@ from rltrain.algorithms.registry import (
     own_knobs,
     required_columns,
 )
-from rltrain.algorithms.shaping import overlong_penalty, shape_scores, suppress_truncated
+from rltrain.algorithms.shaping import group_length_reward, overlong_penalty, shape_scores, suppress_truncated
 from rltrain.algorithms.value_loss import value_loss
 
 __all__ = [
@@ -54,6 +54,7 @@ __all__ = [
     "combine_rewards",
     "effective_sample_size",
     "full_kl",
+    "group_length_reward",
     "kl_estimate",
     "knobs_of",
     "loss_functions",

@@ -258,6 +258,9 @@ def normalize_advantages(
         uid = torch.zeros(mask.shape[0], dtype=torch.long, device=mask.device)
     rows = torch.ones_like(uid, dtype=torch.bool) if counted is None else as_mask(counted)
     trained = as_float(advantages.detach())[mask]
-    group, member = (row[:, None].expand(mask.shape)[mask] for row in (group_index(uid), rows))
+    group, member = (row[:, None].expand(mask.shape)[mask] for row in (uid, rows))
+    # The groups are numbered among the trained tokens: a number may not exceed the count of tokens, which may be below
+    # the number of groups.
+    group = group_index(group)
     result = _normalized(trained.double(), group, member, levels).to(trained.dtype)
     return torch.zeros_like(mask, dtype=trained.dtype).masked_scatter(mask, result)

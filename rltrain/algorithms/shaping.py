@@ -7,7 +7,8 @@ float64, and in float32 if they are narrower.
 import torch
 from torch import Tensor
 
-from rltrain.algorithms.ratio import as_float, as_mask
+from rltrain.algorithms.normalization import group_index
+from rltrain.algorithms.ratio import as_float, as_mask, masked
 
 
 def shape_scores(scores: Tensor, *, bias: float = 0.0, scale: float = 1.0, clip: float | None = None) -> Tensor:
@@ -47,6 +48,30 @@ def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, 
         raise ValueError(f"factor={factor} must be > 0, or long responses get no penalty; use 1.0, or add no penalty")
     left = (max_response_length - buffer - as_float(lengths)) / buffer
     return factor * left.clamp(-1, 0)
+
+
+def group_length_reward(lengths: Tensor, uid: Tensor, correct: Tensor, counted: Tensor) -> Tensor:
+    """Compute the length reward of Kimi k1.5 for each row, arXiv 2501.12599 (length penalty): (B,) -> (B,).
+
+        lambda            if the answer is correct            lambda = 0.5 - (l - min_l) / (max_l - min_l)
+        min(0, lambda)    if the answer is wrong
+
+    l is the length of the answer in tokens, `lengths`. min_l and max_l are the lengths of the shortest and of the
+    longest counted answer of the group, that is, of the rows with the same `uid`. Short correct answers earn up to 0.5,
+    long answers lose up to 0.5, and a wrong answer never earns anything by its length. If all counted answers of a
+    group have the same length, or if fewer than two are counted, all rows of the group get 0.
+
+    A row that is not `counted` (B,), such as a cut answer that is excluded from the statistics, does not move min_l or
+    max_l. The row itself is scored by the min_l and max_l of the counted rows, with lambda in [-0.5, 0.5].
+    """
+    counted, group, lengths = as_mask(counted), group_index(uid), as_float(lengths)
+    empty, inf = torch.zeros_like(lengths), torch.inf
+    least = (empty + inf).scatter_reduce(0, group, lengths.where(counted, empty + inf), "amin")[group]
+    most = (empty - inf).scatter_reduce(0, group, lengths.where(counted, empty - inf), "amax")[group]
+    varied = most > least
+    share = masked(lengths - least, varied) / (most - least).where(varied, empty + 1)
+    reward = masked((0.5 - share).clamp(-0.5, 0.5), varied)
+    return torch.where(as_mask(correct), reward, reward.clamp(max=0))
 
 
 def suppress_truncated(scores: Tensor, truncated: Tensor, nothing: Tensor) -> Tensor:

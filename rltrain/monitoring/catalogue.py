@@ -174,7 +174,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/weight_clip_fraction",
-            "share of tokens whose gradient weight the loss clips (`cispo`, `dppo_tv`, `dppo_kl`, `topr`, `ce_gppo`)",
+            "share of tokens whose gradient weight the loss clips (`cispo`, `dppo_tv`, `dppo_kl`, `topr`, `ce_gppo`, "
+            "`aspo`)",
             "share",
         ),
         Metric(

@@ -221,6 +221,7 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
     said = {
         f"scores {shaped}": bool(shaped),
         f"length penalty over the last {shaping.overlong_buffer} tokens": shaping.overlong_buffer > 0,
+        f"length reward within a group, weight {shaping.group_length_weight:g}": shaping.group_length_weight > 0,
         f"scores normalised ({_levels(algorithm.reward_normalization)})": algorithm.reward_normalization.on,
         f"advantages normalised ({_levels(algorithm.advantage_normalization)})": algorithm.advantage_normalization.on,
         f"advantages limited to +-{algorithm.advantage_clip or 0:g}": algorithm.advantage_clip is not None,

@@ -20,7 +20,7 @@ FULL_KL = "full"
 @section
 class RewardShapingConfig:
     """Settings that shape the score of each answer: clamp((score + bias) * scale, -clip, clip), minus the length
-    penalty.
+    penalty, plus the length reward.
     """
 
     bias: float = key("Number that is added to the score of each answer.")
@@ -41,6 +41,12 @@ class RewardShapingConfig:
     overlong_penalty: float = key(
         "Length penalty that is subtracted from the score of an answer with rollout.max_response_length tokens.",
         above=0,
+    )
+    group_length_weight: float = key(
+        "Weight of the length reward that compares the answers of a group (Kimi k1.5, arXiv:2501.12599): a correct "
+        "answer earns up to half the weight for being the shortest, and any answer loses up to half the weight for "
+        "being the longest. 0: no such reward.",
+        at_least=0,
     )
 
     def __post_init__(self) -> None:

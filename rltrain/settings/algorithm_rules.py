@@ -227,6 +227,7 @@ def _check_groups(config: Config) -> None:
     users = {
         algorithm.advantage_estimator: in_groups,
         "algorithm.dynamic_sampling": algorithm.dynamic_sampling > 0,
+        "algorithm.reward_shaping.group_length_weight": algorithm.reward_shaping.group_length_weight > 0,
         "algorithm.reward_normalization.mean_level=group": algorithm.reward_normalization.mean_level == "group",
         "algorithm.reward_normalization.std_level=group": algorithm.reward_normalization.std_level == "group",
         "reward.aggregation=normalize_then_sum": config.reward.aggregation == "normalize_then_sum",
@@ -275,10 +276,16 @@ def _check_rewards_act(config: Config) -> None:
     )
     shaping = algorithm.reward_shaping
     changes_scores = shaping.bias or shaping.scale != 1 or shaping.clip is not None or shaping.overlong_buffer
+    changes_scores = changes_scores or shaping.group_length_weight
     require(
         "reward_components" not in columns or not (changes_scores or algorithm.reward_normalization.on),
         f"algorithm.reward_shaping or reward_normalization with {estimator}: this estimator reads the reward "
         "functions one by one, not their shaped sum; shape the scores in the functions",
+    )
+    require(
+        "baseline_rewards" not in columns or not shaping.group_length_weight,
+        f"algorithm.reward_shaping.group_length_weight={shaping.group_length_weight} with {estimator}: the greedy "
+        "answer has no group whose lengths it could be compared with; use algorithm.reward_shaping.overlong_buffer",
     )
     require(
         "baseline_rewards" not in columns or not algorithm.reward_normalization.on,
@@ -319,7 +326,7 @@ def _takes_scores_from_zero(estimator: str) -> bool:
 def _may_fall_below_zero(algorithm: AlgorithmConfig) -> bool:
     """Return whether shaping, normalisation or the KL penalty can make a nonnegative score negative."""
     shaping = algorithm.reward_shaping
-    lowered = shaping.bias < 0 or shaping.scale < 0 or shaping.overlong_buffer > 0
+    lowered = shaping.bias < 0 or shaping.scale < 0 or shaping.overlong_buffer > 0 or shaping.group_length_weight > 0
     return lowered or algorithm.reward_normalization.on or algorithm.kl_in_reward.kl_coef > 0
 
 

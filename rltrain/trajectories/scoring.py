@@ -11,7 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from rltrain.algorithms import combine_rewards, overlong_penalty, required_columns, shape_scores, suppress_truncated
+from rltrain.algorithms import (
+    combine_rewards,
+    group_length_reward,
+    overlong_penalty,
+    required_columns,
+    shape_scores,
+    suppress_truncated,
+)
 from rltrain.base.background_tasks import outside_event_loop
 from rltrain.base.errors import RewardError, described
 from rltrain.batch.data_proto import DataProto
@@ -199,9 +206,10 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
 
     With `suppress_truncated`, a cut answer gets the lower of two scores: its own score, and the score that it would
     have if each reward function had given 0. The length penalty is subtracted after the scores of cut answers are
-    lowered, so the penalty applies to cut answers too. The length penalty counts the sampled tokens of an answer and
-    not the observations between them. The lowered scores of cut answers affect only the estimator gae, which also reads
-    rows that are excluded from the statistics.
+    lowered, so the penalty applies to cut answers too. The length reward of `group_length_weight` is added last. The
+    length penalty and the length reward count the sampled tokens of an answer and not the observations between them.
+    The lowered scores of cut answers affect only the estimator gae, which also reads rows that are excluded from the
+    statistics.
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -219,7 +227,31 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
             factor=shaping.overlong_penalty,
         )
     scored = batch.batch["valid"] & ~totals.isnan()
+    if shaping.group_length_weight:
+        scores = scores + shaping.group_length_weight * _length_rewards(batch, counted & scored, algorithm)
     return ShapedScores(torch.where(scored, scores, 0.0), scored, counted & scored)
+
+
+def _length_rewards(batch: DataProto, counted: Tensor, algorithm: AlgorithmConfig) -> Tensor:
+    """Compute the length reward of each row by comparison with the other answers of its group: (B,).
+
+    A row of which no reward function decides whether the answer is correct gets 0 and is not compared with. With
+    `suppress_truncated`, a cut answer counts as wrong.
+
+    Raises:
+        RewardError: no reward function decides whether any answer is correct.
+    """
+    right: Tensor = batch.batch["successes"]
+    if bool(counted.any()) and bool(right[counted].isnan().all()):
+        raise RewardError(
+            f"algorithm.reward_shaping.group_length_weight={algorithm.reward_shaping.group_length_weight}: no reward "
+            "function decides whether an answer is correct, which the length reward depends on; set `success` for a "
+            "reward function, or return RewardResult.success"
+        )
+    known = ~right.isnan()
+    correct = (right > 0) & ~truncated_rows(batch) if algorithm.suppress_truncated else right > 0
+    rewards = group_length_reward(sampled_lengths(batch), batch.batch["uid"], correct, counted & known)
+    return torch.where(known, rewards, 0.0)
 
 
 def _shaped(scores: Tensor, shaping: RewardShapingConfig) -> Tensor:

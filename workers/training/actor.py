@@ -88,7 +88,8 @@ class ActorWorker:
         The rows of the returned batch are in the order of `microbatches`.
 
         Returns:
-            A batch with the column `old_log_probs`, with `entropies` if the loss's token selector reads entropies, and
+            A batch with the column `old_log_probs`, with `entropies` if the advantage estimator or the loss's token
+            selector reads entropies, and
             with `full_kl` if the exact KL to the reference is subtracted from the reward.
         """
         in_reward, temperature = self.config.algorithm.kl_in_reward.full, self.config.rollout.temperature

@@ -16,7 +16,18 @@ def with_statistics(*levels):
 
 ALL, GROUPED, ALONE = with_statistics("group", "batch", "none"), with_statistics("group"), with_statistics("none")
 EXCLUDING = [n for n in ALL if "valid" in columns_of(ADVANTAGE_ESTIMATORS.get(n))]
-BY_ROW = ["gdpo", "gpg", "grpo", "grpo_passk", "maxrl", "opo", "reinforce_plus_plus_baseline", "rloo", "w_reinforce"]
+BY_ROW = [
+    "gdpo",
+    "gpg",
+    "grpo",
+    "grpo_passk",
+    "grpo_s",
+    "maxrl",
+    "opo",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+    "w_reinforce",
+]
 WITH_GROUP_BASELINE = sorted({*GROUPED, *BY_ROW} - {"w_reinforce"})
 
 
@@ -27,7 +38,8 @@ def advantages_of(name, batch, call):
 def with_scores(batch, scores, uid, valid=None):
     """Return the batch with all tokens trained and with `scores` as the rewards.
 
-    The score of a row is the reward of its last token, and the value of all its reward components.
+    The score of a row is the reward of its last token, and the value of all its reward components. An answer is correct
+    if its score is above 0.
     """
     rewards = torch.zeros_like(batch["token_level_rewards"], dtype=scores.dtype)
     rewards[:, -1] = scores
@@ -35,6 +47,7 @@ def with_scores(batch, scores, uid, valid=None):
         **batch,
         "token_level_rewards": rewards,
         "reward_components": scores[:, None].expand(-1, 2),
+        "successes": (scores > 0).to(scores.dtype),
         "response_mask": torch.ones_like(batch["response_mask"]),
         "uid": torch.as_tensor(uid),
         "valid": torch.ones(8, dtype=torch.bool) if valid is None else torch.as_tensor(valid),
@@ -60,6 +73,7 @@ def test_C1_C4_an_invalid_row_is_as_good_as_absent_and_gets_zero(name, make_batc
     batch["valid"][1] = False
     for column in ("token_level_rewards", "reward_components"):
         batch[column][[1, 6]] = torch.tensor([[1e6], [torch.nan]], dtype=torch.float64)
+    batch["entropies"][[1, 6]], batch["successes"][5] = torch.nan, 1.0
     keep = torch.tensor([0, 2, 3, 4, 5, 7])
     advantages, returns = call(function, batch)
     assert torch.allclose(advantages[keep], call(function, take_rows(batch, keep))[0], rtol=1e-10)
@@ -79,8 +93,9 @@ def test_C4_a_batch_without_a_valid_row_gives_zero(name, make_batch, call):
 @pytest.mark.parametrize("name", GROUPED)
 def test_C1_one_group_never_moves_another(name, make_batch, call):
     batch = make_batch()
-    other = {**batch, "token_level_rewards": batch["token_level_rewards"].clone()}
+    other = {**batch, **{name: batch[name].clone() for name in ("token_level_rewards", "successes")}}
     group = batch["uid"] == 9
+    other["successes"][group] = 1.0
     # squares, because the advantages of some estimators do not change if all scores are scaled
     other["token_level_rewards"][group] = 1e3 * other["token_level_rewards"][group].square()
     before, after = advantages_of(name, batch, call), advantages_of(name, other, call)
@@ -132,7 +147,7 @@ def test_C3_C4_an_invalid_row_does_not_make_a_constant_group_vary(name, make_bat
     assert (advantages_of(name, with_scores(make_batch(), scores, [1] * 4 + [2] * 4, valid), call) == 0).all()
 
 
-@pytest.mark.parametrize("name", ["grpo_passk", "grpo", "maxrl", "rloo", "opo", "gpg", "optimal_token_baseline"])
+@pytest.mark.parametrize("name", sorted({*GROUPED, "gpg"}))
 def test_C3_beside_a_group_that_varies_a_constant_one_is_still_exactly_zero(name, make_batch, call):
     scores = torch.tensor([0.3, 0.3, 0.3, 0.3, -2.0, -2.0, 1.0, 5.0])
     advantages = advantages_of(name, with_scores(make_batch(), scores, [1] * 4 + [2] * 4), call)
@@ -165,7 +180,7 @@ def test_B7_tool_tokens_are_transparent_to_every_estimator(name, make_batch, cal
     batch = make_batch()
     mask, packed = batch["response_mask"], make_batch()
     packed["response_mask"] = torch.arange(mask.shape[1]) < mask.sum(-1, keepdim=True)
-    for column in ("token_level_rewards", "values", "old_log_probs"):
+    for column in ("token_level_rewards", "values", "old_log_probs", "entropies"):
         packed[column][packed["response_mask"]] = batch[column][mask]
     before, after = advantages_of(name, batch, call), advantages_of(name, packed, call)
     assert torch.allclose(after[packed["response_mask"]], before[mask], rtol=1e-10, atol=1e-12)

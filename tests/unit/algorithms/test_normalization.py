@@ -371,3 +371,22 @@ def test_three_components_of_two_groups_are_six_populations():
     )
     unit = 0.5**0.5  # two values are half their distance, which is std / sqrt(2), away from their mean
     assert torch.allclose(found, torch.tensor([-111.0, 111.0, 89.0, -89.0], dtype=torch.float64) * unit, rtol=1e-5)
+
+
+def test_groups_may_outnumber_the_trained_tokens():
+    """Only one token is trained on, in the last of four groups."""
+    mask = torch.tensor([[0, 0], [0, 0], [0, 0], [0, 1]])
+    advantages = torch.tensor([[9.0, 9.0], [9.0, 9.0], [9.0, 9.0], [9.0, 3.0]])
+    for levels in ({}, {"mean_level": "group", "std_level": "group"}, {"mean_level": "group", "std_level": None}):
+        assert torch.equal(normalize_advantages(advantages, mask, torch.arange(4), **levels), torch.zeros(4, 2))
+    raw = normalize_advantages(advantages, mask, torch.arange(4), mean_level=None, std_level=None)
+    assert raw.tolist() == [[0, 0], [0, 0], [0, 0], [0, 3]]
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0), (0, 0)])
+def test_a_batch_without_rows_or_tokens_keeps_its_shape(shape):
+    for level in ("group", "batch"):
+        found = normalize_advantages(
+            torch.zeros(shape), torch.ones(shape), torch.arange(shape[0]), mean_level=level, std_level=level
+        )
+        assert found.shape == shape

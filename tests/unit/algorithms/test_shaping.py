@@ -5,6 +5,7 @@ import torch
 
 from rltrain.algorithms import (
     ADVANTAGE_ESTIMATORS,
+    group_length_reward,
     normalize_advantages,
     normalize_rewards,
     overlong_penalty,
@@ -105,7 +106,10 @@ def suppressed(score, *, others=()):
 
 
 def as_batch(batch, scores, valid):
-    """Return the columns of one group, with `scores` as token rewards and as reward components."""
+    """Return the columns of one group, with `scores` as token rewards and as reward components.
+
+    An answer is correct if its score is above 1.
+    """
     rows = len(scores)
     rewards = torch.zeros(rows, 9, dtype=torch.float64)
     rewards[:, 4] = scores
@@ -113,6 +117,7 @@ def as_batch(batch, scores, valid):
         **{name: column[:rows] for name, column in batch.items()},
         "token_level_rewards": rewards,
         "reward_components": scores[:, None].expand(-1, 2),
+        "successes": (scores > 1).double(),
         "response_mask": torch.ones(rows, 9, dtype=torch.bool),
         "uid": torch.zeros(rows).long(),
         "valid": valid,
@@ -152,3 +157,51 @@ def test_C5_what_a_suppressed_row_scored_moves_no_other_under_any_normalisation(
     without = tensor(1.0, *others)
     alone = torch.zeros_like(without).long(), torch.ones_like(without)
     assert torch.allclose(results[0][:, 0], normalize_rewards(without, *alone, **levels), rtol=1e-12, atol=1e-14)
+
+
+# Tests of the length reward within a group, Kimi k1.5, arXiv 2501.12599
+
+
+def test_the_length_reward_by_hand():
+    # group 1 has the lengths 10, 20 and 30, so lambda is 0.5, 0 and -0.5; group 2 has 4, 5 and 8: 0.5, 0.25 and -0.5
+    lengths, uid = torch.tensor([10, 4, 20, 5, 30, 8]), torch.tensor([1, 2, 1, 2, 1, 2])
+    correct, counted = torch.tensor([True, False, True, True, True, False]), torch.ones(6, dtype=torch.bool)
+    assert group_length_reward(lengths, uid, correct, counted).tolist() == [0.5, 0.0, 0.0, 0.25, -0.5, -0.5]
+
+
+def test_the_length_reward_equals_the_papers_formula_in_loops():
+    generator = torch.Generator().manual_seed(0)
+    lengths, uid = (torch.randint(1, 40, (64,), generator=generator) for _ in range(2))
+    uid = uid % 9
+    correct, counted = (torch.rand(64, generator=generator) < share for share in (0.5, 0.8))
+    found = group_length_reward(lengths.double(), uid, correct, counted)
+    for i in range(64):
+        group = [lengths[j].item() for j in range(64) if uid[j] == uid[i] and counted[j]]
+        least, most = min(group), max(group)
+        rate = 0.5 - (min(max(lengths[i].item(), least), most) - least) / (most - least)
+        assert found[i].item() == pytest.approx(rate if correct[i] else min(0.0, rate), abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "counted"), [([7, 7, 7], [True] * 3), ([7, 9, 2], [True, False, False]), ([7, 9, 2], [False] * 3)]
+)
+def test_a_group_without_different_lengths_has_no_length_reward(lengths, counted):
+    found = group_length_reward(
+        torch.tensor(lengths), torch.zeros(3), torch.tensor([True, False, True]), torch.tensor(counted)
+    )
+    assert found.tolist() == [0, 0, 0]
+
+
+def test_a_row_that_does_not_count_moves_no_other_and_is_never_better_than_the_longest():
+    counted = torch.tensor([True, True, False])
+    for length in (1, 500):
+        lengths = torch.tensor([10, 20, length])
+        found = group_length_reward(lengths, torch.zeros(3), torch.ones(3), counted).tolist()
+        assert found == [0.5, -0.5, 0.5 if length == 1 else -0.5]
+
+
+def test_the_order_of_rows_does_not_change_length_rewards():
+    lengths, uid = torch.tensor([3, 9, 4, 1, 6, 2]), torch.tensor([5, 5, 8, 8, 5, 8])
+    correct, order = torch.tensor([True, False, True, False, False, True]), torch.tensor([4, 2, 0, 5, 3, 1])
+    found = group_length_reward(lengths, uid, correct, torch.ones(6))
+    assert torch.equal(group_length_reward(lengths[order], uid[order], correct[order], torch.ones(6)), found[order])

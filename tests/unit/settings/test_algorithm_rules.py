@@ -282,14 +282,30 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
 
 
 @pytest.mark.parametrize(
-    "setting", ["reward_shaping.bias=1", "reward_shaping.overlong_buffer=4", "reward_normalization.mean_level=batch"]
-)
-def test_an_estimator_that_reads_only_successes_takes_no_change_of_scores(setting):
-    assert refusal("advantage_estimator=w_reinforce", setting) == (
-        "algorithm.reward_shaping or reward_normalization with w_reinforce: this estimator reads only whether an "
+    "setting",
+    [
+        "reward_shaping.bias=1", "reward_shaping.overlong_buffer=4", "reward_shaping.group_length_weight=0.1",
+        "reward_normalization.mean_level=batch",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("name", ["w_reinforce", "gtpo", "grpo_s"])
+def test_an_estimator_that_reads_only_successes_takes_no_change_of_scores(name, setting):
+    assert refusal(f"advantage_estimator={name}", setting) == (
+        f"algorithm.reward_shaping or reward_normalization with {name}: this estimator reads only whether an "
         "answer is correct, so they would have no effect; remove them"
     )
-    accepted("advantage_estimator=w_reinforce", "advantage_normalization.std_level=batch")
+    accepted(f"advantage_estimator={name}", "advantage_normalization.std_level=batch")
+
+
+def test_a_length_reward_needs_other_answers_to_the_same_prompt_to_compare_with():
+    weight = "reward_shaping.group_length_weight=0.1"
+    accepted(weight)
+    message = "algorithm.reward_shaping.group_length_weight compares the answers to one prompt"
+    assert message in refusal(weight, "advantage_estimator=reinforce", "rollout.samples_per_prompt=1")
+    assert refusal(weight, "advantage_estimator=remax") == (
+        "algorithm.reward_shaping.group_length_weight=0.1 with remax: the greedy answer has no group whose lengths it "
+        "could be compared with; use algorithm.reward_shaping.overlong_buffer"
+    )
 
 
 def test_an_estimator_that_reads_only_successes_takes_no_kl_penalty_in_the_reward():
@@ -304,7 +320,8 @@ def test_maxrl_divides_by_the_mean_score_so_settings_that_lower_scores_are_refus
     maxrl = "advantage_estimator=maxrl"
     for setting in (
         "reward_shaping.bias=-0.5", "reward_shaping.scale=-1", "reward_shaping.overlong_buffer=4",
-        "reward_normalization.mean_level=batch", "reward_normalization.std_level=group", "kl_in_reward.kl_coef=0.1",
+        "reward_shaping.group_length_weight=0.1", "reward_normalization.mean_level=batch",
+        "reward_normalization.std_level=group", "kl_in_reward.kl_coef=0.1",
     ):  # fmt: skip
         assert refusal(maxrl, setting) == (
             "algorithm.advantage_estimator=maxrl with reward_normalization, a KL penalty, or shaping that "
@@ -361,7 +378,7 @@ def test_bounds_of_the_rejection_must_let_data_that_agree_through():
 
 # Advantage estimators that read the column `uid`, because they compare the answers to one prompt.
 IN_GROUPS = [
-    "gdpo", "gpg", "grpo", "grpo_passk", "maxrl", "opo", "optimal_token_baseline",
+    "gdpo", "gpg", "grpo", "grpo_passk", "grpo_s", "gtpo", "maxrl", "opo", "optimal_token_baseline",
     "reinforce_plus_plus_baseline", "rloo",
 ]  # fmt: skip
 

@@ -112,8 +112,10 @@ EACH_ANSWER = {"loss_agg_mode": "seq-mean-token-mean"}
 # clip_ratio_c=inf turns off the dual clip, or the truncation if the loss is dppo
 NO_CAP = {"loss.clip_ratio_c": math.inf}
 DR_GRPO = {"advantage.norm_by_std": False, "loss_agg_mode": "seq-mean-token-sum-norm", **NO_CAP}
-DAPO = {"loss.clip_ratio_high": 0.28, **NO_CAP, "dynamic_sampling": 10, "reward_shaping.overlong_buffer": 3}
+CLIP_HIGHER = {"loss.clip_ratio_high": 0.28, **NO_CAP}
+DAPO = {**CLIP_HIGHER, "dynamic_sampling": 10, "reward_shaping.overlong_buffer": 3}
 PRESETS = {
+    "aspo": {"loss_mode": "aspo", "kl_loss.kl_loss_coef": 0.001},
     "ce_gppo": {"loss_mode": "ce_gppo"},
     "cispo": {"loss_mode": "cispo"},
     "clip_cov": {"loss_mode": "clip_cov", "loss.clip_ratio_low": 1.0, "loss.clip_ratio_high": 1.0},
@@ -130,8 +132,14 @@ PRESETS = {
     "gmpo": {"loss_mode": "geo_mean", **EACH_ANSWER},
     "gpg": {"advantage_estimator": "gpg", "loss_mode": "gpg"},
     "grpo": {},
+    "grpo_s": {
+        "advantage_estimator": "grpo_s", "advantage.beta_1": 1.0, "advantage.beta_2": 0.1, **CLIP_HIGHER, **EACH_ANSWER,
+    },
     "grpo_passk": {"advantage_estimator": "grpo_passk", **NO_CAP},
     "gspo": {"loss_mode": "gspo", **EACH_ANSWER},
+    "gtpo": {
+        "advantage_estimator": "gtpo", "advantage.alpha_1": 1.0, "advantage.alpha_2": 0.1, **CLIP_HIGHER,
+    },
     "icepop": {**EACH_ANSWER, **NO_CAP, "correction.level": "token", "correction.mode": "mask",
                "correction.lower": 0.5, "correction.upper": 5.0},
     "kl_cov": {"loss_mode": "kl_cov"},
@@ -191,7 +199,7 @@ def test_a_preset_starts_from_grpo_and_states_only_what_differs(name):
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_dual_clip_is_on_in_grpo_and_where_the_authors_program_has_it(name):
     knobs = with_all_knobs(compose([f"algorithm={name}"])[0]).algorithm.loss
-    own = {"grpo": (3.0,), "ce_gppo": (10.0,)}
+    own = {"grpo": (3.0,), "aspo": (3.0,), "ce_gppo": (10.0,)}
     assert knobs.get("clip_ratio_c") in own.get(name, (None, math.inf))
 
 

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from rltrain.base.errors import RewardError
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
 from rltrain.trajectories.scoring import flat_rows, on_last_token, shaped_scores, truncated_rows, zero_spread
@@ -234,3 +235,53 @@ def test_an_estimator_that_reads_the_functions_one_by_one_looks_at_the_spread_of
     assert flat_rows(made, gdpo).tolist() == [flat] * 2
     total = values.nansum(1)
     assert flat_rows(made, compose([two])[0]).tolist() == [bool(total[0] == total[1])] * 2
+
+
+# The length reward within a group
+
+
+def of_lengths(scores, lengths, successes, **given):
+    made = batch(scores, lengths=lengths, **given)
+    return made.union(DataProto.from_dict({"successes": torch.tensor(successes)}))
+
+
+WEIGHT = "reward_shaping.group_length_weight=0.2"
+
+
+def test_the_length_reward_is_added_after_the_bounds_of_scores():
+    made = of_lengths([3.0, 0.0, 1.0], [2, 6, 10], [1.0, 0.0, 1.0])
+    assert shaped(made, WEIGHT, "reward_shaping.clip=0.5")[0] == pytest.approx([0.6, 0.0, 0.4])
+
+
+def test_the_length_reward_counts_sampled_tokens_and_no_observations():
+    mask = [True] * 2 + [True] * 2 + [False] * 6 + [True] * 4
+    made = of_lengths([1.0, 1.0, 1.0], [2, 8, 4], [1.0] * 3, mask=mask)
+    made = made.with_values("responses", policy_version=torch.where(torch.tensor(mask), 0, -1))
+    assert shaped(made, WEIGHT)[0] == pytest.approx([1.1, 1.1, 0.9])
+
+
+def test_an_undecided_answer_and_a_row_without_a_score_are_not_compared():
+    made = of_lengths([1.0, 1.0, 1.0, 1.0], [2, 16, 4, 1], [1.0, float("nan"), 1.0, 1.0], valid=[True] * 3 + [False])
+    assert shaped(made, WEIGHT)[0] == pytest.approx([1.1, 1.0, 0.9, 0.0])
+
+
+def test_C5_a_suppressed_cut_answer_moves_no_other_and_counts_as_wrong():
+    for lengths in ([4, 8, 16], [4, 8, 6]):
+        made = of_lengths([1.0, 1.0, 1.0], lengths, [1.0] * 3, reasons=["stop", "stop", "length"])
+        scores, counted = shaped(made, WEIGHT, "suppress_truncated=true")
+        assert scores[:2] == pytest.approx([1.1, 0.9])
+        assert scores[2] <= 0
+        assert counted == [True, True, False]
+
+
+def test_C8_the_length_reward_does_not_change_which_groups_have_one_outcome():
+    made = of_lengths([1.0, 1.0], [2, 6], [1.0, 1.0])
+    config = compose([f"algorithm.{WEIGHT}"])[0]
+    assert flat_rows(made, config).tolist() == [True, True]
+    assert len(set(shaped(made, WEIGHT)[0])) == 2
+
+
+def test_a_length_reward_without_a_function_that_decides_is_an_error():
+    made = of_lengths([1.0, 0.0], [2, 6], [float("nan")] * 2)
+    with pytest.raises(RewardError, match=r"group_length_weight=0\.2: no reward function decides whether"):
+        shaped(made, WEIGHT)

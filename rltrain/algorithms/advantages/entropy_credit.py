@@ -1,0 +1,158 @@
+"""Entropy-weighted credit (GTPO and GRPO-S): uncertain steps of correct answers and confident errors weigh more."""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.advantages.outcome import counted_rows, known_successes, spread
+from rltrain.algorithms.advantages.returns import from_left, places, to_left
+from rltrain.algorithms.normalization import (
+    group_index,
+    group_sum,
+    normalize_advantages,
+    normalize_rewards,
+    statistics_of,
+)
+from rltrain.algorithms.ratio import as_float, as_mask, masked, masked_row_mean
+from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
+
+EPS = 1e-8  # added to entropies, in nats, so that entropies of 0 can be divided by
+
+
+@ADVANTAGE_ESTIMATORS.register("gtpo", statistics="group")
+def gtpo(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    uid: Tensor,
+    valid: Tensor,
+    successes: Tensor,
+    entropies: Tensor,
+    *,
+    alpha_1: float = 1.0,
+    alpha_2: float = 0.1,
+    separate: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Compute A_{i,t} = (r_{i,t} - mean(r)) / (std(r) + 1e-6) of entropy-weighted rewards; GTPO, arXiv 2508.04349.
+
+        r_{i,t} =   alpha_1 + alpha_2 d_t H_{i,t} / sum_k H_{k,t}               correct answer i, eq. 3
+        r_{i,t} = -(alpha_1 + alpha_2 h_t (1 / H_{i,t}) / sum_k (1 / H_{k,t}))  wrong answer i, eq. 5
+
+    H_{i,t} is the entropy of the policy before the update at the t-th trained token of answer i, so tool-output tokens
+    are skipped. The first sum over k runs over the d_t correct answers of the group (same `uid`) that have a t-th
+    token, and the second sum over the h_t wrong ones. At each t, the mean reward of the correct answers is alpha_1 +
+    alpha_2, and that of the wrong answers is -(alpha_1 + alpha_2). Among correct answers, uncertain tokens earn more.
+    Among wrong answers, confident tokens lose more. 1e-8 is added to each entropy, so equal entropies of 0 give equal
+    shares.
+
+    mean(r) and the unbiased std(r) are computed over all trained tokens of the group. With `separate`, they are
+    computed over the tokens of the correct answers and over those of the wrong answers separately, as eq. 6 prints. The
+    advantages of correct and of wrong answers then have the mean 0 each, so the outcome itself is not learnt.
+
+    A group whose answers are all correct or all wrong gets advantages of exactly 0, and so does a group with only one
+    answer: the paper starts from DAPO, whose dynamic sampling drops such groups. `successes` is 1 for a correct answer,
+    0 for a wrong one, and NaN if no reward function decides whether the answer is correct. A row that is not `valid`,
+    or that is undecided, is excluded from all sums and statistics and gets an advantage of 0. `gtpo` does not read
+    `token_level_rewards`, so shaping and KL penalties have no effect.
+
+    token_level_rewards, response_mask and entropies are (B, T); uid, valid and successes are (B,). The advantages and
+    the returns are (B, T) and 0 in masked slots. The returned `returns` hold the rewards r_{i,t}.
+
+    Raises:
+        ValueError: if alpha_1 or alpha_2 is not finite and >= 0, if both are 0, or if all valid rows are undecided.
+    """
+    _check_weights(alpha_1=alpha_1, alpha_2=alpha_2)
+    learns, correct = _learning_rows(response_mask, uid, valid, successes)
+    mask = as_mask(response_mask) & learns[:, None]
+    place = places(mask)
+    aligned = to_left(as_float(entropies.detach()).double(), mask, place)
+    live = torch.arange(mask.shape[-1], device=mask.device) < mask.sum(-1, keepdim=True)
+    outcome = _by_outcome(uid, correct)
+    shares = _relative_shares(aligned, outcome, live, correct[:, None])
+    rewards = from_left(masked(_signed(alpha_1 + alpha_2 * shares, correct[:, None]), live), mask, place)
+    advantages = normalize_advantages(
+        rewards, mask, outcome if separate else uid, mean_level="group", std_level="group"
+    )
+    dtype = as_float(token_level_rewards).dtype
+    return advantages.to(dtype), rewards.to(dtype)
+
+
+@ADVANTAGE_ESTIMATORS.register("grpo_s", statistics="group")
+def grpo_s(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    uid: Tensor,
+    valid: Tensor,
+    successes: Tensor,
+    entropies: Tensor,
+    *,
+    beta_1: float = 1.0,
+    beta_2: float = 0.1,
+) -> tuple[Tensor, Tensor]:
+    """Compute A_{i,t} = (r_i - mean(r)) / (std(r) + 1e-6) of entropy-weighted rewards; GRPO-S, arXiv 2508.04349.
+
+        r_i =   beta_1 + beta_2 n H_i / sum_k H_k                   correct answer i, eq. 9
+        r_i = -(beta_1 + beta_2 m (1 / H_i) / sum_k (1 / H_k))      wrong answer i, eq. 9
+
+    H_i is the mean over the trained tokens of answer i of the entropy of the policy before the update, eq. 8. The first
+    sum over k runs over the n correct answers of the group (same `uid`), and the second sum over its m wrong answers.
+    mean(r) and the unbiased std(r) are computed over the answers of the group, and each answer counts once. 1e-8 is
+    added to each H_i.
+
+    A group whose answers are all correct or all wrong gets advantages of exactly 0, and so does a group with only one
+    answer. `successes` is 1 for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the
+    answer is correct. A row that is not `valid`, or that is undecided, is excluded from all sums and statistics and
+    gets an advantage of 0. `grpo_s` does not read `token_level_rewards`, so shaping and KL penalties have no effect.
+
+    token_level_rewards, response_mask and entropies are (B, T); uid, valid and successes are (B,). The advantages are
+    (B, T) and 0 in masked slots. The returns equal the advantages.
+
+    Raises:
+        ValueError: if beta_1 or beta_2 is not finite and >= 0, if both are 0, or if all valid rows are undecided.
+    """
+    _check_weights(beta_1=beta_1, beta_2=beta_2)
+    learns, correct = _learning_rows(response_mask, uid, valid, successes)
+    mean = masked_row_mean(as_float(entropies.detach()).double(), as_mask(response_mask))
+    shares = _relative_shares(mean, _by_outcome(uid, correct), learns[:, None], correct[:, None])
+    rewards = _signed(beta_1 + beta_2 * shares, correct[:, None])[:, 0]
+    advantages = normalize_rewards(rewards, uid, learns, mean_level="group", std_level="group")
+    return spread(advantages.to(as_float(token_level_rewards).dtype), response_mask)
+
+
+def _check_weights(**weights: float) -> None:
+    for name, weight in weights.items():
+        if not 0 <= weight < math.inf:
+            raise ValueError(f"{name}={weight} must be finite and >= 0; leave it out to use the default")
+    if not any(weights.values()):
+        shown = ", ".join(f"{name}={weight}" for name, weight in weights.items())
+        raise ValueError(f"{shown}: every reward would be 0, so nothing is learnt; set at least one above 0")
+
+
+def _learning_rows(response_mask: Tensor, uid: Tensor, valid: Tensor, successes: Tensor) -> tuple[Tensor, Tensor]:
+    """Return two masks (B,): the decided rows of groups that have correct and wrong answers, and the correct rows."""
+    decided = known_successes(successes, counted_rows(response_mask, valid))
+    correct = decided & (successes > 0)
+    mixed = statistics_of(correct.double(), group_index(uid), decided).varied
+    return decided & mixed, correct
+
+
+def _by_outcome(uid: Tensor, correct: Tensor) -> Tensor:
+    """Return a number (B,) for each row, which is the same for the rows of a group with the same outcome."""
+    return 2 * group_index(uid) + correct.long()
+
+
+def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correct: Tensor) -> Tensor:
+    """Compute n w / sum(w), with w = H for correct answers and w = 1 / H for wrong ones: (B, T) -> (B, T).
+
+    The sum and the number n are over the slots in `counted` (B, T) of the same column, in rows with the same `outcome`
+    (B,). The mean of the result over these slots is 1. The result has no meaning in slots outside `counted`.
+    """
+    # Rounding can make an entropy slightly negative.
+    entropies = entropies.clamp(min=0) + EPS
+    weights = masked(torch.where(correct, entropies, 1 / entropies), counted)
+    members = group_index(outcome)
+    return weights * group_sum(counted.double(), members) / group_sum(weights, members)
+
+
+def _signed(rewards: Tensor, correct: Tensor) -> Tensor:
+    return torch.where(correct, rewards, -rewards)

@@ -1,0 +1,68 @@
+"""ASPO policy loss: the importance ratios of good tokens are flipped, so that tokens that lag behind weigh more."""
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.ratio import (
+    as_mask,
+    check_clip_ratio_c,
+    check_clip_ratios,
+    clipped_ratio,
+    masked,
+    metric_sum,
+    policy_metrics,
+    safe_log_ratio,
+)
+from rltrain.algorithms.registry import POLICY_LOSSES
+
+
+@POLICY_LOSSES.register("aspo")
+def aspo(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Compute PPO's clipped loss with flipped ratios for good tokens; ASPO, arXiv 2510.06062 section 6, eq. 3.
+
+        l = -A pi_old pi / sg[pi^2]                 where A > 0 and r <= 1+high                 sg: stop-gradient
+        l = -A c pi / sg[pi]                        where A > 0 and 1/r > c
+        l = -A / (1+high), without gradient         where A > 0 and r > 1+high
+        l = PPO's clipped loss with dual clip       where A <= 0, as in `vanilla`
+
+    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). PPO's clip decides
+    by r which tokens have a gradient. A good token (A > 0) with a gradient has the value -A / r and the gradient -A / r
+    grad log pi: a token whose probability has fallen gets a larger weight, and a token that the update has already
+    raised gets a smaller weight. In PPO it is the other way around.
+
+    The dual clip of good tokens is soft: the value and the weight of the gradient are bounded by c, and the token keeps
+    its gradient. A bad token (A < 0) with r > c has no gradient, as in PPO's dual clip (arXiv 1912.09729). The authors'
+    program differs here: a bad token with r > c keeps the gradient -c A grad log pi.
+
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. log r is clamped to [-20, 20], and the
+    gradient is 0 outside. The metrics are sums: `clip_fraction` (tokens clipped by PPO's clip), `weight_clip_fraction`
+    (good tokens with 1/r > c), `clip_fraction_c` (bad tokens with r > c), `ratio_mean` (r, not flipped) and `ppo_kl`.
+
+    Raises:
+        ValueError: if a clip ratio is negative, or if `clip_ratio_c` is not above 1.
+    """
+    check_clip_ratios(clip_ratio_low, clip_ratio_high)
+    check_clip_ratio_c(clip_ratio_c)
+    mask = as_mask(response_mask)
+    advantage = masked(advantages.detach(), mask)
+    log_ratio = safe_log_ratio(log_probs, old_log_probs, mask)
+    ratio = log_ratio.exp()
+    effective, clipped = clipped_ratio(
+        ratio, advantage, clip_ratio_low=clip_ratio_low, clip_ratio_high=clip_ratio_high, cap=clip_ratio_c
+    )
+    good, flipped = advantage > 0, 1 / effective.detach()
+    with_gradient = flipped.clamp(max=clip_ratio_c) * (log_ratio - log_ratio.detach()).exp()
+    weight = torch.where(good, torch.where(clipped, flipped, with_gradient), effective)
+    metrics = policy_metrics(log_ratio, ratio, clipped, mask)
+    metrics["weight_clip_fraction"] = metric_sum(good & (flipped > clip_ratio_c), mask)
+    metrics["clip_fraction_c"] = metric_sum((advantage < 0) & (ratio > clip_ratio_c), mask)
+    return -advantage * weight, metrics
