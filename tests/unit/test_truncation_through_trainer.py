@@ -115,7 +115,7 @@ async def trained(scores, *, cut=((0, 1),), config=BASE, actor=None):
         collector = Collector(config, rollout=Engines(cut), rewards=Judges(scores), prompts=PROMPTS, tasks=tasks)
         collector.start()
         trainer = Trainer(
-            config, collector=collector, actor=actor or FakeGroup(old_log_probs=-1.0), reference=None,
+            config, collector=collector, actor=actor or FakeGroup(old_log_probs=-1.0, entropies=0.5), reference=None,
             critic=FakeGroup(values=0.25), tracker=None, checkpoints=NoCheckpoints(), val_prompts={}, tasks=tasks,
         )  # fmt: skip
         metrics, batch = await trainer.train_step()

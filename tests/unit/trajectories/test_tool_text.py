@@ -98,7 +98,7 @@ def scored(rows, config, *, tools) -> DataProto:
     batch = batch_of(trajectories)
     assert torch.equal(batch.values("response_mask"), sampled_tokens(batch))
     batch = with_scores(batch, found, config.reward.components)
-    for name, factor in (("old_log_probs", 1.5), ("ref_log_probs", 1.25)):
+    for name, factor in (("old_log_probs", 1.5), ("ref_log_probs", 1.25), ("entropies", -2.0)):
         values = (factor * batch.values("rollout_log_probs")).where(sampled_tokens(batch), -JUNK)
         batch = batch.with_values("responses", **{name: values})
     return batch.union(DataProto.from_dict({"baseline_rewards": torch.linspace(0, 1, len(batch))}))
