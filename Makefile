@@ -92,7 +92,8 @@ fuzz: setup  ## Draw COUNT bad and good command lines, environments, data, weigh
 # A copy is mutated, never the checkout. Cosmic Ray has an environment of its own; the tests run in .venv.
 MUTANTS := build/mutants
 mutants: setup  ## Change rltrain/algorithms at random, COUNT times, and count the changes that no test notices
-	@rm -rf $(MUTANTS)/copy && mkdir -p $(MUTANTS)/copy && cp -r rltrain tests pyproject.toml $(MUTANTS)/copy
+	@rm -rf $(MUTANTS)/copy $(MUTANTS)/original && mkdir -p $(MUTANTS)/copy && cp -r rltrain tests pyproject.toml $(MUTANTS)/copy
+	@cp -r rltrain/algorithms $(MUTANTS)/original
 	@test -x $(MUTANTS)/venv/bin/cosmic-ray || { $(PYTHON) -m venv $(MUTANTS)/venv && \
 	$(MUTANTS)/venv/bin/python -m pip install -qq --disable-pip-version-check cosmic-ray==8.7.0; }
 	@rm -f $(MUTANTS)/session.sqlite
