@@ -304,10 +304,14 @@ def sample_text(
     ending = {"stop": "", "length": " (cut at the length limit)"}.get(objects["finish_reason"][row], " (aborted)")
     return Text.assemble(
         (f"  sample of step {step}\n", "dim"),
-        ("    prompt  ", "dim"), f"{one_line(prompt, SHOWN_TEXT)}\n",
-        ("    answer  ", "dim"), (one_line(response, SHOWN_TEXT), "bold"), f"{ending}\n",
-        ("    reward  ", "dim"), _score_text(batch, row, components),
-    )  # fmt: skip
+        ("    prompt  ", "dim"),
+        f"{one_line(prompt, SHOWN_TEXT)}\n",
+        ("    answer  ", "dim"),
+        (one_line(response, SHOWN_TEXT), "bold"),
+        f"{ending}\n",
+        ("    reward  ", "dim"),
+        _score_text(batch, row, components),
+    )
 
 
 def _score_text(batch: DataProto, row: int, components: Sequence[str]) -> str:
