@@ -62,9 +62,9 @@ def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Ten
 def k3_unbounded(log_ratio: Tensor) -> Tensor:
     """Compute e^x - 1 - x, which is never negative.
 
-    For tokens sampled from q and x = log(p / q), e^x - 1 - x is the k3 estimate of KL(q || p). `k3_unbounded` grows as
-    e^x without a bound, so it is suitable for metrics. For a penalty in a loss, use `rltrain.algorithms.kl.k3`, whose
-    value is at most 10.
+    With tokens sampled from q, and x = log(p / q), e^x - 1 - x is the k3 estimate of KL(q || p). `k3_unbounded` grows
+    as e^x without a bound, so it is suitable for metrics. For a penalty in a loss, use `rltrain.algorithms.kl.k3`,
+    whose value is at most 10.
     """
     return log_ratio.expm1() - log_ratio
 

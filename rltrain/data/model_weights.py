@@ -184,7 +184,7 @@ def _torch_file(file: Path, where: str) -> dict[str, StoredTensor]:
     good = isinstance(content, dict) and all(
         isinstance(name, str) and isinstance(tensor, torch.Tensor) for name, tensor in content.items()
     )
-    require(good, f"{where}: {file.name} holds something other than tensors by name; {AGAIN}")
+    require(good, f"{where}: {file.name} must contain only a dict that maps names to tensors; {AGAIN}")
     return {name: StoredTensor(file, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in content.items()}
 
 

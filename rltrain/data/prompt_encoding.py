@@ -175,10 +175,9 @@ def unicode(text: str, place: str, what: str = "the prompt") -> str:
 
 
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
-    """Remove all but one of the begin tokens at the start of a prompt's token ids.
+    """Remove all but one of the beginning-of-sequence (BOS) tokens at the start of a prompt's token ids.
 
-    A prompt starts with several begin tokens if its text starts with a begin token and the tokenizer adds another begin
-    token.
+    A prompt starts with several BOS tokens if its text starts with a BOS token and the tokenizer adds another one.
     """
     extra = 0
     while bos is not None and ids[extra : extra + 2] == [bos, bos]:

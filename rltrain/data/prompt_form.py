@@ -62,7 +62,7 @@ class PromptOptions:
 
 @dataclass(frozen=True)
 class Derived:
-    """A column that is computed from the data's columns for the reward functions.
+    """A column that rltrain computes from other columns of the data, for use by reward functions.
 
     Attributes:
         source: description of the origin of the values, for messages to the user.

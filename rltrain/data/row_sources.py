@@ -6,7 +6,7 @@ The kind of a source is the first of the following forms that fits:
 - The path of an existing file or folder names that file or folder.
 - `package.module:function` or `file.py:function` names a Python function that gives rows.
 - `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]` names a data set of the Hugging Face hub.
-- Any other text is taken for the path of a file or folder that does not exist.
+- Any other text is treated as a path, and is refused because no file or folder has that path.
 """
 
 import re

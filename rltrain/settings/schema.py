@@ -503,8 +503,8 @@ class PlacementConfig:
     rollout_replicas: int = key("Number of engines that generate answers.", at_least=1)
     reward_workers: int = key("Number of processes that run reward functions.", at_least=1)
     reward_spares: int = key(
-        "Number of extra processes that each reward worker may start while a call of a reward function takes longer "
-        "than a tenth of reward.timeout_s.",
+        "Maximum number of extra processes of each reward worker. A reward worker starts an extra process when a call "
+        "has run for a tenth of reward.timeout_s, so that other calls need not wait for the slow call.",
         at_least=0,
     )
     share_ranks: bool = key("Run the actor, the reference and the critic of a rank in one process.")

@@ -278,9 +278,9 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
     Shaping, normalisation and the length penalty do not affect the outcome, so wrong answers of different lengths have
     the same outcome.
 
-    A user's aggregation function receives all components, and returns the outcome of each answer. If the estimator
-    reads the components separately, the scores of every component with `outcome` must be equal within the group. Rows
-    that are excluded from the statistics are ignored by `flat_rows`.
+    A user-defined aggregation function receives all reward components of an answer, and returns the answer's outcome.
+    If the estimator reads the components separately, the scores of every component with `outcome` must be equal within
+    the group. Rows that are excluded from the statistics are ignored by `flat_rows`.
     """
     uid, counted, components = (
         batch.batch["uid"],

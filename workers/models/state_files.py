@@ -92,7 +92,8 @@ def _check(index: Any) -> None:
     """Raise ValueError unless `index` is an index that refers only to tensors in files of the same folder."""
     _demand(isinstance(index, dcp.Metadata), "the file is not an index of tensors")
     _demand(
-        isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict), "the index has no tables"
+        isinstance(index.state_dict_metadata, dict) and isinstance(index.storage_data, dict),
+        "the index file lists no tensors",
     )
     for name, entry in index.state_dict_metadata.items():
         good = isinstance(name, str) and type(entry) is dcp.TensorStorageMetadata

@@ -183,7 +183,7 @@ class GuardedWorker:
             deadline_s: Seconds without a result after which the child process is killed.
             hold_s: Seconds without a result after which this method returns Overdue.
             stepwise: Whether the child process sends each result immediately, instead of all results at the end of the
-                call. Only plain functions (neither batched nor async) can be called stepwise.
+                call. Batched and async functions always report their results at the end of the call.
             function: Index of the only function to call, or None to call all functions.
             limits: Further keyword arguments of `RewardWorker.score`.
 

@@ -26,7 +26,7 @@ class Call:
         hold_s: Seconds without a result after which a `Held` event is reported. The slow call continues, but its worker
             may begin another call in a spare process.
         stepwise: Whether the worker reports each result immediately, instead of all results at the end of the call.
-            Only plain functions (neither batched nor async) can be called stepwise.
+            Batched and async functions always report their results at the end of the call.
     """
 
     requests: tuple[RewardRequest, ...]

@@ -226,5 +226,7 @@ def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
         return local, 0
     each = -(-rows // mesh.size(cut[0]))  # Number of rows of a full shard, as in `torch.chunk`.
     start = min(rows, each * mesh.get_local_rank(cut[0]))
-    assert len(local) == min(each, rows - start), f"rank {start // each} must not hold {len(local)} of {rows} rows"
+    assert len(local) == min(each, rows - start), (
+        f"rank {start // each} holds {len(local)} of {rows} rows, instead of {min(each, rows - start)}"
+    )
     return (local, start) if len(local) else None

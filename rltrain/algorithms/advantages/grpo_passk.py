@@ -16,7 +16,8 @@ def grpo_passk(
     """Compute A_{i,t} = (r_max - r_second) / (std(r_group) + 1e-6) for a group's best row, else 0; arXiv 2503.19595.
 
     The numerator of A_{i,t} is what row i adds to the maximum reward of its group: the maximum over the group minus the
-    maximum over the rows other than i. If row i is the best row, the maximum over the rows other than i is r_second.
+    maximum over the rows other than i. For the row with the highest reward, the latter is the second-highest reward of
+    the group, r_second.
     The maximum of the group is the quantity that pass@k rewards when k is the group size. If two rows share the best
     reward, neither of the two raises the maximum, and the whole group gets advantages of exactly 0. A group that has
     only one row gets advantages of exactly 0. A row that is not `valid` is excluded from the statistics and gets an

@@ -1,4 +1,4 @@
-"""ASPO policy loss: the importance ratios of good tokens are flipped, so that tokens that lag behind weigh more."""
+"""ASPO policy loss: for tokens with a positive advantage, the reciprocal replaces the importance ratio."""
 
 import torch
 from torch import Tensor

@@ -30,8 +30,8 @@ class Rule:
         name: name of the rule, which is also the name of its finding.
         check: function that returns a finding if the condition of the rule holds, and returns None otherwise.
         explains: names of other rules; their findings count as effects of this rule's finding.
-        after: minimum number of training steps from the first step of this rule's finding to the first step of an
-            effect.
+        after: another finding counts as an effect of this rule's finding only if it begins at least `after` training
+            steps later.
     """
 
     name: str

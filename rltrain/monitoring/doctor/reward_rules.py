@@ -110,8 +110,8 @@ def dead_reward(history: History) -> Finding | None:
     """Find a reward that does not distinguish the answers to a prompt.
 
     In each of the last 5 or more steps, all answers to each prompt had the same outcome, although the task is not
-    solved. For a run with one answer per prompt or with GAE, the condition is instead that all answers of a step had
-    the same score.
+    solved. For a run with one answer per prompt or with GAE, the rule tests whether all answers of a step had the same
+    score.
     """
     grouped = history.number("rollout.samples_per_prompt", 2) > 1
     grouped = grouped and history.setting("algorithm.advantage_estimator") != "gae"

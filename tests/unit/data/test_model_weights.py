@@ -333,7 +333,7 @@ def test_a_torch_file_that_is_garbage_is_refused_without_advice_to_run_it(folder
 def test_a_torch_file_of_something_else_is_refused(folder):
     (folder / "model.safetensors").unlink()
     torch.save([torch.zeros(1)], folder / "pytorch_model.bin")
-    assert refusal(folder).startswith("pytorch_model.bin holds something other than tensors by name; ")
+    assert refusal(folder).startswith("pytorch_model.bin must contain only a dict that maps names to tensors; ")
 
 
 def test_shards_are_accepted_in_any_order_and_refused_when_one_is_missing(folder):
