@@ -1,12 +1,13 @@
 """The training step of a run, and the training loop that repeats the training step.
 
-A training step has five phases:
+A training step has six phases, of which the last is optional:
 
 1. Wait until the rollout engines have generated the answers of the next prompt groups.
 2. Compute the log-probs of the reference and the actor, and the critic's values, while the last rewards are computed.
 3. Convert the scores of answers to token rewards and advantages, and choose the tokens to train on.
 4. Update the critic and the actor on mini-batches.
 5. Send the new weights to the rollout engines.
+6. Update the reference model with the weights of the actor.
 
 The class `Trainer` gets its workers as arguments, so the same training code runs with fake workers in a test, with
 workers in one process, and on a cluster.
@@ -50,6 +51,7 @@ from workers.training.actor import ActorWorker
 from workers.training.critic import CriticWorker
 from workers.training.dispatch import OVERHEAD_METRICS
 from workers.training.reference import ReferenceWorker
+from workers.training.reference_refresh import refresh_reference, send_reference_head
 from workers.training.shared_columns import CRITIC_UPDATE, FORWARD, log_probs_columns, update_columns
 from workers.training.worker_group import WorkerGroup
 
@@ -188,8 +190,13 @@ class Trainer:
                 )
 
     def trained(self) -> dict[str, WorkerGroup[SavesState]]:
-        """Return the worker groups whose state checkpoints save, by role ("actor" or "critic")."""
-        groups: dict[str, WorkerGroup[SavesState] | None] = {"actor": self.actor, "critic": self.critic}
+        """Return the worker groups whose state checkpoints save, by role: actor, critic and a refreshed reference."""
+        reference = self.reference if self.config.algorithm.refreshes_reference else None
+        groups: dict[str, WorkerGroup[SavesState] | None] = {
+            "actor": self.actor,
+            "critic": self.critic,
+            "reference": reference,
+        }
         return {role: group for role, group in groups.items() if group is not None}
 
     def state_dict(self) -> dict[str, Any]:
@@ -214,6 +221,7 @@ class Trainer:
         assert state is not None, "a run that began from a checkpoint is only restored to a checkpoint"
         for group in self.trained().values():
             await group.call(SavesState.load_state, None if checkpoint is None else checkpoint.folder.url)
+        await self.follow_reference_head()
         await self.collector.abort()
         self.collector.load_state_dict(state["collector"])
         self.kl_controller.load_state_dict(state["kl_controller"])
@@ -289,6 +297,9 @@ class Trainer:
         self.step += 1
         with timer("sync_weights"):
             await self.sync_weights()
+        if self.reference is not None and config.algorithm.refreshes_reference:
+            with timer("refresh_reference"):
+                metrics |= await self.refresh_reference(self.reference)
         return metrics | gap_metrics | reward_metrics | advantage_metrics | timer.metrics(batch), batch
 
     @contextlib.asynccontextmanager
@@ -440,6 +451,23 @@ class Trainer:
         Raise SyncError if an engine does not use the new weights after the weight sync.
         """
         await self.collector.rollout.load(self.actor.ranks, self.step, check=self.config.rollout.verify_sync)
+
+    async def refresh_reference(self, reference: WorkerGroup[ReferenceWorker]) -> dict[str, float]:
+        """Update the reference model if an update is due after the current step, and return the metrics of the update.
+
+        The next step computes the first log-probs with the new weights of the reference model.
+        """
+        due = self.step % self.config.algorithm.reference.refresh_every == 0
+        if due:
+            await refresh_reference(self.actor, reference)
+            await self.follow_reference_head()
+        return {"reference/refreshed": float(due)}
+
+    async def follow_reference_head(self) -> None:
+        """Give the actor the output head of an updated reference model, which the actor needs for the exact KL."""
+        algorithm = self.config.algorithm
+        if self.reference is not None and algorithm.refreshes_reference and algorithm.needs_full_kl:
+            await send_reference_head(self.actor, self.reference)
 
     async def evaluate(self) -> None:
         """Evaluate sampled and greedy answers to all evaluation prompts, unless the current step has been evaluated."""

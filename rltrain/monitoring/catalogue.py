@@ -345,6 +345,14 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "0",
         ),
     ),
+    "Reference": (
+        Metric(
+            "reference/refreshed",
+            "1 if the reference model was updated at the end of the step, otherwise 0; present only with "
+            "`algorithm.reference.refresh_every` above 0",
+            "0 or 1",
+        ),
+    ),
     "Evaluations": (
         Metric("eval/sampled_reward", "mean score of sampled answers to the prompts of `data.val`", "score", "rises"),
         Metric(

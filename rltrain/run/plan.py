@@ -272,7 +272,18 @@ def _kl(config: Config) -> str:
         parts.append(f"KL in reward {kind}{reward.kl_coef:g} ({reward.kl_estimator})")
     if loss.kl_loss_coef:
         parts.append(f"KL in loss {loss.kl_loss_coef:g} ({loss.kl_estimator})")
-    return ", ".join(parts) or "no KL"
+    return ", ".join([*parts, *_refresh(config)]) or "no KL"
+
+
+def _refresh(config: Config) -> list[str]:
+    """Describe the updates of the reference model, in a list that is empty if the reference model is frozen."""
+    reference, total = config.algorithm.reference, config.trainer.total_steps
+    if not reference.refresh_every:
+        return []
+    copied, moved = "becomes a copy of the actor", f"moves by {reference.refresh_coef:g} of its distance to the actor"
+    every = "step" if reference.refresh_every == 1 else _count(reference.refresh_every, "step")
+    late = f", which has no effect in {_count(total, 'step')}" if reference.refresh_every >= total else ""
+    return [f"reference {copied if reference.refresh_coef == 1 else moved} every {every}{late}"]
 
 
 def _knobs(knobs: dict[str, Any]) -> str:
@@ -351,7 +362,9 @@ def _memory(config: Config, facts: Facts) -> str:
     shards = config.placement.shard_ranks or config.placement.actor_ranks
     shard = facts.parameters / shards
     trained, frozen = shard * (_MASTER + _GRADIENT + _ADAM), _BYTES[config.model.dtype]
-    by_role = {"actor": trained, "reference": shard * frozen, "critic": trained}
+    # A moving average of weights is kept in float32, while a frozen or copied reference is in the model's dtype.
+    reference = _MASTER if config.algorithm.reference.refresh_coef < 1 else frozen
+    by_role = {"actor": trained, "reference": shard * reference, "critic": trained}
     if facts.adapters is not None:
         of_adapters = facts.adapters / shards
         by_role["actor"] = shard * _MASTER + of_adapters * (_MASTER + _GRADIENT + _ADAM)

@@ -391,7 +391,8 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
                 raise ValueError(f"a line of {name} lacks metrics, or contains a value that is not a number")
             if name == METRICS:
                 alarms.look(int(row["step"]), row)
-    for role in ("actor", *["critic"] * needs_critic(config.algorithm)):
+    algorithm = config.algorithm
+    for role in ("actor", *["critic"] * needs_critic(algorithm), *["reference"] * algorithm.refreshes_reference):
         read_index(checkpoint.folder.at(f"{STATE}/{role}"))
 
 

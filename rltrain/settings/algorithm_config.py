@@ -155,6 +155,33 @@ class KLLossConfig:
 
 
 @section
+class ReferenceConfig:
+    """Settings of the updates of the reference model during training (TR-DPO, arXiv 2404.09656).
+
+    Setting `refresh_every` to 0 freezes the reference model.
+    """
+
+    refresh_every: int = key(
+        "Number of training steps between two updates of the reference model (TR-DPO, arXiv:2404.09656). 0: the "
+        "reference model stays the model with which training starts.",
+        at_least=0,
+    )
+    refresh_coef: float = key(
+        "Coefficient a of an update, which replaces each weight of the reference model by a * actor + (1 - a) * "
+        "reference. 1: the reference model becomes a copy of the actor.",
+        above=0,
+        at_most=1,
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            self.refresh_every > 0 or self.refresh_coef == 1,
+            f"refresh_coef={self.refresh_coef} with refresh_every=0: the reference model is never updated, so the "
+            "coefficient has no effect; set refresh_every=1, for example, or refresh_coef=1",
+        )
+
+
+@section
 class CorrectionConfig:
     """Settings of the importance weights of the policy-loss term. An importance weight is a token's probability under
     the actor before the update, divided by its probability under the engine.
@@ -311,6 +338,7 @@ class AlgorithmConfig:
         "KL penalty for the distance from the reference model, subtracted from the token rewards."
     )
     kl_loss: KLLossConfig = key("KL term for the distance from the reference model, added to the loss.")
+    reference: ReferenceConfig = key("Updates of the reference model during training.")
     squared_log_ratio_coef: float = key(
         "Coefficient of a loss term: the squared log-ratio of the policy to the engine's policy (Kimi K2.5, "
         "arXiv:2602.02276 eq. 1). The term is added for every token, even if the token's policy-loss term is dropped. "
@@ -343,6 +371,11 @@ class AlgorithmConfig:
     def needs_reference(self) -> bool:
         """Whether the KL penalty or the KL term is turned on, so that the run needs a reference model."""
         return self.kl_in_reward.kl_coef > 0 or self.kl_loss.kl_loss_coef > 0
+
+    @property
+    def refreshes_reference(self) -> bool:
+        """Whether the reference model is updated during training, so that its weights are part of checkpoints."""
+        return self.reference.refresh_every > 0
 
     @property
     def needs_full_kl(self) -> bool:

@@ -58,6 +58,7 @@ def check_algorithm(config: Config) -> None:
     if needs_critic(algorithm):
         config.require_budget("critic")
     _check_kl(algorithm)
+    _check_reference(config)
     _check_rejection(algorithm)
     _check_groups(config)
     _check_rewards_act(config)
@@ -199,6 +200,21 @@ def _check_kl(algorithm: AlgorithmConfig) -> None:
         algorithm.kl_in_reward.kl_coef == 0 or "successes" not in _columns(algorithm),
         f"algorithm.kl_in_reward.kl_coef={algorithm.kl_in_reward.kl_coef}: {algorithm.advantage_estimator} reads only "
         "whether an answer is correct and not the token rewards; use algorithm.kl_loss",
+    )
+
+
+def _check_reference(config: Config) -> None:
+    """Raise ConfigError if the reference model cannot be updated during training."""
+    algorithm, every = config.algorithm, config.algorithm.reference.refresh_every
+    require(
+        every == 0 or algorithm.needs_reference,
+        f"algorithm.reference.refresh_every={every}: without a KL term there is no reference model to update; set "
+        "algorithm.kl_loss.kl_loss_coef or kl_in_reward.kl_coef, or refresh_every=0",
+    )
+    require(
+        every == 0 or config.model.lora is None,
+        f"algorithm.reference.refresh_every={every} with model.lora: the reference is the model below the adapters, "
+        "and the actor's adapters cannot be copied into it without rounding; use model.lora=null, or refresh_every=0",
     )
 
 

@@ -120,6 +120,12 @@ NAMES = (
         "KL term in the reward; algorithm.kl_loss.kl_loss_coef is the one in the loss",
     ),
     Name("algorithm.kl_loss.kl_estimator", "", "actor_rollout_ref.actor.kl_loss_type", "kl_estimator"),
+    Name(
+        "algorithm.reference.refresh_every",
+        "ref_model_sync_steps",
+        hint="a number of training steps; 0 is off",
+    ),
+    Name("algorithm.reference.refresh_coef", "ref_model_mixup_alpha"),
     Name("algorithm.entropy_coef", "entropy_coef", "actor_rollout_ref.actor.entropy_coeff", "entropy_loss_coef"),
     Name("algorithm.advantage_estimator", "", "algorithm.adv_estimator", "advantage_estimator"),
     Name("algorithm.loss_mode", "", "actor_rollout_ref.actor.policy_loss.loss_mode", "policy_loss_type"),

@@ -53,12 +53,12 @@ class Run:
         return {file.name: pq.read_table(file) for file in sorted((self.output / "rollouts").glob("*.parquet"))}
 
 
-def start(output: Path, *overrides: str, **options) -> subprocess.Popen[str]:
-    """Start `python -m rltrain.main` in its own process group.
+def start(output: Path, *overrides: str, program=("-m", "rltrain.main"), **options) -> subprocess.Popen[str]:
+    """Start `python -m rltrain.main`, or Python with the words of `program`, in its own process group.
 
     An environment variable marks every process of the run.
     """
-    command = [sys.executable, "-m", "rltrain.main", f"trainer.output_dir={output}", *overrides]
+    command = [sys.executable, *program, f"trainer.output_dir={output}", *overrides]
     environment = {**os.environ, "RLTRAIN_TEST_RUN": str(output), "PYTHONPATH": str(ROOT)}
     return subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,

@@ -150,6 +150,18 @@ VARIANTS = {
         "algorithm.dynamic_sampling=3", "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.003",
         "algorithm.kl_loss.kl_loss_coef=0.01", "trainer.prompts_per_minibatch=4",
     ],
+    "a reference that becomes the actor every 2 steps": [
+        "algorithm.kl_loss.kl_loss_coef=0.1", "algorithm.reference.refresh_every=2",
+    ],
+    "a reference that moves in every step, exact kl": [
+        "algorithm.kl_loss.kl_loss_coef=0.1", "algorithm.kl_loss.kl_estimator=full",
+        "algorithm.kl_in_reward.kl_coef=0.05", "algorithm.reference.refresh_every=1",
+        "algorithm.reference.refresh_coef=0.3", "actor.lr=3e-3",
+    ],
+    "a reference in bfloat16": [
+        "algorithm.kl_in_reward.kl_coef=0.05", "algorithm.kl_in_reward.kl_estimator=full", "model.dtype=bfloat16",
+        "algorithm.reference.refresh_every=1", "actor.lr=3e-3",
+    ],
     "lora and a greedy baseline": ["model.lora={rank:4}", "algorithm.advantage_estimator=remax"],
 }  # fmt: skip
 

@@ -15,7 +15,7 @@ from rltrain.base.errors import RLTrainError, WorkerError, WorkerLost
 from rltrain.base.secret_values import redacted
 from rltrain.batch.data_proto import DataProto
 from workers.cluster.liveness import Liveness, ProgressScope, WatchedProcess
-from workers.cluster.worker_process import Host, Join
+from workers.cluster.worker_process import Host, InnerCall, Join
 
 W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)
@@ -113,6 +113,19 @@ class Role(Generic[W_co]):
     def start(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> Pending[R]:
         """Start a call of a method of the role's class, and return without waiting for the result."""
         return self.process.start(self.name, method.__name__, *args, **kwargs)
+
+    def argument_for(
+        self, other: "Role[Any]", method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs
+    ) -> R:
+        """Return a future result of this role's method, which can be passed as an argument to a call of `other`.
+
+        If both roles are in the same process, the called process runs `method` directly before the call of `other`, and
+        passes the result on without a copy. Otherwise the method is started now, and its result goes from one process
+        to the other without passing through the driver.
+        """
+        if self.process is other.process:
+            return cast(R, InnerCall(self.name, method.__name__, args, kwargs))
+        return self.start(method, *args, **kwargs).later
 
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
         """Call a method of the role's class in the worker process, and wait for the result with `results`."""

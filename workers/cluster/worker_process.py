@@ -38,6 +38,25 @@ class Join:
     columns: Sequence[str]
 
 
+@dataclass(frozen=True)
+class InnerCall:
+    """Argument of a call that stands for the result of a call of another role in the same process.
+
+    The process makes the inner call first, and passes the result on as it is, without copying it.
+
+    Attributes:
+        role: Name of the other role.
+        method: Name of the method of the other role.
+        args: Positional arguments of the method.
+        kwargs: Keyword arguments of the method.
+    """
+
+    role: str
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 class Host:
     """Object that builds the roles of this process by import path, and calls the roles' methods by name.
 
@@ -81,11 +100,19 @@ class Host:
             self.roles[role] = getattr(importlib.import_module(module), name)(*args, **kwargs)
 
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of a role, and record the call as a timeline event unless the role records its own events."""
+        """Call a method of a role, and record the call as a timeline event unless the role records its own events.
+
+        The results of the inner calls in `args` are the arguments of the method.
+        """
         called = self.roles[role]
         own = getattr(called, "records_events", False)
         with progress.call(), contextlib.nullcontext() if own else trace.span(f"{role}.{method}", trace.CALLS):
-            return getattr(called, method)(*args, **kwargs)
+            return getattr(called, method)(*map(self._argument, args), **kwargs)
+
+    def _argument(self, given: Any) -> Any:
+        """Return the result of an inner call, or an argument that is no inner call as it is."""
+        inner = isinstance(given, InnerCall)
+        return self.call(given.role, given.method, *given.args, **given.kwargs) if inner else given
 
     def take_events(self) -> trace.Recorded | None:
         """Return and delete the recorded timeline events of this process, or return None if the run has no timeline."""

@@ -72,14 +72,15 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     return model
 
 
-def frozen(model: PreTrainedModel, config: Config) -> PreTrainedModel:
+def frozen(model: PreTrainedModel, config: Config, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Freeze a model that is never trained, shard the model, and put it into evaluation mode, all in place.
 
-    The frozen weights are converted to the dtype `model.dtype`, in which the model computes.
+    The frozen weights are stored in `dtype`. If `dtype` is None, the frozen weights are stored in the dtype
+    `model.dtype`, in which the model computes.
     """
     for parameter in model.parameters():
         parameter.requires_grad_(False)
-        parameter.data = parameter.data.to(getattr(torch, config.model.dtype))
+        parameter.data = parameter.data.to(dtype or getattr(torch, config.model.dtype))
     shard(model, config).eval()
     return model
 

@@ -25,10 +25,12 @@ from rltrain.base.errors import ConfigError, LogProbError
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.algorithm_config import AlgorithmConfig, KLLossConfig
 from rltrain.settings.schema import Config
+from workers.cluster.progress import tick
 from workers.models.fsdp import Optimizer, device, full, shard
 from workers.models.lora import adapt
 from workers.models.packed_forward import Pack, microbatch, policy_output, row_pass, unpack
 from workers.models.row_isolation import load_policy
+from workers.models.weight_shards import local_shard, weight_groups, whole_of
 from workers.sync.buckets import Bucket
 from workers.sync.sender import AdapterSender, Offer, Sender
 from workers.training.dispatch import Minibatch, UpdateResult
@@ -55,7 +57,7 @@ class ActorWorker:
         # For the exact KL, the actor needs the output head of the reference model, which sends only hidden states. The
         # actor's initial head can be copied, because the actor starts with the weights of the reference model. The
         # copied head is rounded to the compute dtype of the reference model, so that the KL divergence of a policy from
-        # itself is 0.
+        # itself is 0. If the reference model is updated, `set_reference_head` replaces the head.
         self.ref_head: Tensor | None = None
         if algorithm.needs_full_kl:
             head = self.model.get_output_embeddings()
@@ -181,6 +183,32 @@ class ActorWorker:
                 f"the limit is {limit:g}: with the same weights, two forward passes must give the same log-probs; "
                 "please report this"
             )
+
+    def shard_groups(self) -> int:
+        """Return the number of groups of weights in which `shards` returns this rank's shards."""
+        return len(weight_groups(self.model))
+
+    def shards(self, number: int, to_host: bool, *_taken: None) -> list[Tensor]:
+        """Return this rank's float32 shards of a group of weights, without a copy unless they must be moved.
+
+        Args:
+            number: number of the group of weights, as in `weight_groups`.
+            to_host: whether the shards are returned in CPU memory.
+            _taken: results of the calls that took earlier groups. Ray runs `shards` only once they are available, so
+                that few groups are in Ray's object store at a time.
+        """
+        tick()
+        parameters = dict(self.model.named_parameters())
+        found = [local_shard(parameters[name]) for name in weight_groups(self.model)[number]]
+        return [shard.cpu() for shard in found] if to_host else found
+
+    def set_reference_head(self, shard: Tensor) -> None:
+        """Gather the reference model's output head (V, H) for the exact KL. All training ranks must call this method.
+
+        Args:
+            shard: the shard that the reference's rank of the same number holds.
+        """
+        self.ref_head = whole_of(shard.to(device(), copy=True), self.model.get_output_embeddings().weight)
 
     def start_export(self, path: str | None, version: int, check: bool) -> Offer:
         """Prepare to send the weights to the engines, and return a description of what this rank will send.

@@ -71,12 +71,12 @@ class RankState:
 
     Args:
         role: name of the role, and of the role's folder in the checkpoint.
-        model: the model, possibly sharded. Parameters that are not trained are not saved.
-        optimizer: optimizer of the trained parameters.
+        model: the model, possibly sharded. With an optimizer, parameters that are not trained are not saved.
+        optimizer: optimizer of the trained parameters, or None for a model that has no optimizer.
         base: directory from which the model was loaded, or None if checkpoints contain no exported model.
     """
 
-    def __init__(self, role: str, model: nn.Module, optimizer: Optimizer, *, base: Path | None = None) -> None:
+    def __init__(self, role: str, model: nn.Module, optimizer: Optimizer | None, *, base: Path | None = None) -> None:
         self.role, self.model, self.optimizer, self.base = role, model, optimizer, base
         self.thread: threading.Thread | None = None
         self.result: Saved | None = None
@@ -98,12 +98,14 @@ class RankState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return, without copying, all tensors that determine how the training of this role continues."""
-        found, sharded = {_SCHEDULE: torch.tensor(self.optimizer.steps)}, isinstance(self.model, FSDPModule)
+        optimizer, sharded = self.optimizer, isinstance(self.model, FSDPModule)
+        found = {} if optimizer is None else {_SCHEDULE: torch.tensor(optimizer.steps)}
         for name, parameter in self.model.named_parameters():
-            if parameter.requires_grad:
+            if optimizer is None or parameter.requires_grad:
                 assert not sharded or isinstance(parameter, DTensor), f"{name} is not sharded: it may be a rounded copy"
                 found[f"model.{name}"] = parameter.detach()
-                found |= {f"{kind}.{name}": tensor for kind, tensor in self.optimizer.moments(parameter).items()}
+            if optimizer is not None and parameter.requires_grad:
+                found |= {f"{kind}.{name}": tensor for kind, tensor in optimizer.moments(parameter).items()}
         return found
 
     def save(self, url: str) -> None:
@@ -169,7 +171,8 @@ class RankState:
             load(tensors, storage_reader=StateReader(folder), planner=_Ticking(), process_group=self.group)
         except (CheckpointException, OSError) as error:
             raise CheckpointError(f"{folder}: {reason(error)}") from error
-        self.optimizer.steps = int(tensors[_SCHEDULE])
+        if self.optimizer is not None:
+            self.optimizer.steps = int(tensors[_SCHEDULE])
 
 
 def reason(error: BaseException) -> str:

@@ -1,16 +1,24 @@
-"""The reference model for KL terms: a frozen, sharded copy of the initial policy."""
+"""The reference model for KL terms: a sharded copy of the initial policy, frozen or updated during training."""
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.schema import Config
+from workers.cluster.progress import tick
 from workers.models.fsdp import frozen
 from workers.models.packed_forward import Pack, policy_output, row_pass
 from workers.models.row_isolation import load_policy
+from workers.models.weight_shards import local_shard, move_weights, weight_groups
+from workers.training.rank_state import RankState, Saved
 
 
 class ReferenceWorker:
-    """One rank of the reference model, whose weights never change.
+    """One rank of the reference model.
+
+    The weights of the reference model never change, unless `algorithm.reference.refresh_every` is above 0.
 
     Args:
         config: the run's whole config.
@@ -18,8 +26,19 @@ class ReferenceWorker:
     """
 
     def __init__(self, config: Config, path: str) -> None:
-        self.config = config
-        self.model = frozen(load_policy(path), config)
+        self.config, self.path = config, path
+        self._load_start()
+
+    def _load_start(self) -> None:
+        """Load the weights with which training starts.
+
+        A moving average of weights is kept in float32, because bfloat16 would round small updates away.
+        """
+        averages = self.config.algorithm.reference.refresh_coef < 1
+        self.model = frozen(load_policy(self.path), self.config, torch.float32 if averages else None)
+        self.groups = weight_groups(self.model)
+        self.state = RankState("reference", self.model, None)
+        self.changed = False
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """Compute the reference model's columns that the KL terms need, with rows in the order of `microbatches`.
@@ -36,3 +55,49 @@ class ReferenceWorker:
             return found if output.hidden is None else found | {"ref_hidden": output.hidden}
 
         return row_pass(self.model, columns, batch, microbatches)
+
+    def refresh(self, number: int, shards: Sequence[Tensor]) -> None:
+        """Update a group of this rank's weights: a * actor + (1 - a) * reference (TR-DPO, arXiv 2404.09656, section 3).
+
+        The coefficient a is `algorithm.reference.refresh_coef`.
+
+        Args:
+            number: number of the group of weights, as in `weight_groups`.
+            shards: the shards of the same weights that the actor's rank of the same number holds.
+        """
+        tick()
+        parameters = dict(self.model.named_parameters())
+        own = [local_shard(parameters[name]) for name in self.groups[number]]
+        move_weights(own, shards, self.config.algorithm.reference.refresh_coef)
+        self.changed = True
+
+    def head_shard(self, to_host: bool) -> Tensor:
+        """Return this rank's shard of the output head (V, H), in the dtype in which the reference model computes.
+
+        If `to_host` is True, the shard is in CPU memory.
+        """
+        shard = local_shard(self.model.get_output_embeddings().weight)
+        shard = shard.to(getattr(torch, self.config.model.dtype))
+        return shard.cpu() if to_host else shard
+
+    def save_state(self, url: str) -> None:
+        """Start writing this rank's part of a checkpoint in the background.
+
+        All training ranks must call this method.
+        """
+        self.state.save(url)
+
+    def saved_state(self) -> Saved | None:
+        """Return the result of the last `save_state` call, or None while the save is running."""
+        return self.state.saved()
+
+    def load_state(self, url: str | None) -> None:
+        """Load a checkpoint, or restore the weights with which training starts if `url` is None.
+
+        All training ranks must call this method.
+        """
+        if url is not None:
+            self.state.load(url)
+            self.changed = True
+        elif self.changed:
+            self._load_start()

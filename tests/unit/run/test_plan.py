@@ -197,6 +197,21 @@ def test_a_loss_without_a_ratio_is_not_corrected_by_the_engines_log_probs():
     )
 
 
+@pytest.mark.parametrize(
+    ("every", "coef", "steps", "said"),
+    [
+        (0, 1.0, 60, "KL in loss 0.1 (k3);"),
+        (1, 1.0, 60, "KL in loss 0.1 (k3), reference becomes a copy of the actor every step;"),
+        (10, 1.0, 60, "KL in loss 0.1 (k3), reference becomes a copy of the actor every 10 steps;"),
+        (2, 0.6, 60, ", reference moves by 0.6 of its distance to the actor every 2 steps;"),
+        (60, 1.0, 60, ", reference becomes a copy of the actor every 60 steps, which has no effect in 60 steps;"),
+    ],
+)
+def test_updates_of_the_reference_are_said(every, coef, steps, said):
+    words = [f"algorithm.reference.refresh_every={every}", f"algorithm.reference.refresh_coef={coef}"]
+    assert said in row("algorithm", "algorithm.kl_loss.kl_loss_coef=0.1", *words, f"trainer.total_steps={steps}")
+
+
 def test_memory_is_sixteen_bytes_a_trained_parameter_over_the_ranks():
     gib = Facts(path="m", parameters=2**30, needs_critic=True)
     reference = "algorithm.kl_loss.kl_loss_coef=1"
@@ -214,6 +229,13 @@ def test_memory_is_sixteen_bytes_a_trained_parameter_over_the_ranks():
     frozen = row("memory", reference, "model.dtype=bfloat16", facts=gib)
     # The reference model is never trained, so its memory contains no optimizer states.
     assert frozen.startswith("a rank: actor 16.0 GB + reference 2.0 GB + critic")
+
+
+def test_a_moving_average_of_weights_takes_four_bytes_a_parameter_in_every_dtype():
+    gib, half = Facts(path="m", parameters=2**30), ["algorithm.kl_loss.kl_loss_coef=1", "model.dtype=bfloat16"]
+    refresh = "algorithm.reference.refresh_every=1"
+    assert "reference 2.0 GB" in row("memory", *half, refresh, facts=gib)
+    assert "reference 4.0 GB" in row("memory", *half, refresh, "algorithm.reference.refresh_coef=0.5", facts=gib)
 
 
 def test_memory_is_over_the_ranks_that_share_one_copy_of_the_model():

@@ -257,9 +257,9 @@ def changed(path, value):
     return state
 
 
-def write_index(checkpoint):
+def write_index(checkpoint, role="actor"):
     """Write the index file that training ranks store next to their tensors."""
-    checkpoint.folder.write("state/actor/.metadata", pickle.dumps(Metadata({}, None, {})))
+    checkpoint.folder.write(f"state/{role}/.metadata", pickle.dumps(Metadata({}, None, {})))
 
 
 def usable(tmp_path, state, *words, fingerprint=7):
@@ -268,6 +268,20 @@ def usable(tmp_path, state, *words, fingerprint=7):
     prompts = Prompts([Prompt(n, "p", [1], {}) for n in range(3)])
     prompts.fingerprint = lambda: fingerprint
     return require_usable(config(tmp_path, *words), dataclasses.replace(checkpoint, state=state), prompts)
+
+
+@pytest.mark.parametrize("every", [0, 2])
+async def test_the_state_of_a_reference_is_needed_only_if_the_reference_is_updated(tmp_path, every):
+    words = ["algorithm.kl_loss.kl_loss_coef=0.1", f"algorithm.reference.refresh_every={every}"]
+    await saved(tmp_path, *words)
+    if every:
+        with pytest.raises(ConfigError, match=r"its state cannot be used .*state/reference/\.metadata: cannot be read"):
+            usable(tmp_path, GOOD, *words)
+    await saved(tmp_path, *words)
+    if every:
+        checkpoint = beginning(config(tmp_path, "trainer.resume=auto", *words)).checkpoint
+        write_index(checkpoint, "reference")
+    assert usable(tmp_path, GOOD, *words) == []
 
 
 async def test_only_the_function_that_ended_the_run_may_be_repaired(tmp_path):

@@ -61,7 +61,10 @@ def test_other_weights_of_a_model_that_stays_are_another(tmp_path, uses, at):
 
 
 def test_weights_that_checkpoints_replace_may_change(tmp_path):
-    assert f"model.path={tmp_path}" not in found("algorithm=grpo", f"model.path={tmp_path}")
+    own = f"model.path={tmp_path}"
+    assert own not in found("algorithm=grpo", own)
+    # A reference model that is updated is loaded from the checkpoint, even before its first update.
+    assert own not in found("algorithm.kl_loss.kl_loss_coef=0.1", "algorithm.reference.refresh_every=9", own)
 
 
 def test_reward_models_count(tmp_path):

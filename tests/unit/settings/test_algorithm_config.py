@@ -82,6 +82,14 @@ def algorithm(*overrides):
             ["rejection.only_negative=true"],
             "lower=None, upper=None, only_negative=True with kl_estimator=null: nothing",
         ),
+        (
+            ["reference.refresh_coef=0.5"],
+            "algorithm.reference.refresh_coef=0.5 with refresh_every=0: the reference model is never updated, so the "
+            "coefficient has no effect; set refresh_every=1, for example, or refresh_coef=1",
+        ),
+        (["reference.refresh_every=-1"], "algorithm.reference.refresh_every must be >= 0, got -1"),
+        (["reference.refresh_every=1", "reference.refresh_coef=0"], "refresh_coef must be in (0, 1], got 0"),
+        (["reference.refresh_every=1", "reference.refresh_coef=1.5"], "refresh_coef must be in (0, 1], got 1.5"),
         (["correction.level=row"], "algorithm.correction.level=row: unknown choice; use one of token, sequence, geo"),
         (
             ["rejection.kl_estimator=k1"],

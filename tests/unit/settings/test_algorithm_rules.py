@@ -251,6 +251,32 @@ def test_k1_alone_teaches_nothing_as_a_loss():
         accepted(f"kl_loss.kl_estimator={other}", k1[1])
 
 
+REFRESH = "reference.refresh_every=10"
+
+
+def test_a_reference_is_updated_only_where_there_is_one():
+    said = refusal(REFRESH)
+    assert said == (
+        "algorithm.reference.refresh_every=10: without a KL term there is no reference model to update; set "
+        "algorithm.kl_loss.kl_loss_coef or kl_in_reward.kl_coef, or refresh_every=0"
+    )
+    for kl in ("kl_loss.kl_loss_coef=0.1", "kl_in_reward.kl_coef=0.1"):
+        accepted(REFRESH, kl)
+        accepted(REFRESH, kl, "reference.refresh_coef=0.5")
+    assert "there is no reference model to update" in refusal(REFRESH, "kl_loss.kl_estimator=full")
+
+
+def test_the_reference_of_adapters_is_not_updated():
+    with pytest.raises(ConfigError) as error:
+        check_algorithm(
+            compose(["model.lora={rank:4}", f"algorithm.{REFRESH}", "algorithm.kl_loss.kl_loss_coef=0.1"])[0]
+        )
+    assert str(error.value) == (
+        "algorithm.reference.refresh_every=10 with model.lora: the reference is the model below the adapters, and the "
+        "actor's adapters cannot be copied into it without rounding; use model.lora=null, or refresh_every=0"
+    )
+
+
 def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
     gdpo = "advantage_estimator=gdpo"
     assert refusal(gdpo, "kl_in_reward.kl_coef=0.1") == (

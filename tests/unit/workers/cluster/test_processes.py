@@ -14,7 +14,7 @@ from tests.fake_replicas import Reply, of_worker, settled
 from workers.cluster.liveness import Liveness
 from workers.cluster.processes import LocalProcess, Pending, RayProcess, Role, results
 from workers.cluster.progress import Process
-from workers.cluster.worker_process import Host
+from workers.cluster.worker_process import Host, InnerCall
 
 
 class Greeter:
@@ -26,11 +26,24 @@ class Greeter:
     def fail(self, error):
         raise error
 
+    def same(self, value):
+        return value
+
     def nest(self):
         return asyncio.run(self.answer())
 
     async def answer(self):
         return 42
+
+
+class Owner:
+    """A role that owns values."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def value(self, place):
+        return self.values[place]
 
 
 class Remote:
@@ -80,6 +93,27 @@ async def test_a_role_in_this_process_is_called_at_once_and_values_are_passed_as
         await role.call(Greeter.fail, errors.SyncError("weights differ"))
     with pytest.raises(errors.WorkerError, match=r"^a worker failed: ZeroDivisionError: by zero \(verbose=true"):
         await role.call(Greeter.fail, ZeroDivisionError("by zero"))
+
+
+async def test_the_result_of_another_role_in_the_same_process_is_an_argument_without_a_copy():
+    process, values = LocalProcess(Host({}, verbose=True)), ["me"]
+    process.host.roles |= {"owner": Owner(values), "greeter": Greeter()}
+    owner, greeter = Role(process, "owner"), Role(process, "greeter")
+    argument = owner.argument_for(greeter, Owner.value, 0)
+    values[0] = "you"  # the other role is called only when its result is needed
+    assert await greeter.call(Greeter.greet, argument) == "hello you."
+    values[0] = object()
+    assert await greeter.call(Greeter.same, argument) is values[0]
+
+
+def test_the_result_of_a_role_in_another_process_does_not_pass_through_the_driver():
+    here, there = (RayProcess(Remote(number), f"rank {number}") for number in range(2))
+    argument = Role(there, "owner").argument_for(Role(here, "greeter"), Owner.value, 7)
+    assert isinstance(argument, Reply)  # a reference to the result of the call
+    assert there.actor.calls == [("call", ("owner", "value", 7), {})]
+    inner = Role(here, "owner").argument_for(Role(here, "greeter"), Owner.value, 7)
+    assert inner == InnerCall("owner", "value", (7,), {})
+    assert here.actor.calls == []
 
 
 async def test_a_role_in_this_process_may_run_event_loops_of_its_own():

@@ -1,0 +1,56 @@
+"""Shards of a model's weights that one rank holds, in groups of limited size, and their exponential moving average."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+GROUP_NUMBERS = 1 << 24  # Maximum numbers in a group of weights, over all ranks; a larger weight forms its own group.
+
+
+def weight_groups(model: nn.Module) -> list[list[str]]:
+    """Divide the names of a model's parameters, in their order, into groups of at most `GROUP_NUMBERS` numbers.
+
+    The groups depend only on the whole shapes of the parameters, so all ranks and roles of a model have equal groups.
+    """
+    groups: list[list[str]] = []
+    room = 0
+    for name, parameter in model.named_parameters():
+        if not groups or parameter.numel() > room:
+            groups.append([])
+            room = GROUP_NUMBERS
+        groups[-1].append(name)
+        room -= parameter.numel()
+    return groups
+
+
+def local_shard(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a sharded tensor, or any other tensor itself. The result shares the memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def whole_of(shard: Tensor, like: Tensor) -> Tensor:
+    """Gather a tensor that is sharded as `like` from this rank's shard and those of the other ranks.
+
+    If `like` is sharded, all ranks must call this function. Otherwise `shard` is the whole tensor.
+    """
+    if not isinstance(like, DTensor):
+        return shard
+    sharded = DTensor.from_local(shard, like.device_mesh, like.placements, shape=like.shape, stride=like.stride())
+    return sharded.full_tensor()
+
+
+@torch.no_grad()
+def move_weights(targets: Sequence[Tensor], sources: Sequence[Tensor], coef: float) -> None:
+    """Replace each target t in place by a s + (1 - a) t, where a = `coef` is in (0, 1] and s is the source.
+
+    If a = 1, the target becomes a copy of the source, rounded to the target's dtype. Otherwise the target must be at
+    least float32, because a target in bfloat16 would round small updates away.
+    """
+    for target, source in zip(targets, sources, strict=True):
+        if coef == 1:
+            target.copy_(source)
+        else:
+            assert target.dtype in (torch.float32, torch.float64), f"{target.dtype} is too coarse for a moving average"
+            target.lerp_(source.to(target.device, target.dtype), coef)

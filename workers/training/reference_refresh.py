@@ -1,0 +1,52 @@
+"""Updates of the reference model during training: each weight moves to, or becomes, the actor's weight (TR-DPO).
+
+A rank of the reference holds the same shards as the actor's rank of the same number. Each rank therefore updates its
+own shards, and no tensor is gathered. If both roles of a rank are in one process, the reference reads the actor's
+shards in place. Otherwise the actor's process sends its shards directly to the reference's process, in groups of
+limited size.
+
+With the exact KL, each rank of the actor also keeps the whole output head of the reference model. After an update, the
+ranks of the actor gather the new head from the shards of the reference.
+"""
+
+from workers.cluster.processes import Pending, Role, results
+from workers.training.actor import ActorWorker
+from workers.training.reference import ReferenceWorker
+from workers.training.worker_group import WorkerGroup
+
+_IN_FLIGHT = 2  # Number of groups of shards of one rank that Ray's object store holds at a time.
+
+
+async def refresh_reference(actor: WorkerGroup[ActorWorker], reference: WorkerGroup[ReferenceWorker]) -> None:
+    """Update the weights of the reference model once with the current weights of the actor.
+
+    Raises:
+        WorkerLost: the process of a rank died or hung. The weights of the reference model may then be partly updated.
+    """
+    groups, *_ = await actor.call(ActorWorker.shard_groups)
+    pairs = list(zip(actor.ranks, reference.ranks, strict=True))
+    pending = [one for source, target in pairs for one in _updates(source, target, groups)]
+    await results(pending, depends_on=[rank.process for rank in actor.ranks])
+
+
+def _updates(source: Role[ActorWorker], target: Role[ReferenceWorker], groups: int) -> list[Pending[None]]:
+    """Start the calls that update all weights of one rank of the reference, one call for each group of shards."""
+    to_host, started = source.process is not target.process, list[Pending[None]]()
+    for number in range(groups):
+        taken = [started[number - _IN_FLIGHT].later] if to_host and number >= _IN_FLIGHT else []
+        shards = source.argument_for(target, ActorWorker.shards, number, to_host, *taken)
+        started.append(target.start(ReferenceWorker.refresh, number, shards))
+    return started
+
+
+async def send_reference_head(actor: WorkerGroup[ActorWorker], reference: WorkerGroup[ReferenceWorker]) -> None:
+    """Replace the actor's copy of the reference model's output head by the reference model's current head.
+
+    Raises:
+        WorkerLost: the process of a rank died or hung.
+    """
+    pending = []
+    for target, source in zip(actor.ranks, reference.ranks, strict=True):
+        shard = source.argument_for(target, ReferenceWorker.head_shard, source.process is not target.process)
+        pending.append(target.start(ActorWorker.set_reference_head, shard))
+    await results(pending, depends_on=[rank.process for rank in reference.ranks])
