@@ -35,6 +35,7 @@ from rltrain.run.checks import (
     check,
     check_cache,
     check_cluster,
+    check_prompt_count,
     check_stop_strings,
     output_folder,
     sandbox_warning,
@@ -470,7 +471,8 @@ def start_model(config: Config, display: "ConsoleDisplay") -> str:
 def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, PromptSet]]:
     """Load the training prompts and the evaluation prompts. The evaluation sets are returned as a dict by name.
 
-    Raise ConfigError if a data set lacks a column that a reward function reads.
+    Raise ConfigError if a data set lacks a column that a reward function reads, or if there are too few training
+    prompts.
     """
     from rltrain.data.model_directory import check_prompt_ids
     from rltrain.data.model_weights import BUILTIN_MODEL
@@ -487,6 +489,7 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, Prom
         "options": PromptOptions(prompt=data.prompt, system_prompt=data.system_prompt, chat=data.chat),
     }
     prompts = load_prompts(data.train, tokenizer, split="train", **options)
+    check_prompt_count(config, len(prompts))
     evaluations = {
         name: load_prompts(source, tokenizer, split="val", key=key, limit=data.val_size, **options)
         for name, (key, source) in data.evaluations.items()

@@ -86,6 +86,7 @@ class Trainer:
             distribution.
         checked_before: value of `engine_checked` before the current step.
         dropped: uids of the prompt groups that the most recent training step dropped.
+        reused: uids of the prompt groups of earlier training steps on which the most recent step trained again.
     """
 
     def __init__(
@@ -117,6 +118,7 @@ class Trainer:
         self.beginning: dict[str, Any] | None = None
         self.engine_checked = self.checked_before = config.rollout.is_restricted
         self.dropped: list[int] = []
+        self.reused: list[int] = []
         self.timer = Timer()  # The timer measures the phases of the current training step.
 
     async def fit(self) -> None:
@@ -145,7 +147,7 @@ class Trainer:
             self.tasks.check()
             with trace.span(f"step {self.step + 1}"):
                 metrics, batch = await self.train_step()
-            self.tracker.log_step(self.step, metrics, batch, self.dropped)
+            self.tracker.log_step(self.step, metrics, batch, self.dropped, self.reused)
             if self.step == first:
                 self.checkpoints.require_best(self.tracker.names())
             for alarm in self.alarms.look(self.step, metrics):
@@ -287,7 +289,8 @@ class Trainer:
                 batch = choose_trained(batch, config.algorithm)
                 batch = with_random_draws(batch, config, self.step)
                 minibatches = self.minibatches(batch)
-                self.dropped = self.collector.take()
+                finished = self.collector.take()
+                self.dropped, self.reused = finished.dropped, finished.reused
         if self.critic is not None:
             with timer("update_critic"):
                 metrics |= await self.update_critic(batch, minibatches, self.critic)

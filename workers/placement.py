@@ -570,10 +570,10 @@ def spawner(
     import ray
 
     engines = name.startswith("rollout")
-    # If max_staleness is 0, training ranks and engines compute in turn, so the active processes may use all CPU cores.
-    # If max_staleness is above 0, training ranks and engines compute at the same time and share the CPU cores.
+    # If engines do not run ahead, training ranks and engines compute in turn, so the active processes may use all CPU
+    # cores. If engines run ahead, training ranks and engines compute at the same time and share the CPU cores.
     beside = (
-        count if not config.trainer.max_staleness else config.placement.actor_ranks + config.placement.rollout_replicas
+        count if not config.trainer.steps_ahead else config.placement.actor_ranks + config.placement.rollout_replicas
     )
     threads = config.placement.threads_per_worker or max(1, cpu_cores() // beside)
     has_gpus = _has_gpus()

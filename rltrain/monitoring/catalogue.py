@@ -157,6 +157,42 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "groups",
             "0",
         ),
+        Metric(
+            "rollout/reused_fraction",
+            "share of the step's prompt groups that an earlier step has already trained on (`trainer.reuse`)",
+            "share",
+        ),
+    ),
+    "Difficulty of the prompts": (
+        Metric(
+            "difficulty/unseen_fraction",
+            "share of the training prompts that have no measured success yet (`data.difficulty`)",
+            "share",
+            "falls",
+        ),
+        Metric(
+            "difficulty/easy_fraction",
+            "share of the training prompts whose success in their last group was at least `easy_threshold`",
+            "share",
+            "rises",
+        ),
+        Metric(
+            "difficulty/normal_fraction",
+            "share of the training prompts whose success in their last group was between the thresholds",
+            "share",
+            "above 0",
+        ),
+        Metric(
+            "difficulty/hard_fraction",
+            "share of the training prompts whose success in their last group was at most `hard_threshold`",
+            "share",
+            "falls",
+        ),
+        Metric(
+            "difficulty/fallback_fraction",
+            "share of the step's draws of prompts that another pool had to serve, because the intended pool was empty",
+            "share",
+        ),
     ),
     "Actor": (
         Metric("actor/policy_loss", "policy loss without the KL and entropy terms", "loss"),

@@ -2,11 +2,13 @@
 
 The ledger has one line per training step, with the following keys:
 
-- `used`: uids of the prompt groups that were trained on.
+- `used`: uids of the prompt groups that were trained on for the first time.
+- `reused`: uids of the prompt groups that were trained on again, with `trainer.reuse`.
 - `dropped`: uids of the prompt groups that were discarded.
 - `failed`: pairs (uid of the prompt group, index of the answer in the group) of the answers whose reward failed.
 
-The uid of each prompt group occurs exactly once in the whole ledger, either in `used` or in `dropped`.
+The uid of each prompt group occurs exactly once in the `used` and `dropped` of the whole ledger. Each uid in `reused`
+also occurs in `used` of an earlier line, and at most once in a line.
 """
 
 from collections.abc import Sequence
@@ -17,13 +19,14 @@ from rltrain.batch.data_proto import DataProto
 LEDGER = "ledger.jsonl"
 
 
-def ledger_line(step: int, batch: DataProto, dropped: Sequence[int]) -> dict[str, Any]:
-    """Return the ledger line of a step: its used and dropped prompt groups, and its answers with failed rewards."""
+def ledger_line(step: int, batch: DataProto, dropped: Sequence[int], reused: Sequence[int] = ()) -> dict[str, Any]:
+    """Return the ledger line of a step: what became of its prompt groups, and its answers with failed rewards."""
     uids = batch.batch["uid"].tolist()
     failed = [[uids[row], row - uids.index(uids[row])] for row in batch.batch["failed"].nonzero()[:, 0].tolist()]
     return {
         "step": step,
-        "used": list(dict.fromkeys(uids)),
+        "used": [uid for uid in dict.fromkeys(uids) if uid not in reused],
+        "reused": list(reused),
         "dropped": list(dropped),
         "failed": failed,
     }

@@ -110,7 +110,14 @@ class Tracker:
         """Return whether the most recent evaluation evaluated the weights after the training step `step`."""
         return bool(self.evaluations) and self.evaluations[-1]["step"] == step
 
-    def log_step(self, step: int, metrics: dict[str, float], batch: DataProto, dropped: Sequence[int] = ()) -> None:
+    def log_step(
+        self,
+        step: int,
+        metrics: dict[str, float],
+        batch: DataProto,
+        dropped: Sequence[int] = (),
+        reused: Sequence[int] = (),
+    ) -> None:
         """Record and show the results of a training step: the metrics, all samples and the ledger line.
 
         Args:
@@ -118,9 +125,10 @@ class Tracker:
             metrics: mapping from the name of each metric to the metric's value.
             batch: the batch that was trained on.
             dropped: uids of the prompt groups that the step dropped.
+            reused: uids of the prompt groups of earlier steps on which the step trained again.
         """
         self.samples.write_trained(step, batch)
-        self.ledger.append(ledger_line(step, batch, dropped))
+        self.ledger.append(ledger_line(step, batch, dropped, reused))
         self.history.append({"step": step, **metrics})
         for sink in self.sinks:
             sink.log_step(step, metrics)

@@ -26,6 +26,7 @@ from rltrain.data.model_directory import (
 )
 from rltrain.data.model_weights import BUILTIN_MODEL, check_engine_files, check_weights
 from rltrain.data.prompt_form import template_parts
+from rltrain.data.prompt_pools import most_in_flight
 from rltrain.data.row_sources import BUILTIN, check_source
 from rltrain.monitoring.trackers.loading import check_trackers
 from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, load_function
@@ -140,6 +141,32 @@ def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
         _check_ranks(config, gpus, "GPUs", "the cluster")
     else:
         _check_ranks(config, int(resources.get("CPU", 0)), "CPUs", "the cluster")
+
+
+def check_prompt_count(config: Config, prompts: int) -> None:
+    """Check that there are enough training prompts to sample each of them at most once in a training step.
+
+    Without `data.difficulty`, any number of prompts is enough, because a step may use a prompt in two epochs.
+
+    Args:
+        config: the whole config.
+        prompts: number of training prompts.
+
+    Raises:
+        ConfigError: with `data.difficulty`, more prompts may be in flight at once than there are.
+    """
+    if config.data.difficulty is None:
+        return
+    trainer, sampling = config.trainer, config.algorithm.dynamic_sampling
+    most = most_in_flight(trainer.prompts_per_step, trainer.steps_ahead, sampling)
+    reasons = f"trainer.prompts_per_step={trainer.prompts_per_step}"
+    reasons += f", {trainer.steps_ahead} steps ahead" if trainer.steps_ahead else ""
+    reasons += f", algorithm.dynamic_sampling={sampling}" if sampling > 1 else ""
+    require(
+        prompts >= most,
+        f"data.difficulty with {prompts:,} training prompts: up to {most:,} prompt groups are in flight at once "
+        f"({reasons}), and each needs another prompt; use more prompts, smaller numbers, or data.difficulty=null",
+    )
 
 
 def sandbox_warning(config: Config) -> str:

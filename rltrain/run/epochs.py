@@ -10,6 +10,8 @@ def with_epochs_as_steps(config: Config, prompts: int) -> Config:
     """Return the config with `trainer.total_steps` computed from `trainer.total_epochs`.
 
     If `trainer.total_epochs` is None, the config is returned unchanged. The number of training steps is rounded up.
+    With `trainer.reuse`, each step counts as if it trained again on as many groups as it may, and used new prompts only
+    for its other groups.
 
     Args:
         config: the whole config.
@@ -18,5 +20,5 @@ def with_epochs_as_steps(config: Config, prompts: int) -> Config:
     trainer = config.trainer
     if trainer.total_epochs is None:
         return config
-    steps = math.ceil(trainer.total_epochs * prompts / trainer.prompts_per_step)
+    steps = math.ceil(trainer.total_epochs * prompts / (trainer.prompts_per_step - trainer.reused_groups))
     return replace(config, trainer=replace(trainer, total_steps=steps))

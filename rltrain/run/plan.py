@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rltrain.settings.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
-from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config, RolloutConfig, TrainerConfig
+from rltrain.settings.sampling_config import ReuseConfig
+from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config, DataConfig, RolloutConfig, TrainerConfig
 
 # Maximum width of the plan's panel, and width of the panel's borders and labels, both in terminal columns.
 _WIDEST, _FRAME = 100, 15
@@ -71,6 +72,7 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
         *([("data", _data(facts))] if facts.data and not config.data.train.startswith("builtin:") else []),
         *([("rewards", _signatures(facts))] if facts.signatures else []),
         ("algorithm", _algorithm(config)),
+        *([("reuse", _reuse(config.trainer, config.trainer.reuse))] if config.trainer.reuse else []),
         *([("off-policy", _off_policy(config, facts))] if config.trainer.max_staleness else []),
         *([("note", _aggregation(config.algorithm, facts))] if _is_other_aggregation(config.algorithm, facts) else []),
         ("model", _model(config, facts)),
@@ -128,14 +130,34 @@ def batch_line(config: Config) -> str:
 
 def _run(config: Config, facts: Facts) -> str:
     trainer = config.trainer
-    train = f" of {facts.train_prompts:,} prompts" if facts.train_prompts else " of prompts"
     parts = [
         f"{_count(trainer.total_steps, 'step')}{_epochs(trainer)}, {_count(config.optimizer_steps, 'optimizer step')}",
         f"seed {trainer.seed}",
-        f"{config.data.train}: {'shuffled passes' if config.data.shuffle else 'passes in order'}{train}",
+        f"{config.data.train}: {_sampling_of_prompts(config.data, facts)}",
         _evaluation(config, facts),
     ]
     return "; ".join(parts)
+
+
+def _sampling_of_prompts(data: DataConfig, facts: Facts) -> str:
+    """Describe in which order the training prompts are used."""
+    prompts = f"{facts.train_prompts:,} prompts" if facts.train_prompts else "prompts"
+    if (pools := data.difficulty) is None:
+        return f"{'shuffled passes' if data.shuffle else 'passes in order'} of {prompts}"
+    return (
+        f"{prompts} in pools by difficulty, of which each step samples {pools.normal_fraction:.0%} normal, "
+        f"{pools.unseen_fraction:.0%} unseen, {pools.hard_fraction:.0%} hard (success <= {pools.hard_threshold:g}) and "
+        f"{pools.easy_fraction:.0%} easy (success >= {pools.easy_threshold:g})"
+    )
+
+
+def _reuse(trainer: TrainerConfig, reuse: ReuseConfig) -> str:
+    """Describe which groups of earlier steps a training step trains on again."""
+    of_steps = "the last step" if reuse.steps == 1 else f"the last {reuse.steps} steps"
+    return (
+        f"up to {reuse.groups} of the {_count(trainer.prompts_per_step, 'prompt group')} of a step are groups of "
+        f"{of_steps} that are trained on again, if their answers have different outcomes"
+    )
 
 
 def _epochs(trainer: TrainerConfig) -> str:
@@ -345,9 +367,9 @@ def _processes(config: Config, facts: Facts) -> str:
 
 
 def _staleness(config: Config) -> str:
-    if not config.trainer.max_staleness:
+    if not config.trainer.steps_ahead:
         return ""
-    versions = _count(config.trainer.max_staleness, "weight version")
+    versions = _count(config.trainer.steps_ahead, "weight version")
     if config.placement.launcher == "inprocess":
         return (
             f"; answers may be {versions} old, but this saves no time in one process: trainer.max_staleness=0 learns "

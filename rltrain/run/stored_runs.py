@@ -1,5 +1,6 @@
 """Checks of a run that trains on the stored answers of an earlier run (`rollout=stored`)."""
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,11 @@ def check_stored_run(config: Config) -> None:
     )
     _require_sampled_groups_only(config.algorithm)
     require(
+        config.trainer.reuse is None,
+        f"rollout=stored with trainer.reuse.groups={config.trainer.reused_groups}: how many stored groups are needed "
+        "would depend on how many groups are trained on again; use trainer.reuse=null",
+    )
+    require(
         not config.data.evaluations,
         "rollout=stored with evaluation prompts: stored answers belong to training prompts, and no engine generates; "
         "use data.val=null without data.val_sets",
@@ -47,7 +53,9 @@ def check_stored_run(config: Config) -> None:
         bool(groups),
         f"{where}: holds no tables rollouts/*.parquet; give the output folder of a run (trainer.output_dir)",
     )
-    _require_same_distribution(config, _config_of(folder, where), where)
+    earlier = _config_of(folder, where)
+    _require_same_distribution(config, earlier["rollout"], where)
+    _require_same_pools(config, earlier, where)
     steps, samples = config.trainer.total_steps, rollout.samples_per_prompt
     needed = range(steps * config.trainer.prompts_per_step) if config.trainer.total_epochs is None else groups
     missing = [uid for uid in needed if uid not in groups]
@@ -81,12 +89,13 @@ def _require_sampled_groups_only(algorithm: AlgorithmConfig) -> None:
 
 
 def _config_of(folder: Path, where: str) -> Mapping[str, Any]:
-    """Return the section `rollout` in the config of the run that stored the answers."""
+    """Return the config of the run that stored the answers. The config has a section `rollout`."""
     try:
-        found = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["rollout"]
+        found = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
+        rollout = found["rollout"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: its config.yaml cannot be read ({described(error, 120)})") from None
-    require(isinstance(found, Mapping), f"{where}: its config.yaml has no settings of rollout")
+    require(isinstance(rollout, Mapping), f"{where}: its config.yaml has no settings of rollout")
     return found  # type: ignore[no-any-return]
 
 
@@ -98,3 +107,19 @@ def _require_same_distribution(config: Config, earlier: Mapping[str, Any], where
             f"rollout.{key}={now}: {where} sampled its answers with {then}, and the loss needs the same; use "
             f"rollout.{key}={then}",
         )
+
+
+def _require_same_pools(config: Config, earlier: Mapping[str, Any], where: str) -> None:
+    """Raise ConfigError if the runs sample prompts differently, because stored groups have the earlier run's prompts.
+
+    Runs with the same pools sample the same prompts as long as their rewards find the same answers correct.
+    """
+    data, own = earlier.get("data"), config.data.difficulty
+    then = data.get("difficulty") if isinstance(data, Mapping) else None
+    now = None if own is None else dataclasses.asdict(own)
+    shown = [str(value).replace("'", "") if value else "null" for value in (now, then)]
+    require(
+        now == then,
+        f"data.difficulty={shown[0]}: {where} sampled its prompts with {shown[1]}, and stored groups belong to these "
+        f"prompts; use data.difficulty='{shown[1]}'",
+    )

@@ -243,6 +243,7 @@ def _check_groups(config: Config) -> None:
     users = {
         algorithm.advantage_estimator: in_groups,
         "algorithm.dynamic_sampling": algorithm.dynamic_sampling > 0,
+        "trainer.reuse": config.trainer.reuse is not None,
         "algorithm.reward_shaping.group_length_weight": algorithm.reward_shaping.group_length_weight > 0,
         "algorithm.reward_normalization.mean_level=group": algorithm.reward_normalization.mean_level == "group",
         "algorithm.reward_normalization.std_level=group": algorithm.reward_normalization.std_level == "group",

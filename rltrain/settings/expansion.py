@@ -10,6 +10,7 @@ from typing import Any
 from rltrain.base.errors import ConfigError
 from rltrain.base.storage import absolute
 from rltrain.rewards.loading import is_penalty, success_score
+from rltrain.settings.sampling_config import DIFFICULTY_DEFAULTS
 from rltrain.settings.schema import ALL_LINEAR
 from rltrain.settings.typed import require
 
@@ -36,7 +37,12 @@ def expand(values: dict[str, Any]) -> None:
         rollout["stop"] = [rollout["stop"]]
     if isinstance(rollout, dict) and isinstance(rollout.get("run"), str):
         rollout["run"] = absolute(rollout["run"])
+    data = values.get("data")
+    if isinstance(data, dict):
+        data["difficulty"] = _difficulty(data.get("difficulty"))
     algorithm, trainer = values.get("algorithm"), values.get("trainer")
+    if isinstance(trainer, dict):
+        trainer["reuse"] = _reuse(trainer.get("reuse"), trainer.get("max_staleness"))
     if isinstance(algorithm, dict) and isinstance(trainer, dict):
         algorithm["correction"] = _correction(algorithm, trainer.get("max_staleness"))
     if isinstance(algorithm, dict) and isinstance(rollout, dict):
@@ -117,6 +123,35 @@ def _lora(lora: Any) -> Any:
     # If the LoRA rank is not a number, a later check reports an error.
     twice = 2 * rank if isinstance(rank, int | float) else rank
     return {"alpha": twice} | lora | {"targets": [targets] if isinstance(targets, str) else targets}
+
+
+def _difficulty(difficulty: Any) -> Any:
+    """Convert `data.difficulty` to a mapping with all keys."""
+    if difficulty is None:
+        return None
+    if not isinstance(difficulty, dict):
+        raise ConfigError(
+            f"data.difficulty={difficulty}: must be null, or a mapping, as in data.difficulty={{}} or "
+            "data.difficulty={hard_fraction:0.1}"
+        )
+    return DIFFICULTY_DEFAULTS | difficulty
+
+
+def _reuse(reuse: Any, max_staleness: Any) -> Any:
+    """Convert `trainer.reuse` to a mapping with all keys.
+
+    By default, the whole staleness bound is used for training on groups again, so the engines do not run ahead.
+    """
+    if reuse is None:
+        return None
+    if not isinstance(reuse, dict) or "groups" not in reuse:
+        raise ConfigError(
+            f"trainer.reuse={reuse}: must be null, or a mapping with a number of groups, as in "
+            "trainer.reuse={groups:4}"
+        )
+    # If max_staleness is 0 or not a number, a later check reports an error.
+    default = max_staleness if isinstance(max_staleness, int) and max_staleness > 0 else 1
+    return {"steps": default} | reuse
 
 
 def _set_overlong_buffer(shaping: Any, max_response_length: Any) -> None:

@@ -22,6 +22,7 @@ from rltrain.base.errors import ConfigError, one_line
 from rltrain.settings.config_groups import choices, group_names
 from rltrain.settings.key import text_keys
 from rltrain.settings.other_names import name_here
+from rltrain.settings.sampling_config import DifficultyConfig, ReuseConfig
 from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys, require, unknown_key
 
@@ -34,9 +35,13 @@ TEXT_KEYS = text_keys(Config)
 # `\n` to a line break.
 LISTS_OF_TEXT = frozenset({"rollout.stop"})
 _NEW_LINE = re.compile(r"\\?\\n")
-# The value of the config key `model.lora` is a mapping or null. If it is null, setting a key such as `model.lora.rank`
+# The value of each of these config keys is a mapping or null. If it is null, setting a key such as `model.lora.rank`
 # creates the mapping.
-OPTIONAL = "model.lora"
+OPTIONAL: Mapping[str, type] = {
+    "model.lora": LoRAConfig,
+    "data.difficulty": DifficultyConfig,
+    "trainer.reuse": ReuseConfig,
+}
 
 
 @dataclass(frozen=True)
@@ -237,7 +242,7 @@ def _check_key(key: str, text: str) -> None:
 
 
 def _keys_of_optional() -> list[str]:
-    return [f"{OPTIONAL}.{name}" for name in keys(LoRAConfig)]
+    return [f"{path}.{name}" for path, kind in OPTIONAL.items() for name in keys(kind)]
 
 
 def _listed(names: list[str]) -> str:
@@ -272,7 +277,7 @@ def _set(composed: Any, setting: Setting) -> None:
     section = setting.key.rpartition(".")[0]
     if section and OmegaConf.select(composed, section) is None:
         require(
-            section == OPTIONAL,
+            section in OPTIONAL,
             f"{setting.key}: {section} is null under the chosen groups; leave the override out, or choose other groups",
         )
         OmegaConf.update(composed, section, {}, merge=False)

@@ -13,6 +13,7 @@ from typing import Literal
 from rltrain.settings.algorithm_config import AlgorithmConfig
 from rltrain.settings.key import key, section
 from rltrain.settings.reward_config import RewardConfig
+from rltrain.settings.sampling_config import DifficultyConfig, ReuseConfig
 from rltrain.settings.typed import require
 
 REWARD_MODEL = "reward_model"  # The role name of a reward model is "reward_model", a space, and the model's name.
@@ -52,6 +53,10 @@ class TrainerConfig:
         "Maximum staleness of an answer when the model is trained on it: the number of weight versions by which the "
         "weights that generated the answer are older. 0: synchronous training.",
         at_least=0,
+    )
+    reuse: ReuseConfig | None = key(
+        "Train again on prompt groups of earlier training steps whose answers have different outcomes, as in "
+        "{groups: 4}. Needs trainer.max_staleness of at least 1. null: train on each group in one training step."
     )
     seed: int = key(
         "Seed of all random choices, such as the order of the prompts and the sampling of answers.",
@@ -139,10 +144,12 @@ class TrainerConfig:
             f"{self.prompts_per_minibatch}: every mini-batch holds the same number of prompts; try "
             f"trainer.prompts_per_minibatch={_largest_divisor(self.prompts_per_step, self.prompts_per_minibatch)}",
         )
+        self._require_room_for_reuse()
         require(
-            not (self.deterministic and self.max_staleness),
+            not (self.deterministic and self.steps_ahead),
             f"max_staleness={self.max_staleness} with deterministic=true: it depends on timing when the weights "
-            "change during an answer; use max_staleness=0",
+            "change during an answer; use max_staleness=0"
+            + (f", or trainer.reuse.steps={self.max_staleness}" if self.reuse else ""),
         )
         for name, value, hint in (
             ("resume", self.resume, "never, auto, or the folder of a checkpoint"),
@@ -150,6 +157,40 @@ class TrainerConfig:
             ("keep_best", self.keep_best, "a metric, or null"),
         ):
             require(value is None or bool(value.strip()), f"{name} is empty; give {hint}")
+
+    def _require_room_for_reuse(self) -> None:
+        """Raise ConfigError if `reuse` exceeds the staleness bound, or leaves no room for new groups in a step."""
+        if self.reuse is None:
+            return
+        groups, steps = self.reuse.groups, self.reuse.steps
+        require(
+            self.max_staleness > 0,
+            f"reuse.groups={groups} with max_staleness=0: the answers of a group that is trained on again are at "
+            "least one weight version old; use trainer.max_staleness=1 or more, or trainer.reuse=null",
+        )
+        require(
+            steps <= self.max_staleness,
+            f"reuse.steps={steps} with max_staleness={self.max_staleness}: in its last step, a group would be older "
+            f"than the staleness bound allows; use at most {self.max_staleness}",
+        )
+        require(
+            groups < self.prompts_per_step,
+            f"reuse.groups={groups} with prompts_per_step={self.prompts_per_step}: a step needs new groups too; use "
+            f"at most {self.prompts_per_step - 1}",
+        )
+
+    @property
+    def reused_groups(self) -> int:
+        """Maximum number of prompt groups of a training step that are trained on again; 0 without `reuse`."""
+        return self.reuse.groups if self.reuse else 0
+
+    @property
+    def steps_ahead(self) -> int:
+        """Number of training steps by which the engines may run ahead of training.
+
+        With `reuse`, a part of the staleness bound is left for the steps in which groups are trained on again.
+        """
+        return self.max_staleness - (self.reuse.steps if self.reuse else 0)
 
 
 def _largest_divisor(total: int, at_most: int) -> int:
@@ -310,6 +351,10 @@ class DataConfig:
         "refused."
     )
     shuffle: bool = key("Put the training prompts into a new random order for every pass through the data.")
+    difficulty: DifficultyConfig | None = key(
+        "Sample the training prompts from pools by difficulty: unseen, easy, normal and hard prompts. {} selects the "
+        "default values of all keys. null: every pass through the data uses each prompt once."
+    )
     overlong_prompts: Literal["refuse", "filter"] = key(
         "Treatment of prompts that are longer than rollout.max_prompt_length. refuse: the run does not start. filter: "
         "the run leaves out prompts that are too long."
@@ -324,6 +369,11 @@ class DataConfig:
     )
 
     def __post_init__(self) -> None:
+        require(
+            self.shuffle or self.difficulty is None,
+            "shuffle=false with data.difficulty: prompts are sampled from pools, so their order in the data cannot be "
+            "kept; use data.shuffle=true, or data.difficulty=null",
+        )
         for name, source in self.val_sets.items():
             require(
                 bool(re.fullmatch(r"(?!sampled_|greedy_)[\w.-]+", name)),
@@ -657,7 +707,7 @@ class Config:
         frees its device memory.
         """
         placement = self.placement
-        return placement.launcher == "ray" and placement.share_ranks and not self.trainer.max_staleness
+        return placement.launcher == "ray" and placement.share_ranks and not self.trainer.steps_ahead
 
     @property
     def sequences_per_step(self) -> int:

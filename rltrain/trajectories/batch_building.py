@@ -9,7 +9,7 @@ from rltrain.batch.trajectory import Trajectory, Turn, sampled_tokens
 from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.prompt_groups import Group
-from rltrain.trajectories.scoring import successes, weighted_sum
+from rltrain.trajectories.scoring import component_matrix, successes, weighted_sum
 from workers.rollout.messages import Completion
 
 
@@ -76,10 +76,7 @@ def with_scores(
     on.
     """
     results = [group.results[number] for group, number in _rows(groups, baseline=baseline)]
-    nan = float("nan")
-    matrix = torch.tensor(
-        [[nan if s is None or r.failed else s for s in r.scores] for r in results], dtype=torch.float32
-    )
+    matrix = component_matrix(results)
     totals = weighted_sum(matrix, components)
     columns = DataProto.from_dict(
         {

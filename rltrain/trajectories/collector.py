@@ -18,10 +18,13 @@ from rltrain.base.background_tasks import BackgroundTasks, Changes
 from rltrain.base.errors import RewardError
 from rltrain.batch.data_proto import DataProto
 from rltrain.data.prompt_order import PromptOrder
+from rltrain.data.prompt_pools import PromptPools
 from rltrain.data.prompts import Prompt, PromptSet
 from rltrain.settings.schema import Config
 from rltrain.trajectories.batch_building import answers_of, mean_score, to_batch, with_scores, without_invalid
+from rltrain.trajectories.correct_answers import correct_answers
 from rltrain.trajectories.prompt_groups import Group, GroupState, PromptGroups, requests_of
+from rltrain.trajectories.reuse_buffer import ReuseBuffer
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
 from rltrain.trajectories.scoring import flat_rows, shaped_scores
 from workers.reward.messages import SampleScores
@@ -50,19 +53,41 @@ class _Step:
     """State of the collector in one training step.
 
     Attributes:
-        places: number of prompt groups that the training step will train on.
+        places: number of new prompt groups that the training step will train on.
         refills: number of dropped prompt groups that may still be replaced by new groups.
         open: True from the time when `answers` begins the step until `take` ends the step.
         seen: finished prompt groups, by uid, for which it was already checked whether all answers have the same
             outcome.
         dropped: uids of the prompt groups that the training step has dropped.
+        reused: groups of earlier training steps on which the step trains again, besides `places` new groups.
+        version: weight version before the step.
+        outcomes: with `data.difficulty`, the numbers of correct and judged answers of all groups that the step has
+            generated, by uid.
+        useful: with `trainer.reuse`, the uids of the step's groups whose answers have different outcomes.
     """
 
     places: int
     refills: int
     open: bool = True
+    version: int = 0
     seen: dict[int, Group] = field(default_factory=dict)
     dropped: set[int] = field(default_factory=set)
+    reused: list[Group] = field(default_factory=list)
+    outcomes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    useful: set[int] = field(default_factory=set)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a finished training step has done with prompt groups, besides the groups that it trained on first.
+
+    Attributes:
+        dropped: uids of the groups that the step has dropped.
+        reused: uids of the groups of earlier steps on which the step has trained again.
+    """
+
+    dropped: list[int]
+    reused: list[int]
 
 
 class Collector:
@@ -93,14 +118,18 @@ class Collector:
     ) -> None:
         self.config, self.rollout, self.rewards, self.prompts = config, rollout, rewards, prompts
         self.tasks, self.models = tasks, models
-        self.order = PromptOrder(len(prompts), config.trainer.seed, config.data.shuffle)
+        seed, difficulty, reuse = config.trainer.seed, config.data.difficulty, config.trainer.reuse
+        self.pools = PromptPools(len(prompts), seed, difficulty) if difficulty else None
+        self.order = self.pools or PromptOrder(len(prompts), seed, config.data.shuffle)
+        self.buffer = ReuseBuffer(reuse.groups, reuse.steps) if reuse else None
         algorithm = config.algorithm
         self.groups = PromptGroups(
             samples_per_prompt=config.rollout.samples_per_prompt,
             prompts_per_step=config.trainer.prompts_per_step,
-            max_staleness=config.trainer.max_staleness,
+            max_staleness=config.trainer.steps_ahead,
             steps=config.trainer.total_steps,
             whole=config.trainer.deterministic,
+            reused=config.trainer.reused_groups,
             greedy_baseline="baseline_rewards" in required_columns(algorithm.advantage_estimator, algorithm.loss_mode),
         )
         self.training = _Flight(self.groups, config.rollout.temperature, config.trainer.seed)
@@ -125,10 +154,13 @@ class Collector:
         With dynamic sampling, a group whose answers all have the same outcome is replaced by a new group as long as the
         step may generate more groups, and is left out otherwise. With dynamic sampling, the batch may therefore have
         fewer than `prompts_per_step` groups.
+
+        With `trainer.reuse`, some groups of the batch may be groups on which earlier steps have trained.
         """
-        wanted, batches = self.config.trainer.prompts_per_step, self.config.algorithm.dynamic_sampling
+        batches = self.config.algorithm.dynamic_sampling
         if not self.step.open:  # a step that is open when a run is resumed continues with its saved state
-            self.step = _Step(places=wanted, refills=max(0, batches - 1) * wanted)
+            self._open_step(version)
+        self.step.version = version
         self._draw(version)
         while True:
             if batches:
@@ -138,9 +170,22 @@ class Collector:
             if groups and (not batches or all(group.state is GroupState.READY for group in groups)):
                 break
             await self._news()
-        oldest = min(group.shipped for group in groups)
-        assert version - oldest <= self.groups.max_staleness, f"a group of version {oldest} is too old for {version}"
-        return answers_of(groups)
+        self._require_fresh(version, groups, self.groups.max_staleness)
+        self._require_fresh(version, self.step.reused, self.config.trainer.max_staleness)
+        return answers_of([*groups, *self.step.reused])
+
+    def _open_step(self, version: int) -> None:
+        """Begin the step after weight version `version`, and choose the groups on which the step trains again."""
+        trainer, batches = self.config.trainer, self.config.algorithm.dynamic_sampling
+        reused = self.buffer.choose(version) if self.buffer else []
+        self.groups.reuse(len(reused))
+        places, refills = trainer.prompts_per_step - len(reused), max(0, batches - 1) * trainer.prompts_per_step
+        self.step = _Step(places=places, refills=refills, reused=reused)
+
+    @staticmethod
+    def _require_fresh(version: int, groups: Sequence[Group], limit: int) -> None:
+        oldest = min((group.shipped for group in groups), default=version)
+        assert version - oldest <= limit, f"a group of version {oldest} is too old for {version}"
 
     async def scored(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Wait for all scores of a batch that `answers` returned, and add the scores to the batch.
@@ -149,59 +194,85 @@ class Collector:
         trained on if the batch has only one group and all answers of the group have the same outcome.
 
         Returns:
-            The batch with scores, and metrics over all groups that were generated. Without dynamic sampling, the
-            returned metrics are empty.
+            The batch with scores, and metrics of dynamic sampling, of the pools of prompts, and of the groups on which
+            the step trains again. Without these features, the returned metrics are empty.
 
         Raises:
             RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
-                any sample.
+                any sample, or prompts have pools and no reward function decides whether an answer is correct.
         """
         step, components = self.step, self.config.reward.components
-        while not (groups := self.groups.ready(step.places)):
+        while not (new := self.groups.ready(step.places)):
             await self._news()
-        await with_model_scores(groups, self.models)
+        await with_model_scores(new, self.models)
+        groups = [*new, *step.reused]
         batch = with_scores(batch, groups, components)
         if self.groups.greedy_baseline:
             batch = self._with_baselines(batch, groups)
-        generated = list((step.seen | {group.uid: group for group in groups}).values())
+        generated = list((step.seen | {group.uid: group for group in new}).values())
         self._check_failures(generated, batch)
+        metrics = self._measure(step, generated, batch)
         if not self.config.algorithm.dynamic_sampling:
-            return batch, {}
-        return self._without_flat(batch), {
+            return batch, metrics
+        return self._without_flat(batch), metrics | {
             "reward/mean_generated": mean_score(generated, self.config),
             "rollout/groups_dropped": float(len(step.dropped)),
-            "rollout/groups_missing": float(self.config.trainer.prompts_per_step - step.places),
+            "rollout/groups_missing": float(self.config.trainer.prompts_per_step - len(groups)),
         }
 
-    def take(self) -> list[int]:
+    def _measure(self, step: _Step, generated: Sequence[Group], batch: DataProto) -> dict[str, float]:
+        """Record in `step` what later choices of prompts and groups depend on, and return metrics of the choices.
+
+        Args:
+            step: the current training step.
+            generated: all groups that the step has generated, including dropped groups.
+            batch: the scored batch of the step.
+        """
+        metrics: dict[str, float] = {}
+        if self.pools is not None:
+            step.outcomes = correct_answers(generated, self.config)
+            metrics |= self.pools.metrics()
+        if self.buffer is not None:
+            uid = batch.batch["uid"]
+            step.useful = set(uid[~flat_rows(batch, self.config)].tolist())
+            metrics["rollout/reused_fraction"] = len(step.reused) / len(uid.unique())
+        return metrics
+
+    def take(self) -> Finished:
         """End the training step and count its groups as used.
 
         A checkpoint that was saved before the call of `take` stores the training step as still open.
 
         Returns:
-            The uids of the groups that the step has dropped.
+            The uids of the groups that the step has dropped, and of the groups on which it has trained again.
         """
-        self.groups.take(self.step.places)
-        self.step.open = False
-        return sorted(self.step.dropped)
+        step = self.step
+        new = self.groups.take(step.places)
+        if self.pools is not None:
+            self.pools.give_back(step.outcomes)
+        if self.buffer is not None:
+            self.buffer.finish(step.version, [*new, *step.reused], step.useful)
+        step.open = False
+        return Finished(sorted(step.dropped), sorted(group.uid for group in step.reused))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the collector for a checkpoint, as plain values.
 
-        The state consists of the position in the prompt order, the prompt groups in flight, and the unfinished step.
+        The state consists of the position in the prompt order or the state of the pools, the prompt groups in flight,
+        the groups on which later steps may train again, and the unfinished step.
         """
         step = self.step
-        unfinished = {
+        unfinished: dict[str, Any] = {
             "places": step.places,
             "refills": step.refills,
             "dropped": sorted(step.dropped),
             "seen": [group.state_dict() for group in step.seen.values()],
         }
-        return {
-            "order": self.order.state_dict(),
-            "groups": self.groups.state_dict(),
-            "step": unfinished if step.open else None,
-        }
+        state: dict[str, Any] = {"order": self.order.state_dict(), "groups": self.groups.state_dict()}
+        if self.buffer is not None:
+            state["reuse"] = self.buffer.state_dict()
+            unfinished["reused"] = [group.uid for group in step.reused]
+        return state | {"step": unfinished if step.open else None}
 
     async def abort(self) -> None:
         """Discard all groups, and the results of all requests that the engines and reward workers are processing now.
@@ -221,9 +292,12 @@ class Collector:
         self.order.load_state_dict(state["order"])
         self.in_flight, self.first_failure, self._failures_arrived = [self.training], 0.0, False
         self.rewards.submit(self.groups.load_state_dict(state["groups"], self._prompt))
+        if self.buffer is not None:
+            self.buffer.load_state_dict(state["reuse"], lambda uid, index: self.groups.group(uid, self.prompts[index]))
         self.step = _Step(places=0, refills=0, open=False)
         if (kept := state["step"]) is not None:
-            self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]))
+            reused = self.buffer.of(kept["reused"]) if self.buffer else []
+            self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]), reused=reused)
             for one in kept["seen"]:
                 group = self.groups.restored(one, self._prompt)
                 # the failed scores of a group that is not ready are requested again
@@ -232,7 +306,7 @@ class Collector:
         self._changes.notify()
 
     def _prompt(self, uid: int) -> Prompt:
-        """Return the prompt of the group with the number `uid`.
+        """Return the prompt of the group in flight with the number `uid`.
 
         The number of a group is the group's position in the prompt order of the run.
         """

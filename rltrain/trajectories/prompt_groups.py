@@ -7,7 +7,9 @@ the requests for the group's answers to the engines.
 The trainer uses prompt groups in the order of their numbers (`uid`). When a group is shipped to the engines, the
 training step that will use the group is already known. Group n is used at training step n // prompts_per_step, where
 dropped groups that were replaced are not counted. Because the training step of a group is known in advance, the
-staleness bound can be guaranteed when the group is shipped.
+staleness bound can be guaranteed when the group is shipped. If a step may also train again on groups of earlier steps,
+groups are shipped for later steps as if those steps reused as many groups as they may, so that no group is used later
+than the staleness bound allows.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -109,6 +111,7 @@ class PromptGroups:
         whole: whether all answers of a group are generated as one batch. The composition of a batch can change answers,
             because the composition affects rounding. If `whole` is True, all answers of a group are always requested
             together.
+        reused: maximum number of a step's places that `reuse` fills with groups of earlier steps.
     """
 
     def __init__(
@@ -121,10 +124,11 @@ class PromptGroups:
         greedy_baseline: bool = False,
         first_uid: int = 0,
         whole: bool = False,
+        reused: int = 0,
     ) -> None:
         self.samples_per_prompt, self.prompts_per_step = samples_per_prompt, prompts_per_step
         self.max_staleness, self.steps, self.greedy_baseline = max_staleness, steps, greedy_baseline
-        self.whole = whole
+        self.whole, self.reused = whole, reused
         self.groups: dict[int, Group] = {}
         self.used = self.dropped = 0
         self._next_uid = first_uid
@@ -133,10 +137,15 @@ class PromptGroups:
         """Return the number of groups that may be added without exceeding `max_staleness` for any group.
 
         At weight version v, the next group to be used belongs to training step v. At weight version v, groups of all
-        steps up to v + max_staleness may be in flight.
+        steps up to v + max_staleness may be in flight, and each step after step v may reuse `reused` groups.
         """
         last = min(version + self.max_staleness + 1, self.steps)
-        return max(0, last * self.prompts_per_step - self.used - len(self.groups))
+        places = last * self.prompts_per_step - max(0, last - version - 1) * self.reused
+        return max(0, places - self.used - len(self.groups))
+
+    def reuse(self, count: int) -> None:
+        """Fill `count` places of the current training step with groups of earlier steps, which count as used again."""
+        self.used += count
 
     def add(self, prompts: Iterable[Prompt]) -> None:
         """Add one pending prompt group for each prompt."""

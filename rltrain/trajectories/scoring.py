@@ -27,6 +27,7 @@ from rltrain.rewards.loading import AGGREGATIONS, load_function, source_name
 from rltrain.settings.algorithm_config import AlgorithmConfig, RewardShapingConfig
 from rltrain.settings.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from rltrain.settings.schema import Config
+from workers.reward.messages import SampleScores
 
 
 def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
@@ -39,6 +40,14 @@ def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | Rew
     """
     weights, gates = [c.weight for c in components], [c.gate for c in components]
     return _finite(combine_rewards(matrix, weights=weights, gates=gates), matrix)
+
+
+def component_matrix(results: Sequence[SampleScores]) -> Tensor:
+    """Return the scores of the reward functions and models as a matrix (B, K), with NaN where a component does not
+    apply or where the reward failed.
+    """
+    nan = float("nan")
+    return torch.tensor([[nan if s is None or r.failed else s for s in r.scores] for r in results], dtype=torch.float32)
 
 
 def of_outcome(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:

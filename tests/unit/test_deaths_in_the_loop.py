@@ -106,7 +106,7 @@ class Notes:
     def __init__(self):
         self.steps = []
 
-    def log_step(self, step, metrics, batch, dropped):
+    def log_step(self, step, metrics, batch, dropped, reused):
         self.steps.append((step, facts(batch)))
 
     def restore(self, step, kept):

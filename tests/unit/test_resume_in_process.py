@@ -92,7 +92,8 @@ class Run:
         await self.trainer.sync_weights()
         for _ in range(count):
             metrics, batch = await self.trainer.train_step()
-            self.trainer.tracker.log_step(self.trainer.step, metrics, batch, self.trainer.dropped)
+            trainer = self.trainer
+            trainer.tracker.log_step(trainer.step, metrics, batch, trainer.dropped, trainer.reused)
             await self.trainer.between_steps()
         await self.checkpoints.finish()
         return self

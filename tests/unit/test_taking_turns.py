@@ -12,6 +12,7 @@ from rltrain.base.errors import SyncError
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
 from rltrain.trainer import Trainer
+from rltrain.trajectories.collector import Finished
 from tests.fakes import FakeCheckpoints
 from workers.cluster.processes import Pending, Role
 from workers.rollout.messages import Completion, Request
@@ -168,7 +169,7 @@ class Collector:
         return batch, {}
 
     def take(self):
-        return []
+        return Finished(dropped=[], reused=[])
 
     async def evaluate(self, prompts, *, greedy, samples=1):
         return await self.answers(0)

@@ -11,7 +11,7 @@ from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import char_tokenizer
 from rltrain.trainer import Trainer
-from rltrain.trajectories.collector import Collector
+from rltrain.trajectories.collector import Collector, Finished
 from rltrain.trajectories.prompt_groups import GroupState
 from rltrain.trajectories.reward_models import RewardModel
 from tests.fakes import FakeCheckpoints, Waiting
@@ -53,7 +53,7 @@ class FakeCollector:
         return batch, self.generated
 
     def take(self):
-        return [7]
+        return Finished(dropped=[7], reused=[3])
 
     async def evaluate(self, prompts, *, greedy, samples=1):
         self.log.append(f"evaluate {'greedy' if greedy else 'sampled'}")
@@ -98,9 +98,9 @@ class FakeTracker:
         self.state, self.metrics_of = lambda: {"lines": b""}, lambda step: {"step": step}
         self.evaluated, self.names = lambda step: step in dict(self.evals), lambda: {"step"}
 
-    def log_step(self, step, metrics, batch, dropped):
+    def log_step(self, step, metrics, batch, dropped, reused):
         self.log.append(f"log {step}")
-        self.dropped = dropped
+        self.dropped, self.reused = dropped, reused
         self.steps.append((metrics, batch))
 
     def log_eval(self, step, metrics):
@@ -295,10 +295,10 @@ async def test_minibatches_are_shuffled_anew_each_step():
     assert made.actor.updates[0][1] != made.actor.updates[1][1]
 
 
-async def test_the_ledger_gets_the_groups_that_the_step_dropped():
+async def test_the_ledger_gets_the_groups_that_the_step_dropped_or_trained_on_again():
     made, _ = trainer("trainer.total_steps=1")
     await made.train()
-    assert made.tracker.dropped == [7]
+    assert (made.tracker.dropped, made.tracker.reused) == ([7], [3])
 
 
 async def test_groups_that_were_dropped_or_are_missing_are_told_only_where_they_are_counted():

@@ -81,8 +81,10 @@ def test_every_step_and_every_evaluation_is_one_json_object_a_line_of_its_file(r
 
 def test_the_ledger_says_of_each_group_what_became_of_it_and_which_samples_failed(run):
     lines = [json.loads(line) for line in (run[0] / "ledger.jsonl").read_text().splitlines()]
-    assert lines == [{"step": step, "used": [0, 1], "dropped": [], "failed": [[0, 1]]} for step in (1, 2)]
+    assert lines == [{"step": step, "used": [0, 1], "reused": [], "dropped": [], "failed": [[0, 1]]} for step in (1, 2)]
     assert ledger_line(3, batch(), [2, 5])["dropped"] == [2, 5]
+    again = ledger_line(3, batch(), [], [0])
+    assert (again["used"], again["reused"], again["failed"]) == ([1], [0], [[0, 1]])
 
 
 @pytest.mark.parametrize("other", [False, True])

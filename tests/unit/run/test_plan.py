@@ -130,6 +130,22 @@ def test_what_overlaps_is_said_where_it_may():
     )
 
 
+def test_it_says_how_prompts_are_sampled_and_what_is_trained_on_again():
+    assert row("run", "data.difficulty={}").split("; ")[2] == (
+        "builtin:median: 8,192 prompts in pools by difficulty, of which each step samples 50% normal, 30% unseen, 15% "
+        "hard (success <= 0) and 5% easy (success >= 1)"
+    )
+    again = ["trainer.max_staleness=2", "trainer.reuse.groups=16"]
+    assert row("reuse", *again) == (
+        "up to 16 of the 64 prompt groups of a step are groups of the last 2 steps that are trained on again, if their "
+        "answers have different outcomes"
+    )
+    assert "groups of the last step that are" in row("reuse", *again, "trainer.reuse.steps=1")
+    assert "answers up to 2 weight versions old have token importance weights" in row("off-policy", *again)
+    assert "behind" not in row("processes", *again)
+    assert row("processes", *again, "trainer.reuse.steps=1").endswith("at most 1 weight version behind")
+
+
 def facts_of(loss_mode):
     return replace(FACTS, aggregations=POLICY_LOSSES.metadata(loss_mode).get("aggregations", ()))
 

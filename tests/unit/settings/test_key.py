@@ -8,6 +8,7 @@ import pytest
 from rltrain.base.errors import ConfigError
 from rltrain.settings.compose import compose
 from rltrain.settings.key import changeable_keys, declared_keys, key, section
+from rltrain.settings.overrides import OPTIONAL
 from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys, parse
 
@@ -141,8 +142,8 @@ def test_every_key_and_section_has_a_meaning_that_is_a_sentence():
 
 
 def test_the_declared_keys_are_the_keys_that_a_user_can_set():
-    inside = ("model.lora.", "reward.functions[].", "reward.models[].")
-    whole = {"model.lora", "reward.functions", "reward.models"}
+    inside = (*(f"{path}." for path in OPTIONAL), "reward.functions[].", "reward.models[].")
+    whole = {*OPTIONAL, "reward.functions", "reward.models"}
     leaves = {
         one.path for one in EVERY if (one.section is None or one.path in whole) and not one.path.startswith(inside)
     }
@@ -174,7 +175,7 @@ def outside(one):
     return [*low, *high, *(bound for bound in (one.key.above, one.key.below) if bound is not None)]
 
 
-BOUNDED = [one for one in EVERY if one.key.bounds and not one.path.startswith("model.lora.")]
+BOUNDED = [one for one in EVERY if one.key.bounds and not one.path.startswith(tuple(f"{path}." for path in OPTIONAL))]
 
 
 @pytest.mark.parametrize("one", BOUNDED, ids=lambda one: one.path)

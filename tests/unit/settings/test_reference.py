@@ -9,6 +9,7 @@ import yaml
 from rltrain.settings.compose import compose
 from rltrain.settings.config_groups import config_dir
 from rltrain.settings.key import declared_keys
+from rltrain.settings.overrides import OPTIONAL
 from rltrain.settings.reference import WIDTH, commented, outdated, page, values_of
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import keys
@@ -19,6 +20,7 @@ COMPLETE = ("train", "algorithm/grpo", "model/builtin", "data/median", "data/sor
 COMPLETE = [
     f"{name}.yaml" for name in (*COMPLETE, "rollout/vllm", "placement/local", "profile/demo", "profile/instruct")
 ]
+INSIDE = re.compile(rf"({'|'.join(map(re.escape, OPTIONAL))})\.|reward\.\w+\[\]\.")
 
 
 def rows():
@@ -45,7 +47,7 @@ def test_the_page_has_every_key_once_and_no_empty_cell():
     found = rows()
     assert [row for row in found if len(row) != 5 or not all(row)] == []
     names = [row[0].strip("`") for row in found]
-    inside = [path.rpartition(".")[2] for path in DECLARED if re.match(r"model\.lora\.|reward\.\w+\[\]\.", path)]
+    inside = [path.rpartition(".")[2] for path in DECLARED if INSIDE.match(path)]
     assert sorted(names) == sorted([*keys(Config), *inside])
 
 
@@ -88,13 +90,14 @@ def test_a_row_tells_the_meaning_that_the_schema_declares():
 
 
 def test_what_applies_where_an_entry_leaves_a_key_out_is_what_compose_fills_in():
-    files = ["reward.functions=[a.b:c]", "reward.models=[path/to/judge]", "model.lora={rank: 4}"]
+    files = ["reward.functions=[a.b:c]", "reward.models=[path/to/judge]", "model.lora={rank: 4}", "data.difficulty={}"]
     config = compose(files)[0]
     (function,), (model,) = config.reward.functions, config.reward.models
     for prefix, entry in (
         ("reward.functions[]", function),
         ("reward.models[]", model),
         ("model.lora", config.model.lora),
+        ("data.difficulty", config.data.difficulty),
     ):
         for path, one in DECLARED.items():
             told = one.key.if_left_out.partition(";")[0]
@@ -104,8 +107,7 @@ def test_what_applies_where_an_entry_leaves_a_key_out_is_what_compose_fills_in()
 
 
 def test_the_keys_inside_of_entries_say_what_applies_without_them_and_no_other_keys_do():
-    inside = re.compile(r"model\.lora\.|reward\.\w+\[\]\.")
-    assert {path for path, one in DECLARED.items() if bool(one.key.if_left_out) != bool(inside.match(path))} == set()
+    assert {path for path, one in DECLARED.items() if bool(one.key.if_left_out) != bool(INSIDE.match(path))} == set()
 
 
 def test_a_key_with_a_description_of_its_values_does_not_declare_bounds_that_it_would_hide():

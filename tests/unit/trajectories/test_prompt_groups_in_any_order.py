@@ -19,12 +19,13 @@ class Life(RuleBasedStateMachine):
 
     @initialize(
         samples=st.integers(1, 3), per_step=st.integers(1, 3), staleness=st.integers(0, 3), steps=st.integers(1, 5),
-        greedy=st.booleans(), first=st.sampled_from([0, -7]),
+        greedy=st.booleans(), first=st.sampled_from([0, -7]), reused=st.integers(0, 2),
     )  # fmt: skip
-    def start(self, samples, per_step, staleness, steps, greedy, first):
+    def start(self, samples, per_step, staleness, steps, greedy, first, reused):
+        self.reused = min(reused, per_step - 1)  # a step may fill at most this number of places with earlier groups
         self.groups = PromptGroups(
             samples_per_prompt=samples, prompts_per_step=per_step, max_staleness=staleness, steps=steps,
-            greedy_baseline=greedy, first_uid=first,
+            greedy_baseline=greedy, first_uid=first, reused=self.reused,
         )  # fmt: skip
         self.staleness, self.per_step, self.samples = staleness, per_step, samples + greedy
         self.steps, self.first = steps, first
@@ -35,6 +36,7 @@ class Life(RuleBasedStateMachine):
         self.used: list[int] = []
         self.dropped: list[int] = []
         self.empty_places = 0  # number of groups that were dropped without a replacement
+        self.filled = 0  # number of places that were filled with groups of earlier steps
 
     @rule()
     def fill(self):
@@ -80,16 +82,17 @@ class Life(RuleBasedStateMachine):
 
     def age(self, group):
         """Return the largest possible number of weight updates between a group's shipping and its use in a step."""
-        before = sum(uid < group.uid for uid in self.groups.groups)
-        return (len(self.used) + self.empty_places + before) // self.per_step - group.shipped
+        before = sum(uid < group.uid for uid in self.groups.groups) - self.places()
+        later = 0 if before < 0 else 1 + before // (self.per_step - self.reused)
+        return self.version + later - group.shipped
 
     def places(self):
         """Return the number of groups that the current step still needs."""
-        return (self.version + 1) * self.per_step - len(self.used) - self.empty_places
+        return (self.version + 1) * self.per_step - len(self.used) - self.empty_places - self.filled
 
     @precondition(lambda self: self.version < self.steps)
-    @rule()
-    def train(self):
+    @rule(reused=st.integers(0, 2))
+    def train(self, reused):
         answered = self.groups.answered(self.places())
         taken = self.groups.take(self.places())
         assert taken in ([], answered)
@@ -103,6 +106,10 @@ class Life(RuleBasedStateMachine):
             assert self.version - group.shipped <= self.staleness
             self.used.append(group.uid)
         self.version += bool(taken)
+        if taken and self.version < self.steps:
+            count = min(reused, self.reused)
+            self.groups.reuse(count)
+            self.filled += count
 
     @invariant()
     def none_is_lost_and_none_is_doubled(self):
@@ -111,7 +118,7 @@ class Life(RuleBasedStateMachine):
         everywhere = [*self.used, *self.dropped, *self.groups.groups]
         assert sorted(everywhere) == list(range(self.first, self.first + self.added))
         assert self.used == sorted(self.used)
-        assert self.groups.used == len(self.used) + self.empty_places
+        assert self.groups.used == len(self.used) + self.empty_places + self.filled
         assert self.groups.dropped == len(self.dropped)
         assert len(self.groups.groups) <= (self.staleness + 1) * self.per_step
         assert len(self.groups.groups) + self.groups.used <= self.steps * self.per_step, "no step would use it"
@@ -131,7 +138,7 @@ class Life(RuleBasedStateMachine):
         for uid, group in self.groups.groups.items():
             for number in range(group.size):
                 self.groups.scored(score(uid, number, value=100 * uid + number))
-        self.train()
+        self.train(reused=0)
         assert len(self.used) == before + places
 
 

@@ -1,0 +1,247 @@
+"""Sampling of training prompts from pools by difficulty, towards the prompts that the policy solves sometimes.
+
+A group whose answers are all correct or all wrong has GRPO advantages of 0, and the variance p (1 - p) of a prompt's
+success p is largest in the middle, so prompts of middle difficulty teach most (arXiv 2502.12272). `PromptPools` keeps
+for each prompt its success in its most recent group, and sorts the prompts into four pools:
+
+    unseen: no success was measured yet
+    easy:   success >= easy_threshold
+    hard:   success <= hard_threshold
+    normal: all other prompts
+
+Draw number n, counted from 0, takes a prompt of the pool in whose part of [0, 1) the point u(n) lies:
+
+    u(n) = frac(u(0) + n * 0x9E3779B97F4A7C15 / 2^64)
+
+The parts of the pools, in the order normal, unseen, hard, easy, have the lengths of the configured fractions, and u(0)
+depends on the seed. The factor is the golden ratio minus 1, so the points are spread evenly: among any m consecutive
+draws, the number of draws of a pool with fraction f differs from m f by a small number. If the pool is empty, the draw
+takes a prompt of the first pool that is not empty, in the order normal, unseen, hard, easy.
+
+Within a pool, prompts are drawn without replacement: a pass through a pool is a random permutation of its prompts, and
+a drawn prompt can be drawn again in the next pass at the earliest. A prompt is in no pool from its draw until the
+training step of its group has ended. Therefore, a step never has two groups of one prompt, and a prompt of a pool with
+n prompts and fraction f is drawn once in n / f draws on average.
+
+What is known of a prompt changes only at the end of a training step, when the step's groups are returned in the order
+of their draws. Draws therefore depend on the seed and on the outcomes of finished steps, and never on the order in
+which answers arrive. With `trainer.max_staleness` = k, prompts are drawn for a step as soon as k steps before it are
+unfinished, so these draws know the outcomes of all steps except those k steps.
+"""
+
+import base64
+import random
+import sys
+from array import array
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any
+
+from rltrain.settings.sampling_config import DifficultyConfig
+from rltrain.settings.typed import require
+
+# The names of the pools, in the order in which an empty pool is replaced by another pool.
+POOLS = ("normal", "unseen", "hard", "easy")
+_GOLDEN, _BITS = 0x9E3779B97F4A7C15, 64
+_LARGEST = 2**16 - 1  # The numbers of answers are stored in 16 bits.
+
+
+class _Pool:
+    """The prompt indices of one pool that are not in flight.
+
+    Attributes:
+        passes: number of passes through the pool that have begun.
+        left: prompt indices that the current pass has not drawn yet. The last index is drawn next.
+        returned: prompt indices of the next pass, in the order in which they were returned to the pool.
+    """
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.name, self.seed = name, seed
+        self.passes, self.left, self.returned = 0, array("i"), array("i")
+
+    def __bool__(self) -> bool:
+        return bool(self.left or self.returned)
+
+    def draw(self) -> int:
+        if not self.left:
+            self.left, self.returned = self.returned, array("i")
+            random.Random(f"{self.seed}/pool {self.name}/{self.passes}").shuffle(self.left)
+            self.passes += 1
+        return self.left.pop()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"passes": self.passes, "left": _encoded(self.left), "returned": _encoded(self.returned)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.passes = _whole(state["passes"])
+        self.left, self.returned = (_decoded(state[name], "i") for name in ("left", "returned"))
+
+
+class PromptPools:
+    """The order in which training uses the prompts, if prompts are sampled from pools by difficulty.
+
+    Each draw has a position, counted from 0, which is also the uid of the draw's prompt group. The state of
+    `PromptPools` can be saved and loaded, and takes eight bytes per prompt.
+
+    Args:
+        size: number of prompts.
+        seed: seed of the run.
+        difficulty: thresholds and fractions of the pools.
+    """
+
+    def __init__(self, size: int, seed: int, difficulty: DifficultyConfig) -> None:
+        assert size > 0, "pools need at least one prompt"
+        self._size, self._seed, self._difficulty = size, seed, difficulty
+        self._first = random.Random(f"{seed}/pools").getrandbits(_BITS)
+        self._ends = _ends(difficulty)
+        self._drawn = self._drawn_in_step = self._fallbacks = 0
+        # Numbers of correct and of judged answers in the most recent group of each prompt; 0 of 0 if it is unseen.
+        self._correct, self._judged = (array("H", bytes(2 * size)) for _ in range(2))
+        self._pools = {name: _Pool(name, seed) for name in POOLS}
+        self._pools["unseen"].returned.extend(range(size))
+        self._in_flight: dict[int, int] = {}  # Maps the position of a draw to its prompt index.
+        self._sizes = Counter({"unseen": size})
+
+    def next(self, count: int) -> list[int]:
+        """Draw `count` prompts, and return their prompt indices."""
+        return [self._draw() for _ in range(count)]
+
+    def at(self, position: int) -> int:
+        """Return the prompt index of a draw whose group was not returned yet."""
+        return self._in_flight[position]
+
+    def give_back(self, outcomes: Mapping[int, tuple[int, int]]) -> None:
+        """Return the prompts of a finished training step to the pools, with their outcomes.
+
+        A prompt without a judged answer keeps its earlier success.
+
+        Args:
+            outcomes: maps the positions of all draws that the step has used or dropped to the pair (number of correct
+                answers, number of judged answers) of the group.
+        """
+        for position, (correct, judged) in sorted(outcomes.items()):
+            assert 0 <= correct <= judged <= _LARGEST, f"{correct} of {judged} answers are correct"
+            index = self._in_flight.pop(position)
+            if judged:
+                self._sizes[self._pool_of(index)] -= 1
+                self._correct[index], self._judged[index] = correct, judged
+                self._sizes[self._pool_of(index)] += 1
+            self._pools[self._pool_of(index)].returned.append(index)
+        self._drawn_in_step = self._fallbacks = 0
+
+    def metrics(self) -> dict[str, float]:
+        """Return the share of all prompts in each pool, and the share of the step's draws from another pool.
+
+        A prompt in flight counts for the pool that it was drawn from. The last share counts the draws since the end of
+        the previous step for which the intended pool was empty.
+        """
+        shares = {f"difficulty/{name}_fraction": self._sizes[name] / self._size for name in POOLS}
+        return shares | {"difficulty/fallback_fraction": self._fallbacks / max(1, self._drawn_in_step)}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state as plain values, which `load_state_dict` accepts."""
+        return {
+            "size": self._size,
+            "seed": self._seed,
+            "drawn": self._drawn,
+            "drawn_in_step": self._drawn_in_step,
+            "fallbacks": self._fallbacks,
+            "correct": _encoded(self._correct),
+            "judged": _encoded(self._judged),
+            "in_flight": [[position, index] for position, index in self._in_flight.items()],
+            "pools": {name: pool.state_dict() for name, pool in self._pools.items()},
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from a state that `state_dict` returned.
+
+        Raises:
+            ConfigError: the state comes from other prompts or another seed.
+            ValueError: the state is damaged.
+        """
+        for name, value in (("size", self._size), ("seed", self._seed)):
+            require(
+                state[name] == value,
+                f"{name}={value}: the checkpoint's prompts were sampled with {name}={state[name]}, so their order "
+                "cannot be continued; use the data and seed of the checkpoint, or start a new run",
+            )
+        self._drawn, self._drawn_in_step, self._fallbacks = (
+            _whole(state[name]) for name in ("drawn", "drawn_in_step", "fallbacks")
+        )
+        self._correct, self._judged = (_decoded(state[name], "H") for name in ("correct", "judged"))
+        self._in_flight = {_whole(position): _whole(index) for position, index in state["in_flight"]}
+        for name, pool in self._pools.items():
+            pool.load_state_dict(state["pools"][name])
+        self._require_whole()
+        self._sizes = Counter(map(self._pool_of, range(self._size)))
+
+    def _draw(self) -> int:
+        point = (self._first + self._drawn * _GOLDEN) % 2**_BITS
+        intended = next(name for name, end in self._ends if point < end)
+        name = next((name for name in (intended, *POOLS) if self._pools[name]), None)
+        assert name is not None, f"all {self._size} prompts are in flight"
+        index = self._pools[name].draw()
+        self._in_flight[self._drawn] = index
+        self._drawn, self._drawn_in_step = self._drawn + 1, self._drawn_in_step + 1
+        self._fallbacks += name != intended
+        return index
+
+    def _pool_of(self, index: int) -> str:
+        judged = self._judged[index]
+        if not judged:
+            return "unseen"
+        success = self._correct[index] / judged
+        if success >= self._difficulty.easy_threshold:
+            return "easy"
+        return "hard" if success <= self._difficulty.hard_threshold else "normal"
+
+    def _require_whole(self) -> None:
+        """Raise ValueError unless a loaded state holds each prompt exactly once, with possible outcomes."""
+        held = [index for pool in self._pools.values() for part in (pool.left, pool.returned) for index in part]
+        if sorted([*held, *self._in_flight.values()]) != list(range(self._size)):
+            raise ValueError("the pools do not hold each prompt once")
+        if not len(self._correct) == len(self._judged) == self._size:
+            raise ValueError("the outcomes are not those of all prompts")
+        if any(map(int.__gt__, self._correct, self._judged)) or any(n >= self._drawn for n in self._in_flight):
+            raise ValueError("the outcomes or draws are impossible")
+
+
+def _ends(difficulty: DifficultyConfig) -> list[tuple[str, float]]:
+    """Return each pool with the end of its part of [0, 2^64); the last end is infinite, whatever the rounding is."""
+    ends, end = list[tuple[str, float]](), 0.0
+    for name in POOLS:
+        end += getattr(difficulty, f"{name}_fraction")
+        ends.append((name, end * 2**_BITS))
+    return [*ends[:-1], (POOLS[-1], float("inf"))]
+
+
+def most_in_flight(prompts_per_step: int, steps_ahead: int, dynamic_sampling: int) -> int:
+    """Return the largest number of prompts that may be in flight at once, and in no pool.
+
+    Args:
+        prompts_per_step: number of groups of a training step (P).
+        steps_ahead: number of training steps for which groups are generated in advance.
+        dynamic_sampling: `algorithm.dynamic_sampling`: a step generates at most this multiple of P groups.
+    """
+    return prompts_per_step * (steps_ahead + max(1, dynamic_sampling))
+
+
+def _encoded(numbers: "array[int]") -> str:
+    """Return the little-endian bytes of the numbers in base64."""
+    if sys.byteorder == "big":
+        numbers = array(numbers.typecode, numbers)
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode("ascii")
+
+
+def _decoded(text: str, typecode: str) -> "array[int]":
+    numbers = array(typecode, base64.b64decode(text, validate=True))
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return numbers
+
+
+def _whole(value: Any) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise ValueError(f"{value!r} is not a whole number from 0")
+    return value

@@ -1,0 +1,99 @@
+"""Defines the config sections `data.difficulty` and `trainer.reuse`: which prompts are sampled, and what is reused."""
+
+from rltrain.settings.key import key, section
+from rltrain.settings.typed import require
+
+# Values of the keys of `data.difficulty` that the user leaves out.
+DIFFICULTY_DEFAULTS = {
+    "easy_threshold": 1.0,
+    "hard_threshold": 0.0,
+    "easy_fraction": 0.05,
+    "hard_fraction": 0.15,
+    "unseen_fraction": 0.3,
+}
+
+
+def _default(name: str) -> str:
+    return f"`{DIFFICULTY_DEFAULTS[name]:g}`"
+
+
+@section
+class DifficultyConfig:
+    """Settings of the sampling of training prompts from pools by difficulty.
+
+    `rltrain.data.prompt_pools` defines how prompts are sampled from the pools.
+    """
+
+    given_whole = True  # True means that the user sets all of `data.difficulty` as one mapping.
+
+    easy_threshold: float = key(
+        "Smallest success of an easy prompt. The success of a prompt is the share of correct answers in its most "
+        "recent group.",
+        if_left_out=_default("easy_threshold"),
+        above=0,
+        at_most=1,
+    )
+    hard_threshold: float = key(
+        "Largest success of a hard prompt. A prompt between the two thresholds is normal.",
+        if_left_out=_default("hard_threshold"),
+        at_least=0,
+        below=1,
+    )
+    easy_fraction: float = key(
+        "Fraction of the sampled prompts that is taken from the easy prompts.",
+        if_left_out=_default("easy_fraction"),
+        above=0,
+        below=1,
+    )
+    hard_fraction: float = key(
+        "Fraction of the sampled prompts that is taken from the hard prompts.",
+        if_left_out=_default("hard_fraction"),
+        above=0,
+        below=1,
+    )
+    unseen_fraction: float = key(
+        "Fraction of the sampled prompts that is taken from the prompts that have no measured success yet. The "
+        "remaining fraction is taken from the normal prompts.",
+        if_left_out=_default("unseen_fraction"),
+        above=0,
+        below=1,
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            self.hard_threshold < self.easy_threshold,
+            f"hard_threshold={self.hard_threshold:g} is not below easy_threshold={self.easy_threshold:g}: a prompt "
+            "would be hard and easy at once; lower the first, or raise the second",
+        )
+        require(
+            self.normal_fraction > 0,
+            f"easy_fraction={self.easy_fraction:g}, hard_fraction={self.hard_fraction:g}, unseen_fraction="
+            f"{self.unseen_fraction:g}: they leave nothing for the normal prompts; use fractions whose sum is below 1",
+        )
+
+    @property
+    def normal_fraction(self) -> float:
+        """Fraction of the sampled prompts that is taken from the normal prompts."""
+        return 1 - self.easy_fraction - self.hard_fraction - self.unseen_fraction
+
+
+@section
+class ReuseConfig:
+    """Settings of training again on prompt groups whose answers have different outcomes.
+
+    `rltrain.trajectories.reuse_buffer` defines which groups are trained on again.
+    """
+
+    given_whole = True  # True means that the user sets all of `trainer.reuse` as one mapping.
+
+    groups: int = key(
+        "Maximum number of prompt groups in a training step that earlier training steps have already trained on.",
+        if_left_out="required",
+        at_least=1,
+    )
+    steps: int = key(
+        "Number of training steps after the first one during which a group may be trained on again. The engines run "
+        "ahead of training by at most trainer.max_staleness minus this number of steps.",
+        if_left_out="trainer.max_staleness",
+        at_least=1,
+    )

@@ -1,0 +1,42 @@
+"""Counts the correct answers of prompt groups, which measure the difficulty of prompts."""
+
+from collections.abc import Sequence
+
+import torch
+
+from rltrain.base.errors import RewardError
+from rltrain.settings.schema import Config
+from rltrain.trajectories.prompt_groups import Group
+from rltrain.trajectories.scoring import component_matrix, successes
+
+
+def correct_answers(groups: Sequence[Group], config: Config) -> dict[int, tuple[int, int]]:
+    """Count the correct and the judged answers of each group: {uid: (correct, judged)}.
+
+    Whether an answer is correct is the task's own outcome, before shaping and length penalties: the reward functions
+    decide it, with `success` in their config or with `RewardResult.success`. With `algorithm.suppress_truncated`, an
+    answer that was cut at the length limit is wrong. Answers without a decision, and cut answers that
+    `algorithm.exclude_truncated` leaves out of the statistics, are not judged. Greedy baselines are not counted.
+
+    Raises:
+        RewardError: answers have scores, but no reward function decides whether any answer is correct.
+    """
+    rows = [(group, number) for group in groups for number in range(group.samples)]
+    results = [group.results[number] for group, number in rows]
+    matrix = component_matrix(results)
+    correct = successes(matrix, [None if r.failed else r.success for r in results], config.reward.components)
+    if bool(correct.isnan().all()) and not bool(matrix.isnan().all()):
+        raise RewardError(
+            "data.difficulty: no reward function decides whether an answer is correct, so no prompt has a success; set "
+            "`success` for a reward function, or return RewardResult.success"
+        )
+    cut = torch.tensor([group.completions[number].finish_reason == "length" for group, number in rows])
+    if config.algorithm.suppress_truncated:
+        correct = torch.where(cut & ~correct.isnan(), 0.0, correct)
+    elif config.algorithm.exclude_truncated:
+        correct = correct.masked_fill(cut, torch.nan)
+    counts = {group.uid: (0, 0) for group in groups}
+    for (group, _), value in zip(rows, correct.tolist(), strict=True):
+        right, judged = counts[group.uid]
+        counts[group.uid] = (right + (value == 1), judged + (value == value))
+    return counts

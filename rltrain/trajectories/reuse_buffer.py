@@ -1,0 +1,97 @@
+"""Keeps prompt groups that a training step has trained on, so that later steps can train on them again.
+
+A group is kept if its answers have different outcomes, because a group with a single outcome teaches nothing. RePO
+(arXiv 2506.09340) mixes replayed answers of a prompt into the prompt's new group; here, a group is trained on again as
+a whole, with the advantages that its own answers give.
+
+With R = `trainer.reuse.groups` and W = `trainer.reuse.steps`, step s takes at most R groups from the buffer, and its
+other groups are new. A group that was first trained on in step f can be taken in the steps f + 1 to f + W. The engines
+run at most `trainer.max_staleness` - W steps ahead of training, so no answer is ever older than
+`trainer.max_staleness` allows. Groups that were trained on less often are taken first; among these, newer groups are
+taken first. The choice depends only on finished steps, and not on the order in which answers arrive.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rltrain.trajectories.prompt_groups import Group, GroupState
+
+
+@dataclass
+class _Kept:
+    """A group in the buffer.
+
+    Attributes:
+        group: the group, with its answers and scores.
+        first: weight version before the step that trained on the group first.
+        times: number of training steps that have trained on the group.
+    """
+
+    group: Group
+    first: int
+    times: int = 1
+
+
+class ReuseBuffer:
+    """The groups that later training steps may train on again.
+
+    Args:
+        groups: maximum number of groups that a step takes from the buffer.
+        steps: number of steps after the first one during which a group may be taken.
+    """
+
+    def __init__(self, groups: int, steps: int) -> None:
+        self.groups, self.steps = groups, steps
+        self._kept: dict[int, _Kept] = {}
+
+    def choose(self, version: int) -> list[Group]:
+        """Return the groups that the step after weight version `version` trains on again, without removing them."""
+        allowed = [one for one in self._kept.values() if version - one.first <= self.steps]
+        allowed.sort(key=lambda one: (one.times, -one.group.uid))
+        return [one.group for one in allowed[: self.groups]]
+
+    def finish(self, version: int, trained: Sequence[Group], useful: Collection[int]) -> None:
+        """Record that the step after weight version `version` has trained on groups, and forget groups that are too
+        old.
+
+        Args:
+            version: weight version before the step.
+            trained: all groups of the step, new groups and groups from the buffer.
+            useful: uids of the groups whose answers have different outcomes.
+        """
+        for group in trained:
+            if group.uid in self._kept:
+                self._kept[group.uid].times += 1
+            elif group.uid in useful:
+                self._kept[group.uid] = _Kept(group, version)
+        self._kept = {uid: one for uid, one in self._kept.items() if version + 1 - one.first <= self.steps}
+
+    def of(self, uids: Sequence[int]) -> list[Group]:
+        """Return groups of the buffer by their uids."""
+        return [self._kept[uid].group for uid in uids]
+
+    def state_dict(self) -> list[dict[str, Any]]:
+        """Return the state of the buffer as plain values. A group's prompt is stored as its prompt index."""
+        return [
+            one.group.state_dict() | {"prompt": one.group.prompt.index, "first": one.first, "times": one.times}
+            for one in self._kept.values()
+        ]
+
+    def load_state_dict(self, state: Sequence[Mapping[str, Any]], group: Callable[[int, int], Group]) -> None:
+        """Restore the buffer from a state that `state_dict` returned.
+
+        Args:
+            state: a state that `state_dict` returned.
+            group: function that creates the group with a given uid and prompt index.
+
+        Raises:
+            ValueError: a group of the state lacks answers or scores.
+        """
+        self._kept = {}
+        for one in state:
+            kept = _Kept(group(one["uid"], one["prompt"]), int(one["first"]), int(one["times"]))
+            kept.group.load_state_dict(one, whole=False)
+            if kept.group.state is not GroupState.READY:
+                raise ValueError(f"prompt group {one['uid']} of the reuse buffer is not complete")
+            self._kept[kept.group.uid] = kept
