@@ -19,6 +19,7 @@ from rltrain.algorithms.correction import (
     rollout_diagnostics,
     rollout_rejection,
 )
+from rltrain.algorithms.correction_statistics import CorrectionStatistics, correction_statistics
 from rltrain.algorithms.draws import uniform_draws
 from rltrain.algorithms.full_kl import full_kl
 from rltrain.algorithms.kl import apply_kl_in_reward, kl_estimate
@@ -45,6 +46,7 @@ __all__ = [
     "TOKEN_SELECTORS",
     "AdaptiveEntropyController",
     "AdaptiveKLController",
+    "CorrectionStatistics",
     "FixedEntropyController",
     "FixedKLController",
     "aggregate_loss",
@@ -52,6 +54,7 @@ __all__ = [
     "check_knobs",
     "columns_of",
     "combine_rewards",
+    "correction_statistics",
     "effective_sample_size",
     "full_kl",
     "group_length_reward",

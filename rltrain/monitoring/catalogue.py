@@ -272,7 +272,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/correction_weight_mean",
-            "mean importance weight from `algorithm.correction`; a dropped token counts with weight 0",
+            "mean importance weight from `algorithm.correction`, before `batch_normalize`; 0 for a dropped token",
             "number",
             "near 1",
         ),

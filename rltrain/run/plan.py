@@ -272,7 +272,11 @@ def _weights(correction: CorrectionConfig) -> str:
     dropped = "tokens dropped" if correction.level == "token" else "answers dropped"
     outside = "truncated" if correction.mode == "truncate" else dropped
     bounds = _bounds(correction.lower, correction.upper)
-    return f"{correction.level} importance weights, actor over engine{f', {outside}{bounds}' if bounds else ''}"
+    parts = [f"{correction.level} importance weights, actor over engine"]
+    parts += [f"{outside}{bounds}"] if bounds else []
+    parts += ["divided by their mean over the mini-batch"] if correction.batch_normalize else []
+    parts += ["dropped tokens not counted in the policy loss"] if correction.normalize == "kept" else []
+    return ", ".join(parts)
 
 
 def _bounds(lower: float | None, upper: float | None) -> str:

@@ -206,8 +206,49 @@ class CorrectionConfig:
     upper: float | None = key(
         "Upper bound of the importance weights. null: no upper bound.", values="number >= 1, or `null`"
     )
+    batch_normalize: bool = key(
+        "Divide the importance weights of a mini-batch by their mean after the bounds are applied, so that their mean "
+        "is 1 (self-normalised importance sampling). The mean is over tokens for level=token and over answers for the "
+        "other levels. A dropped token or answer counts with weight 0."
+    )
+    normalize: Literal["all", "kept"] = key(
+        "Tokens that count in the mean of loss_agg_mode for the policy loss. all: all trained tokens, as in IcePop and "
+        "INTELLECT-3. kept: only the tokens that mode=mask has not dropped, as with verl's rejection sampling."
+    )
 
     def __post_init__(self) -> None:
+        self._check_bounds()
+        for name, value, off in (
+            ("batch_normalize", self.batch_normalize, False),
+            ("normalize", self.normalize, "all"),
+        ):
+            require(
+                value == off or self.level is not None,
+                f"{name}={str(value).lower()} with level=null: there is no correction; set level=token, for example",
+            )
+        require(
+            self.normalize == "all" or self.mode == "mask",
+            f"normalize={self.normalize} with mode={self.mode}: no token is dropped, so all tokens would be counted; "
+            "use mode=mask, or normalize=all",
+        )
+        require(
+            self.normalize == "all" or not self.batch_normalize,
+            f"normalize={self.normalize} with batch_normalize=true: both make up for the dropped tokens; use only one "
+            "of them",
+        )
+
+    @property
+    def weighting(self) -> dict[str, Any]:
+        """The keyword arguments of the function `rollout_correction`, which computes the importance weights."""
+        return {"level": self.level, "mode": self.mode, "lower": self.lower, "upper": self.upper}
+
+    @property
+    def needs_statistics(self) -> bool:
+        """Whether the loss needs statistics of the importance weights of the whole mini-batch."""
+        return self.batch_normalize or self.normalize != "all"
+
+    def _check_bounds(self) -> None:
+        """Raise ConfigError if the bounds of the importance weights are invalid or have no effect."""
         low, high = self.lower or 0.0, self.upper
         require(
             0 <= low <= 1 and (high is None or high >= 1),
@@ -365,6 +406,11 @@ class AlgorithmConfig:
             self.correction.level is None or self.old_log_probs == "actor",
             f"old_log_probs={self.old_log_probs} with correction.level={self.correction.level}: the weights (actor "
             "over engine) would all be 1, because the engine's log-probs are the old ones; use old_log_probs=actor",
+        )
+        require(
+            self.correction.normalize == "all" or self.loss_agg_mode != "token-sum",
+            f"loss_agg_mode={self.loss_agg_mode} with correction.normalize={self.correction.normalize}: a sum is not "
+            "divided by a number of tokens; use another loss_agg_mode, or correction.normalize=all",
         )
 
     @property

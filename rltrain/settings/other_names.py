@@ -160,6 +160,7 @@ NAMES = (
         "algorithm.rollout_correction.rollout_is_threshold",
         "vllm_is_truncated_threshold",
     ),
+    Name("algorithm.correction.batch_normalize", "", "algorithm.rollout_correction.rollout_is_batch_normalize"),
     Name("trainer.max_staleness", "", "async_training.staleness_threshold", "async_queue_size"),
     Name("model.dtype", "dtype", "actor_rollout_ref.rollout.dtype", "param_dtype", "float32 or bfloat16"),
     Name(

@@ -69,7 +69,7 @@ def needs_actor_pass(config: Config) -> bool:
     everything = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
     if algorithm.kl_in_reward.full or "entropies" in everything:
         return True
-    reads = algorithm.kl_in_reward.kl_coef > 0 or "old_log_probs" in columns
+    reads = algorithm.kl_in_reward.kl_coef > 0 or "old_log_probs" in columns or algorithm.correction.needs_statistics
     return algorithm.old_log_probs == "actor" and (reads or config.optimizer_steps_per_step > 1)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rltrain.algorithms import (
     POLICY_LOSSES,
+    CorrectionStatistics,
     aggregate_loss,
     columns_of,
     kl_estimate,
@@ -34,6 +35,7 @@ from workers.models.weight_shards import local_shard, weight_groups, whole_of
 from workers.sync.buckets import Bucket
 from workers.sync.sender import AdapterSender, Offer, Sender
 from workers.training.dispatch import Minibatch, UpdateResult
+from workers.training.minibatch_statistics import weight_statistics
 from workers.training.rank_state import RankState, Saved
 
 # Largest accepted mean of |log-prob - old log-prob|, in nats, over the tokens of the first mini-batch. In the first
@@ -124,10 +126,11 @@ class ActorWorker:
         result = UpdateResult()
         for number, minibatch in enumerate(minibatches):
             chosen = with_selected(batch, minibatch.rows, self.config.algorithm)
+            statistics = weight_statistics(batch, minibatch.rows, self.config.algorithm.correction)
             part = UpdateResult()
             for rows in minibatch.microbatches:
                 with trace.span("micro-batch", trace.CALLS, rows=len(rows)):
-                    columns = self._backward(chosen, rows, minibatch, part, entropy_coef)
+                    columns = self._backward(chosen, rows, minibatch, part, entropy_coef, statistics)
                     if number == 0:
                         _compare(columns, part)
             if number == 0 and "old_log_probs" in batch and part.finite:
@@ -140,7 +143,13 @@ class ActorWorker:
         return result
 
     def _backward(
-        self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult, entropy_coef: float
+        self,
+        batch: DataProto,
+        rows: list[int],
+        minibatch: Minibatch,
+        result: UpdateResult,
+        entropy_coef: float,
+        statistics: CorrectionStatistics | None,
     ) -> dict[str, Tensor]:
         part, packed, columns = microbatch(batch, rows)
         algorithm, mask = self.config.algorithm, columns["mask"]
@@ -162,6 +171,7 @@ class ActorWorker:
             columns,
             algorithm,
             entropy_coef=entropy_coef,
+            statistics=statistics,
             num_tokens=minibatch.num_tokens,
             num_sequences=minibatch.num_sequences,
             max_response_length=self.config.rollout.max_response_length,
@@ -279,7 +289,12 @@ def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig)
 
 
 def actor_loss(
-    columns: Mapping[str, Tensor], algorithm: AlgorithmConfig, *, entropy_coef: float, **counts: int
+    columns: Mapping[str, Tensor],
+    algorithm: AlgorithmConfig,
+    *,
+    entropy_coef: float,
+    statistics: CorrectionStatistics | None = None,
+    **counts: int,
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Compute the loss of one micro-batch: policy loss + KL term + squared-log-ratio term - entropy bonus.
 
@@ -288,6 +303,7 @@ def actor_loss(
             reads.
         algorithm: settings of the loss, the aggregation and the coefficients.
         entropy_coef: coefficient of the entropy bonus in this training step.
+        statistics: statistics of the importance weights of the whole mini-batch, or None if the settings need none.
         counts: `num_tokens`, `num_sequences` and `max_response_length` of the whole mini-batch.
 
     Returns:
@@ -299,8 +315,13 @@ def actor_loss(
     def aggregate(token_losses: Tensor) -> Tensor:
         return aggregate_loss(token_losses, mask, algorithm.loss_agg_mode, **counts)
 
-    token_losses, sums = policy_term(columns, algorithm)
-    loss = aggregate(token_losses)
+    token_losses, counted, sums = policy_term(columns, algorithm, statistics)
+    if algorithm.correction.normalize == "kept":
+        assert statistics is not None, "the number of kept tokens is that of the whole mini-batch"
+        of_kept = {"num_tokens": statistics.num_tokens, "num_sequences": statistics.num_sequences}
+        loss = aggregate_loss(token_losses, counted, algorithm.loss_agg_mode, **counts | of_kept)
+    else:
+        loss = aggregate(token_losses)
     parts = {"policy_loss": loss.detach()}
     if algorithm.kl_loss.kl_loss_coef > 0:
         kl = reference_kl(columns, algorithm.kl_loss)
@@ -319,20 +340,36 @@ def actor_loss(
     return loss, parts, sums
 
 
-def policy_term(columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the policy loss of each token (B, T), and for each metric a sum over tokens.
+def policy_term(
+    columns: Mapping[str, Tensor], algorithm: AlgorithmConfig, statistics: CorrectionStatistics | None = None
+) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+    """Compute the policy loss of each token, and which tokens count in its mean.
 
     The setting `correction` multiplies token losses by weights and drops tokens, while the setting `rejection` only
-    drops tokens. A dropped token has a policy loss of 0 but stays in `response_mask`, so it stays in every count and
-    keeps its KL and entropy terms. The metrics of the policy loss itself include dropped tokens.
+    drops tokens. A dropped token has a policy loss of 0 but stays in `response_mask`, so it keeps its KL and entropy
+    terms. With `correction.normalize=kept`, a token that the correction drops does not count in the mean of the policy
+    loss; otherwise every token of `response_mask` counts. The metrics of the policy loss itself include dropped tokens.
+
+    Args:
+        columns: padded columns (B, T) by name.
+        algorithm: settings of the loss.
+        statistics: statistics of the importance weights of the whole mini-batch, or None if the settings need none.
+
+    Returns:
+        The policy losses (B, T), the mask (B, T) of the tokens that count in their mean, and for each metric a sum over
+        tokens.
     """
     policy, mask = POLICY_LOSSES.get(algorithm.loss_mode), columns["response_mask"]
     losses, sums = policy(*(columns[name] for name in columns_of(policy)), **own_knobs(policy, algorithm.loss))
-    correction, rejection = algorithm.correction, algorithm.rejection
+    correction, rejection, counted = algorithm.correction, algorithm.rejection, mask
     if correction.level is not None:
         policies = columns["old_log_probs"], columns["rollout_log_probs"]
-        weights, kept, found = rollout_correction(*policies, mask, **dataclasses.asdict(correction))
+        weights, kept, found = rollout_correction(*policies, mask, **correction.weighting)
+        if correction.batch_normalize:
+            assert statistics is not None, "the mean weight is that of the whole mini-batch"
+            weights = weights / statistics.weight_mean
         losses = torch.where(kept, weights * losses, 0)
+        counted = kept if correction.normalize == "kept" else mask
         sums |= {f"correction_{name}": value for name, value in found.items()}
     if rejection.kl_estimator is not None:
         settings = dataclasses.asdict(rejection)
@@ -340,7 +377,7 @@ def policy_term(columns: Mapping[str, Tensor], algorithm: AlgorithmConfig) -> tu
         kept, found = rollout_rejection(columns["log_probs"], columns["rollout_log_probs"], mask, only, **settings)
         losses = torch.where(kept, losses, 0)
         sums |= {f"rejection_{name}": value for name, value in found.items()}
-    return losses, sums
+    return losses, counted, sums
 
 
 def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:

@@ -188,6 +188,15 @@ STALE = "trainer.max_staleness=4"
     [
         ([], "have token importance weights, actor over engine, truncated above 2"),
         (["algorithm=icepop"], "have token importance weights, actor over engine, tokens dropped below 0.5 or above 5"),
+        (
+            ["algorithm=icepop", "algorithm.correction.normalize=kept"],
+            "have token importance weights, actor over engine, tokens dropped below 0.5 or above 5, dropped tokens not "
+            "counted in the policy loss",
+        ),
+        (
+            ["algorithm.correction.level=sequence", "algorithm.correction.batch_normalize=true"],
+            "have sequence importance weights, actor over engine, divided by their mean over the mini-batch",
+        ),
         (["algorithm.correction.level=null"], "train uncorrected; algorithm.correction.level=auto corrects them"),
         (
             ["algorithm=sequence_masking"],

@@ -5,6 +5,8 @@ import pytest
 from rltrain.base.errors import ConfigError
 from rltrain.settings.compose import compose
 
+KEPT = ["correction.level=token", "correction.mode=mask", "correction.upper=2", "correction.normalize=kept"]
+
 
 def algorithm(*overrides):
     return compose([f"algorithm.{text}" for text in overrides])[0].algorithm
@@ -90,6 +92,30 @@ def algorithm(*overrides):
         (["reference.refresh_every=-1"], "algorithm.reference.refresh_every must be >= 0, got -1"),
         (["reference.refresh_every=1", "reference.refresh_coef=0"], "refresh_coef must be in (0, 1], got 0"),
         (["reference.refresh_every=1", "reference.refresh_coef=1.5"], "refresh_coef must be in (0, 1], got 1.5"),
+        (
+            ["correction.batch_normalize=true"],
+            "algorithm.correction.batch_normalize=true with level=null: there is no correction; set level=token, for",
+        ),
+        (
+            ["correction.normalize=kept", "correction.mode=mask"],
+            "algorithm.correction.normalize=kept with level=null: there is no correction; set level=token, for example",
+        ),
+        (
+            ["correction.normalize=kept", "correction.level=token", "correction.upper=2"],
+            "algorithm.correction.normalize=kept with mode=truncate: no token is dropped, so all tokens would be "
+            "counted; use mode=mask, or normalize=all",
+        ),
+        (
+            [*KEPT, "correction.batch_normalize=true"],
+            "algorithm.correction.normalize=kept with batch_normalize=true: both make up for the dropped tokens; use "
+            "only one of them",
+        ),
+        (
+            [*KEPT, "loss_agg_mode=token-sum"],
+            "algorithm.loss_agg_mode=token-sum with correction.normalize=kept: a sum is not divided by a number of "
+            "tokens; use another loss_agg_mode, or correction.normalize=all",
+        ),
+        (["correction.normalize=some"], "algorithm.correction.normalize=some: unknown choice; use one of all, kept"),
         (["correction.level=row"], "algorithm.correction.level=row: unknown choice; use one of token, sequence, geo"),
         (
             ["rejection.kl_estimator=k1"],

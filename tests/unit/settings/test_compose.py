@@ -221,8 +221,10 @@ def test_every_yaml_file_says_what_it_is():
         assert file.read_text().startswith("# "), f"{file} says nothing about itself"
 
 
-OFF = CorrectionConfig(level=None, mode="truncate", lower=None, upper=None)
-TIS = CorrectionConfig(level="token", mode="truncate", lower=None, upper=2.0)
+OFF = CorrectionConfig(
+    level=None, mode="truncate", lower=None, upper=None, batch_normalize=False, normalize="all"
+)  # fmt: skip
+TIS = replace(OFF, level="token", upper=2.0)
 
 
 def correction_of(*overrides):

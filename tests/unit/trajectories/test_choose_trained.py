@@ -76,6 +76,8 @@ def test_one_optimizer_step_on_all_needs_no_pass_of_the_actor():
         ["algorithm.kl_in_reward.kl_coef=0.1"],
         ["algorithm.kl_in_reward.kl_coef=0.1", "algorithm.kl_in_reward.kl_estimator=full"],
         ["algorithm.advantage_estimator=optimal_token_baseline"],
+        ["algorithm.correction.level=token", "algorithm.correction.batch_normalize=true"],
+        ["algorithm=icepop", "algorithm.correction.normalize=kept"],
         *([f"algorithm.loss_mode={name}"] for name in TOKEN_SELECTORS.names()),
     ],
     ids=" ".join,

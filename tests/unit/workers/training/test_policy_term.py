@@ -1,13 +1,20 @@
 """Tests that correction and rejection remove only a token's policy term from the actor's loss."""
 
 import functools
+import itertools
 import math
 from dataclasses import replace
 
 import pytest
 import torch
 
-from rltrain.algorithms import POLICY_LOSSES, TOKEN_SELECTORS, columns_of
+from rltrain.algorithms import (
+    POLICY_LOSSES,
+    TOKEN_SELECTORS,
+    columns_of,
+    correction_statistics,
+    rollout_correction,
+)
 from rltrain.algorithms.aggregation import LOSS_AGG_MODES
 from rltrain.settings.compose import compose
 from workers.training.actor import actor_loss, policy_term
@@ -54,6 +61,15 @@ def columns_of_batch(far, *, advantage=1.0):
 def gradients(columns, algorithm, *, entropy_coef=0.0, names=("log_probs",)):
     loss, _, sums = actor_loss(columns, algorithm, entropy_coef=entropy_coef, **COUNTS)
     return torch.autograd.grad(loss, [columns[name] for name in names]), sums
+
+
+def statistics_of(batch, algorithm):
+    """Return the statistics of the importance weights of all rows, or None if the settings need none."""
+    if not algorithm.correction.needs_statistics:
+        return None
+    columns = batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
+    weights, kept, _ = rollout_correction(*columns, **algorithm.correction.weighting)
+    return correction_statistics(weights, kept, batch["response_mask"], level=algorithm.correction.level)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -111,6 +127,106 @@ def test_a_dropped_token_whose_loss_is_not_a_number_adds_exactly_nothing():
     finally:
         del POLICY_LOSSES._entries["broken"]
     assert torch.equal(gradient, -(~far).double() / 8)
+
+
+# Tests of the options that change the scale of the policy loss
+
+
+def scaled_gradients(columns, algorithm):
+    statistics = statistics_of(columns, algorithm)
+    loss, _, sums = actor_loss(columns, algorithm, entropy_coef=0.3, statistics=statistics, **COUNTS)
+    return torch.autograd.grad(loss, [columns["log_probs"], columns["entropy"]]), sums
+
+
+# Tokens whose log(engine / actor) is -2 are dropped. HALVES keeps two tokens of each row. ONE_ROW keeps three tokens of
+# row 0 and none of row 1. The gradient of a kept token is one divided by the number of kept tokens, kept rows, kept
+# tokens of the row times kept rows, or kept rows times the maximum length of 16.
+HALVES, ONE_ROW = [[0, 0, -2, -2], [0, 0, -2, -2]], [[0, 0, 0, -2], [-2, -2, -2, -2]]
+SHARE_OF_KEPT = {
+    "token-mean": (1 / 4, 1 / 3), "seq-mean-token-sum": (1 / 2, 1.0), "seq-mean-token-mean": (1 / 4, 1 / 3),
+    "seq-mean-token-sum-norm": (1 / 32, 1 / 16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mode", SHARE_OF_KEPT)
+@pytest.mark.parametrize("case", [0, 1])
+def test_kept_tokens_alone_count_in_the_mean_of_the_policy_loss_and_all_in_that_of_kl_and_entropy(mode, case):
+    far = (HALVES, ONE_ROW)[case]
+    terms = ["kl_loss.kl_loss_coef=0.1", "kl_loss.kl_estimator=k2", f"loss_agg_mode={mode}"]
+    columns = columns_of_batch(far, advantage=-1.0)
+    (by_log_prob, by_entropy), _ = scaled_gradients(
+        columns, algorithm_of("icepop", "correction.normalize=kept", *terms)
+    )
+    kept = (torch.tensor(far) == 0).double()
+    expected = kept * SHARE_OF_KEPT[mode][case] + 0.1 * 0.5 * SHARE[mode]
+    assert torch.allclose(by_log_prob, expected, rtol=1e-12)
+    assert torch.allclose(by_entropy, torch.full_like(by_entropy, -0.3 * SHARE[mode]), rtol=1e-12)
+
+
+def test_A6_with_kept_tokens_alone_in_the_mean_and_none_kept_the_policy_loss_is_zero():
+    columns = columns_of_batch([[-2] * TOKENS] * ROWS)
+    (by_log_prob, _), sums = scaled_gradients(columns, algorithm_of("icepop", "correction.normalize=kept"))
+    assert torch.equal(by_log_prob, torch.zeros_like(by_log_prob))
+    assert sums["correction_dropped_fraction"].item() == ROWS * TOKENS
+
+
+def test_weights_divided_by_their_mean_on_a_case_worked_by_hand():
+    """The weights are 1, 1/2, 1/4, 1 and 1, 2, 2 (from 4), 1, so their mean is 8.75 / 8."""
+    columns = columns_of_batch([[0, math.log(2), math.log(4), 0], [0, -math.log(2), -math.log(4), 0]])
+    algorithm = algorithm_of("tis", "correction.batch_normalize=true")
+    (gradient, _), sums = scaled_gradients(columns, algorithm)
+    weights = torch.tensor([[1, 0.5, 0.25, 1], [1, 2, 2, 1]], dtype=torch.float64)
+    assert torch.allclose(gradient, -weights / 8.75, rtol=1e-12)
+    assert sums["correction_weight_mean"].item() == 8.75  # the metric is that of the weights before the division
+
+
+def test_rows_of_a_dropped_row_count_with_weight_0_in_the_mean_over_rows():
+    """Row 0 has the weight 1.5 and row 1 is dropped, so the mean is 0.75 and the weight of row 0 becomes 2."""
+    columns = columns_of_batch([[-math.log(1.5), 0, 0, 0], [-2, -2, 0, 0]])
+    bounds = ["correction.level=sequence", "correction.mode=mask", "correction.upper=2"]
+    algorithm = algorithm_of("grpo", *bounds, "correction.batch_normalize=true")
+    (gradient, _), _ = scaled_gradients(columns, algorithm)
+    assert torch.allclose(gradient, torch.tensor([[-2.0] * 4, [0.0] * 4], dtype=torch.float64) / 8, rtol=1e-12)
+
+
+@pytest.mark.parametrize("upper", [1.3, 3.0])
+def test_the_loss_of_self_normalised_weights_is_the_weighted_mean_in_float64(upper):
+    """With token-mean, the loss is sum w l / sum w with l = -A r, so its gradient is -w A r / sum w."""
+    generator = torch.Generator().manual_seed(5)
+    columns = columns_of_batch((0.4 * torch.randn(ROWS, TOKENS, generator=generator)).tolist())
+    columns["response_mask"][1, 2] = False
+    columns["advantages"] = torch.randn(ROWS, TOKENS, generator=generator, dtype=torch.float64)
+    columns["old_log_probs"] = columns["old_log_probs"] + 0.1
+    columns["rollout_log_probs"] = columns["rollout_log_probs"] + 0.1
+    wide = ["loss.clip_ratio_low=1.0", "loss.clip_ratio_high=100.0"]
+    algorithm = algorithm_of("tis", f"correction.upper={upper}", "correction.batch_normalize=true", *wide)
+    loss, _, _ = actor_loss(
+        columns, algorithm, entropy_coef=0.0, statistics=statistics_of(columns, algorithm),
+        **COUNTS | {"num_tokens": 7},
+    )  # fmt: skip
+    (gradient,) = torch.autograd.grad(loss, columns["log_probs"])
+    expected, total, weighted = {}, 0.0, 0.0
+    for row, token in itertools.product(range(ROWS), range(TOKENS)):
+        if not columns["response_mask"][row, token]:
+            continue
+        old, rollout, now, advantage = (
+            columns[name][row, token].item()
+            for name in ("old_log_probs", "rollout_log_probs", "log_probs", "advantages")
+        )
+        weight = min(math.exp(old - rollout), upper)
+        expected[row, token] = -weight * advantage * math.exp(now - old)
+        total, weighted = total + weight, weighted + expected[row, token]
+    assert loss.item() == pytest.approx(weighted / total, rel=1e-12)
+    for (row, token), value in expected.items():
+        assert gradient[row, token].item() == pytest.approx(value / total, rel=1e-12)
+    assert gradient[1, 2].item() == 0
+
+
+@pytest.mark.parametrize("option", ["batch_normalize=true", "normalize=kept"])
+def test_statistics_of_a_micro_batch_never_stand_in_for_those_of_the_mini_batch(option):
+    columns = columns_of_batch(HALVES)
+    with pytest.raises(AssertionError, match="of the whole mini-batch"):
+        actor_loss(columns, algorithm_of("icepop", f"correction.{option}"), entropy_coef=0.0, **COUNTS)
 
 
 # Tests of the squared log-ratio of Kimi K2.5, arXiv 2602.02276 eq. 1
@@ -197,6 +313,18 @@ SETTINGS = {
         "correction.level=sequence", "correction.upper=2.0", "rejection.kl_estimator=k1", "rejection.upper=0.02",
         "rejection.only_negative=true",
     ],
+    "kept tokens": [
+        "correction.level=token", "correction.mode=mask", "correction.upper=1.1", "correction.normalize=kept",
+    ],
+    "kept rows": [
+        "correction.level=sequence", "correction.mode=mask", "correction.upper=1.1", "correction.normalize=kept",
+    ],
+    "self-normalised tokens": [
+        "correction.level=token", "correction.mode=mask", "correction.upper=1.1", "correction.batch_normalize=true",
+    ],
+    "self-normalised rows": [
+        "correction.level=sequence", "correction.mode=mask", "correction.upper=1.1", "correction.batch_normalize=true",
+    ],
     "rejected tokens": ["rejection.kl_estimator=abs", "rejection.level=token", "rejection.upper=0.3"],
 }  # fmt: skip
 
@@ -228,11 +356,11 @@ def uneven_batch(name):
 def split_gradient(batch, algorithm, parts):
     """Return the gradient with respect to all rows' log-probs, and the metrics, both summed over micro-batches."""
     log_probs = batch["log_probs"].clone().requires_grad_()
-    mask, totals = batch["response_mask"], {}
+    mask, totals, statistics = batch["response_mask"], {}, statistics_of(batch, algorithm)
     counts = {"num_tokens": int(mask.sum()), "num_sequences": int(mask.any(-1).sum()), "max_response_length": 16}
     for rows in parts:
         columns = {name: column[rows] for name, column in {**batch, "log_probs": log_probs}.items()}
-        loss, _, sums = actor_loss(columns, algorithm, entropy_coef=0.0, **counts)
+        loss, _, sums = actor_loss(columns, algorithm, entropy_coef=0.0, statistics=statistics, **counts)
         loss.backward()
         for name, value in sums.items():
             totals[name] = totals.get(name, 0) + value
@@ -244,6 +372,8 @@ def split_gradient(batch, algorithm, parts):
 def test_A1_what_is_dropped_does_not_depend_on_the_split_into_micro_batches(name, settings):
     batch, chosen = uneven_batch(name), algorithm_of("grpo", f"loss_mode={name}", *SETTINGS[settings])
     for mode in LOSS_AGG_MODES:
+        if mode == "token-sum" and chosen.correction.normalize == "kept":
+            continue  # a sum has no count, so this combination is refused
         algorithm = replace(chosen, loss_agg_mode=mode)
         whole, expected = split_gradient(batch, algorithm, [torch.arange(6)])
         assert whole.abs().max() > 1e-4
@@ -259,8 +389,8 @@ def test_A1_what_is_dropped_does_not_depend_on_the_split_into_micro_batches(name
 def test_A4_a_kept_token_has_the_term_that_it_has_without_rejection(name):
     """A sequence-level loss, such as gspo, still covers all trained tokens of a row."""
     batch = uneven_batch(name)
-    plain, _ = policy_term(batch, algorithm_of("grpo", f"loss_mode={name}"))
-    some, sums = policy_term(batch, algorithm_of("grpo", f"loss_mode={name}", *SETTINGS["rejected tokens"]))
+    plain, _, _ = policy_term(batch, algorithm_of("grpo", f"loss_mode={name}"))
+    some, _, sums = policy_term(batch, algorithm_of("grpo", f"loss_mode={name}", *SETTINGS["rejected tokens"]))
     far = batch["response_mask"] & ((batch["log_probs"] - batch["rollout_log_probs"]).abs() > 0.3)
     assert sums["rejection_dropped_fraction"].item() == far.sum() > 0
     assert torch.equal(some, torch.where(far, 0, plain))

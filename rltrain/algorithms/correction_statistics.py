@@ -1,0 +1,50 @@
+"""Statistics of the importance weights of a whole mini-batch, by which a loss with importance weights is normalised."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.ratio import as_mask, masked
+
+
+@dataclass(frozen=True)
+class CorrectionStatistics:
+    """Statistics of the importance weights and of the tokens that keep their policy loss, over a whole mini-batch.
+
+    Attributes:
+        weight_mean: mean importance weight, where dropped tokens and rows count with weight 0. The mean is 1 if nothing
+            is kept, so that it can be a divisor.
+        num_tokens: number of tokens that keep their policy loss.
+        num_sequences: number of rows with at least one token that keeps its policy loss.
+    """
+
+    weight_mean: float
+    num_tokens: int
+    num_sequences: int
+
+
+def correction_statistics(weights: Tensor, kept: Tensor, response_mask: Tensor, *, level: str) -> CorrectionStatistics:
+    """Compute the statistics of the weights (B, T) and the mask `kept` (B, T) that `rollout_correction` returned.
+
+    The mean weight is a mean over N trained tokens at the level "token", and over the S rows that have a trained token
+    at the levels "sequence" and "geometric", where all tokens of a row have the same weight:
+
+        token                mean = sum_bt w_bt / N
+        sequence, geometric  mean = sum_b w_b / S
+
+    Weights that are divided by their mean are self-normalised: their mean is 1, so a common factor of all weights has
+    no effect, and the weighted mean sum w l / sum w is consistent, although biased, also where the weights do not
+    average to 1 (weighted importance sampling; Owen, Monte Carlo theory, 2013, section 9.2).
+
+    The mean, and the counts of kept tokens and rows, must cover the whole mini-batch over all micro-batches and ranks.
+    Masked slots are ignored, whatever they hold.
+    """
+    trained = as_mask(response_mask)
+    kept = as_mask(kept) & trained
+    values = masked(weights.detach(), kept).to(torch.float64)
+    rows, kept_rows = trained.any(-1), kept.any(-1)
+    units = trained.sum() if level == "token" else rows.sum()
+    total = values.sum() if level == "token" else values.amax(-1).sum()
+    mean = float(total / units) if bool(kept.any()) else 1.0
+    return CorrectionStatistics(mean, int(kept.sum()), int(kept_rows.sum()))
