@@ -20,7 +20,14 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.data.prompt_order import PromptOrder
 from rltrain.data.prompts import Prompt, PromptSet
 from rltrain.settings.schema import Config
-from rltrain.trajectories.batch_building import answers_of, mean_score, to_batch, with_scores, without_invalid
+from rltrain.trajectories.batch_building import (
+    answers_of,
+    mean_score,
+    supervised_batch,
+    to_batch,
+    with_scores,
+    without_invalid,
+)
 from rltrain.trajectories.prompt_groups import Group, GroupState, PromptGroups, requests_of
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
 from rltrain.trajectories.scoring import flat_rows, shaped_scores
@@ -172,6 +179,17 @@ class Collector:
             "rollout/groups_dropped": float(len(step.dropped)),
             "rollout/groups_missing": float(self.config.trainer.prompts_per_step - step.places),
         }
+
+    def supervised(self, batch: DataProto) -> DataProto:
+        """Return the supervised answers to the prompts of a step's batch, one row for each prompt that has an answer.
+
+        The groups that dynamic sampling has dropped are not in the batch. A group that dynamic sampling leaves in the
+        batch only because the step has no other group gets no supervised answer either.
+        """
+        uids = batch.batch["uid"]
+        if self.config.algorithm.dynamic_sampling:
+            uids = uids[~flat_rows(batch, self.config)]
+        return supervised_batch({uid: self._prompt(uid) for uid in uids.unique().tolist()})
 
     def take(self) -> list[int]:
         """End the training step and count its groups as used.

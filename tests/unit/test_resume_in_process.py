@@ -150,6 +150,10 @@ VARIANTS = {
         "algorithm.dynamic_sampling=3", "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.003",
         "algorithm.kl_loss.kl_loss_coef=0.01", "trainer.prompts_per_minibatch=4",
     ],
+    "supervised answers": [
+        "algorithm.sft_coef=0.5", "data.sft_response=#{answer}", "algorithm.dynamic_sampling=2",
+        "trainer.epochs_per_step=2",
+    ],
     "lora and a greedy baseline": ["model.lora={rank:4}", "algorithm.advantage_estimator=remax"],
 }  # fmt: skip
 
