@@ -30,6 +30,7 @@ from rltrain.base.standard_streams import open_closed_streams, outlive_readers
 from rltrain.base.storage import Folder, absolute
 from rltrain.data.prompt_form import PromptOptions
 from rltrain.data.prompts import PromptSet, load_prompts
+from rltrain.data.supervised_answers import SupervisedOptions
 from rltrain.run.checks import (
     builtin_task,
     check,
@@ -433,16 +434,42 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
 
     For the built-in model, the tokenizer and the end tokens are known even before the model has been created.
     """
-    from rltrain.data.model_directory import check_vocabulary, end_token_ids, load_tokenizer
+    from rltrain.data.model_directory import check_vocabulary, load_tokenizer
     from rltrain.data.model_weights import BUILTIN_MODEL
 
     if config.model.path == BUILTIN_MODEL:
-        from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
+        from rltrain.tasks.tokenizer import char_tokenizer
 
-        return char_tokenizer(), [EOS_ID]
+        return char_tokenizer(), end_ids_of(config, None)
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(config.model.path, tokenizer, f"model.path={config.model.path}")
-    return tokenizer, end_token_ids(config.model.path, tokenizer)
+    return tokenizer, end_ids_of(config, tokenizer)
+
+
+def end_ids_of(config: Config, tokenizer: Any) -> list[int]:
+    """Return the ids of the tokens that end an answer. For the built-in model, the tokenizer is not used."""
+    from rltrain.data.model_directory import end_token_ids
+    from rltrain.data.model_weights import BUILTIN_MODEL
+
+    if config.model.path == BUILTIN_MODEL:
+        from rltrain.tasks.tokenizer import EOS_ID
+
+        return [EOS_ID]
+    return end_token_ids(config.model.path, tokenizer)
+
+
+def supervised_options(config: Config, tokenizer: Any) -> SupervisedOptions | None:
+    """Return the settings of the supervised answers in the training data; None without a supervised loss."""
+    response = config.data.sft_response
+    if config.algorithm.sft_coef == 0 or response is None:
+        return None
+    return SupervisedOptions(
+        response=response,
+        max_length=config.rollout.max_response_length,
+        end_ids=end_ids_of(config, tokenizer),
+        stop=config.rollout.stop,
+        overlong=config.data.overlong_prompts,
+    )
 
 
 def start_model(config: Config, display: "ConsoleDisplay") -> str:
@@ -488,7 +515,8 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, Prom
         "lossy_tokenizer": data.lossy_tokenizer,
         "options": PromptOptions(prompt=data.prompt, system_prompt=data.system_prompt, chat=data.chat),
     }
-    prompts = load_prompts(data.train, tokenizer, split="train", **options)
+    supervised = supervised_options(config, tokenizer)
+    prompts = load_prompts(data.train, tokenizer, split="train", supervised=supervised, **options)
     check_prompt_count(config, len(prompts))
     evaluations = {
         name: load_prompts(source, tokenizer, split="val", key=key, limit=data.val_size, **options)
@@ -533,6 +561,7 @@ def plan(
         parameters=parameter_count(config.model.path),
         adapters=adapters,
         train_prompts=len(prompts),
+        supervised="" if prompts.supervised is None else prompts.supervised.described(len(prompts)),
         val_prompts={name: len(one) for name, one in evaluations.items()},
         data=prompts.described,
         val_data={name: one.described for name, one in evaluations.items()},

@@ -5,7 +5,8 @@ A training step has six phases, of which the last is optional:
 1. Wait until the rollout engines have generated the answers of the next prompt groups.
 2. Compute the log-probs of the reference and the actor, and the critic's values, while the last rewards are computed.
 3. Convert the scores of answers to token rewards and advantages, and choose the tokens to train on.
-4. Update the critic and the actor on mini-batches.
+4. Update the critic and the actor on mini-batches. If the run has a supervised loss, the actor's mini-batches also
+   contain the supervised answers to their prompts.
 5. Send the new weights to the rollout engines.
 6. Update the reference model with the weights of the actor.
 
@@ -363,13 +364,20 @@ class Trainer:
     async def update_actor(self, batch: DataProto, minibatches: Sequence[list[int]]) -> dict[str, float]:
         """Update the actor on all mini-batches, then update the entropy coefficient, and return the update's metrics.
 
+        If the run has a supervised loss, each mini-batch also trains on the supervised answers to its prompts.
+
         Raise NumericsError if too many consecutive optimizer steps were skipped.
         """
-        entropy_coef = self.entropy_controller.value
+        algorithm, entropy_coef = self.config.algorithm, self.entropy_controller.value
         with self.saved_batch(batch):
-            budget = self.config.actor.max_tokens_per_microbatch
-            columns = update_columns(self.config.algorithm)
-            found = await self.actor.update(ActorWorker.update, batch, columns, minibatches, budget, entropy_coef)
+            budget, columns = self.config.actor.max_tokens_per_microbatch, update_columns(algorithm)
+            if algorithm.sft_coef > 0:
+                method, answers = ActorWorker.update_with_supervised, self.collector.supervised(batch)
+                found = await self.actor.update_with_supervised(
+                    method, batch, columns, minibatches, answers, budget, entropy_coef
+                )
+            else:
+                found = await self.actor.update(ActorWorker.update, batch, columns, minibatches, budget, entropy_coef)
         metrics = self.checked_update("actor", found, batch, minibatches)
         if self.config.algorithm.entropy_target is not None:
             metrics["actor/entropy_coef"] = entropy_coef

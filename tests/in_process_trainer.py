@@ -4,6 +4,7 @@ from typing import Any
 
 from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.data.prompts import PromptSet, load_prompts
+from rltrain.main import supervised_options
 from rltrain.settings.algorithm_rules import needs_critic
 from rltrain.settings.schema import Config
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
@@ -15,10 +16,12 @@ from workers.placement import start
 
 
 def train_prompts(config: Config, limit: int = 64) -> PromptSet:
-    """Load the first `limit` training prompts of a config."""
+    """Load the first `limit` training prompts of a config, with the supervised answers that the config asks for."""
+    tokenizer = char_tokenizer()
     return load_prompts(
-        config.data.train, char_tokenizer(), split="train", seed=0, max_prompt_length=16, overlong="refuse", limit=limit
-    )
+        config.data.train, tokenizer, split="train", seed=0, max_prompt_length=16, overlong="refuse", limit=limit,
+        supervised=supervised_options(config, tokenizer),
+    )  # fmt: skip
 
 
 async def in_process_trainer(

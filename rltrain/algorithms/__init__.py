@@ -37,6 +37,7 @@ from rltrain.algorithms.registry import (
     required_columns,
 )
 from rltrain.algorithms.shaping import group_length_reward, overlong_penalty, shape_scores, suppress_truncated
+from rltrain.algorithms.supervised_loss import supervised_loss
 from rltrain.algorithms.value_loss import value_loss
 
 __all__ = [
@@ -70,6 +71,7 @@ __all__ = [
     "rollout_diagnostics",
     "rollout_rejection",
     "shape_scores",
+    "supervised_loss",
     "suppress_truncated",
     "uniform_draws",
     "value_loss",

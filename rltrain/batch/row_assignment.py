@@ -39,6 +39,18 @@ def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step
     return chosen
 
 
+def rows_of_same_groups(uids: Sequence[int], chosen: Sequence[Rows], others: Sequence[int]) -> list[Rows]:
+    """Return, for each mini-batch of a batch, the rows of another batch that belong to the mini-batch's prompt groups.
+
+    Args:
+        uids: number of the prompt group of each row of the batch, (B,).
+        chosen: rows of each mini-batch of the batch.
+        others: number of the prompt group of each row of the other batch.
+    """
+    groups = [{uids[row] for row in rows} for rows in chosen]
+    return [[row for row, uid in enumerate(others) if uid in members] for members in groups]
+
+
 def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
     """Distribute `rows` over the ranks so that the largest amount of work on a rank is nearly minimal.
 

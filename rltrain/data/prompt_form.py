@@ -40,7 +40,7 @@ ANSWER, ANSWERS = "answer", ("solution", "output")
 COMPLETION = "completion"
 # Maps the names of speakers, including those of ShareGPT, to the roles that chat templates know.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
-_BRACES = "write each column as {COLUMN}, and a brace that is text as {{ or }}"
+BRACES = "write each column as {COLUMN}, and a brace that is text as {{ or }}"
 _SHOWN = 60  # Maximum number of characters of a template that an error message shows.
 
 
@@ -195,9 +195,9 @@ def _reader(columns: Sequence[str], prompt: str | None, where: str) -> tuple[tup
     elif "{" in prompt or "}" in prompt:
         names = tuple(dict.fromkeys(name for _, name in template_parts(prompt) if name is not None))
         for name in names:
-            _require_column(name, columns, f"data.prompt={_shown(prompt)}", where, f"; {_BRACES}")
-        return names, _filled(template_parts(prompt)), f'"{_shown(prompt)}"'
-    _require_column(prompt, columns, f"data.prompt={_shown(prompt)}", where)
+            require_column(name, columns, f"data.prompt={shown(prompt)}", where, f"; {BRACES}")
+        return names, _filled(template_parts(prompt)), f'"{shown(prompt)}"'
+    require_column(prompt, columns, f"data.prompt={shown(prompt)}", where)
     if prompt == PROMPT:
         return (PROMPT,), _whole_prompt, "column prompt"
     return (prompt,), _column(prompt), f"column {prompt}"
@@ -222,7 +222,16 @@ def _recognised(columns: Sequence[str], where: str) -> str:
     return found[0]
 
 
-def _require_column(name: str, columns: Sequence[str], given: str, where: str, more: str = "") -> None:
+def require_column(name: str, columns: Sequence[str], given: str, where: str, more: str = "") -> None:
+    """Raise ConfigError if the data lacks the column `name`, which the config key and value `given` name.
+
+    Args:
+        name: name of the column.
+        columns: names of the columns that the data has.
+        given: the config key and its value, for the start of the error message.
+        where: the config key and the source of the data.
+        more: text for the end of the error message.
+    """
     near = difflib.get_close_matches(name, columns, n=1)
     hint = f"; did you mean {near[0]}?" if near else ""
     require(
@@ -231,28 +240,33 @@ def _require_column(name: str, columns: Sequence[str], given: str, where: str, m
     )
 
 
-def template_parts(template: str) -> list[tuple[str, str | None]]:
-    """Split a prompt template into pairs of text and column name.
+def template_parts(template: str, *, key: str = "data.prompt", what: str = "prompt") -> list[tuple[str, str | None]]:
+    """Split a template into pairs of text and column name.
 
     In each pair, the text is the part of the template before the column. In the last pair, the column name is None if
     the template ends with text.
+
+    Args:
+        template: the template, with columns in braces.
+        key: the config key of the template, for error messages.
+        what: what the template makes of a row, for error messages.
 
     Raises:
         ConfigError: a brace is unmatched, braces enclose something other than the name of a column, or the template
             names no column.
     """
-    given = f"data.prompt={_shown(template)}"
+    given = f"{key}={shown(template)}"
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
-        raise ConfigError(f"{given}: {str(error).removesuffix(' encountered in format string')}; {_BRACES}") from None
+        raise ConfigError(f"{given}: {str(error).removesuffix(' encountered in format string')}; {BRACES}") from None
     for _, name, spec, conversion in parts:
         plain = name is None or (name and not spec and not conversion and not set("{}") & set(name))
         inside = (name or "") + (f"!{conversion}" if conversion else "") + (f":{spec}" if spec else "")
-        require(bool(plain), f"{given}: '{{{inside}}}' names no column; {_BRACES}")
+        require(bool(plain), f"{given}: '{{{inside}}}' names no column; {BRACES}")
     require(
         any(name is not None for _, name, _, _ in parts),
-        f"{given}: a template without a column would be the same prompt in every row; {_BRACES}",
+        f"{given}: a template without a column would be the same {what} in every row; {BRACES}",
     )
     return [(text, name) for text, name, _, _ in parts]
 
@@ -329,5 +343,6 @@ def _completion_of(name: str) -> Reader:
     return completion
 
 
-def _shown(text: str) -> str:
+def shown(text: str) -> str:
+    """Return a text on one line, shortened for an error message."""
     return one_line(text, _SHOWN)

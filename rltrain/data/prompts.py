@@ -19,6 +19,7 @@ from rltrain.data.prompt_encoding import Overlong, PromptEncoder, SpecialTokens
 from rltrain.data.prompt_form import PromptForm, PromptOptions, RowError, prompt_form
 from rltrain.data.row_sources import Split, load_rows
 from rltrain.data.rows import Rows
+from rltrain.data.supervised_answers import SupervisedAnswers, SupervisedOptions, load_answers
 from rltrain.data.tokenizer_round_trip import loss
 from rltrain.settings.typed import require
 
@@ -40,6 +41,8 @@ class Prompt:
         ids: the exact token ids that the engine receives.
         columns: values of the row's other columns, by column name; a missing value is None.
         messages: the chat messages; None if the prompt is text.
+        supervised_ids: token ids of the supervised answer, which the supervised loss trains on; None if the prompt has
+            no supervised answer.
     """
 
     index: int
@@ -47,6 +50,7 @@ class Prompt:
     ids: list[int]
     columns: dict[str, Any]
     messages: list[dict[str, str]] | None = None
+    supervised_ids: list[int] | None = None
 
 
 class PromptSet(Sequence[Prompt]):
@@ -62,6 +66,7 @@ class PromptSet(Sequence[Prompt]):
         notes: one-line messages for the user about the prompts.
         own_splits: whether the same source gives different rows for training and for evaluation.
         described: one line for the user that describes the source and how rows became prompts.
+        supervised: the supervised answers to the prompts; None if the run has no supervised loss.
     """
 
     def __init__(
@@ -70,6 +75,7 @@ class PromptSet(Sequence[Prompt]):
         self.source, self.where, self.own_splits, self.described = source, source, rows.own_splits, ""
         self.columns = form.columns
         self.filtered = 0
+        self.supervised: SupervisedAnswers | None = None
         self.notes: list[str] = []
         self._rows, self._form, self._tokenizer = rows, form, tokenizer
         allowed = special_tokens == "allow"
@@ -95,13 +101,16 @@ class PromptSet(Sequence[Prompt]):
         chat = text if isinstance(text, list) else None
         if not isinstance(text, str) or any(token in text for token in self._left_out):
             text = self._tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-        return Prompt(index, text, ids, self._form.values(row), chat)
+        supervised = None if self.supervised is None else self.supervised.ids(index)
+        return Prompt(index, text, ids, self._form.values(row), chat, supervised)
 
     def fingerprint(self) -> int:
-        """Return a checksum of the prompts: of their token ids, their order, and the values in the prompts' other
-        columns.
+        """Return a checksum of the prompts: of their token ids, their order, the values in the prompts' other columns,
+        and the supervised answers.
         """
         crc = zlib.crc32(self._ends, zlib.crc32(self._ids))
+        for values in () if self.supervised is None else self.supervised.arrays:
+            crc = zlib.crc32(values, crc)
         for row in map(self._rows.row, self._kept if self.columns else ()):
             crc = zlib.crc32(repr([*self._form.values(row).values()]).encode(), crc)
         return crc
@@ -111,8 +120,8 @@ class PromptSet(Sequence[Prompt]):
         return self._kept[:count].tolist()
 
     def largest_id(self) -> int:
-        """Return the largest token id in any prompt."""
-        return max(self._ids)
+        """Return the largest token id in any prompt or supervised answer."""
+        return max(max(self._ids), 0 if self.supervised is None else self.supervised.largest_id())
 
     def append(self, row: int, ids: Sequence[int]) -> None:
         """Add a prompt, given as token ids, that was made from row number `row` of the source."""
@@ -134,6 +143,7 @@ def load_prompts(
     special_tokens: SpecialTokens = "text",
     lossy_tokenizer: Literal["refuse", "allow"] = "refuse",
     limit: int | None = None,
+    supervised: SupervisedOptions | None = None,
 ) -> PromptSet:
     """Read, check and tokenize the prompts of a source.
 
@@ -159,6 +169,7 @@ def load_prompts(
             prompts.
         limit: maximum number of prompts to load. If the source has more prompts, the first `limit` prompts that are not
             too long are kept.
+        supervised: settings of the supervised answers to the prompts; None if no supervised answers are needed.
 
     Raises:
         ConfigError: the prompt data is invalid. The error message is one line that names the file, the row, the problem
@@ -187,6 +198,18 @@ def load_prompts(
     prompts.described = (
         f"{len(rows):,} row{'s' * (len(rows) > 1)} of {source}; {form.described(chats, len(prompts) + len(too_long))}"
     )
+    if supervised is not None:
+        prompts.supervised = load_answers(
+            rows,
+            prompts.rows(len(prompts)),
+            form,
+            tokenizer,
+            supervised,
+            where=where,
+            special_tokens=special_tokens,
+            lossy_tokenizer=lossy_tokenizer,
+        )
+        prompts.notes += prompts.supervised.notes(where, supervised.max_length)
     return prompts
 
 

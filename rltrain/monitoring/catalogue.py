@@ -321,6 +321,20 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "nats squared",
         ),
         Metric(
+            "actor/sft_loss",
+            "mean cross-entropy of the tokens of supervised answers, before its coefficient `algorithm.sft_coef`; "
+            "present only in steps with such answers",
+            "nats per token",
+            "falls",
+        ),
+        Metric(
+            "actor/sft_tokens",
+            "number of tokens of supervised answers in all optimizer steps of the training step; present only with "
+            "`algorithm.sft_coef`",
+            "tokens",
+            "above 0",
+        ),
+        Metric(
             "actor/ref_kl",
             "mean KL from the policy to the reference policy; the estimator `k3` is limited to 10 nats per token",
             "nats per token",

@@ -390,13 +390,13 @@ def next_command(overrides: Sequence[str], output_dir: Path) -> str:
     """Return two shell commands: one trains with another algorithm on the same data, and one opens TensorBoard.
 
     The training command omits all overrides of keys in the config section `algorithm`, because another algorithm may
-    not accept the overrides.
+    not accept the overrides. The command also omits `data.sft_response`, which is refused without `algorithm.sft_coef`.
     """
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"
     # If several command-line overrides set the same key, the last override applies.
     last = {override.split("=", 1)[0]: override for override in overrides}
-    of_this_run = ("algorithm", "trainer.output_dir", "trainer.checkpoint_dir", "trainer.resume")
+    of_this_run = ("algorithm", "data.sft_response", "trainer.output_dir", "trainer.checkpoint_dir", "trainer.resume")
     rest = [
         override
         for key, override in last.items()

@@ -343,6 +343,8 @@ def _check_data(data: DataConfig) -> None:
         check_source(source, f"data.{key}={source}")
     if data.prompt is not None and set("{}") & set(data.prompt):
         template_parts(data.prompt)
+    if data.sft_response is not None and set("{}") & set(data.sft_response):
+        template_parts(data.sft_response, key="data.sft_response", what="answer")
 
 
 def _model_config(path: str) -> Mapping[str, Any]:

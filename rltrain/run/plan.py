@@ -29,6 +29,7 @@ class Facts:
         parameters: number of model parameters; None if this number cannot be read from the model files.
         adapters: number of adapter parameters; None if the whole model is trained.
         train_prompts: number of training prompts; None before the training data is loaded.
+        supervised: source and number of the supervised answers; "" if the run has no supervised loss.
         val_prompts: number of prompts of each evaluation set, by the name of the set; "" is the name of the set of
             `data.val`.
         data: description of the source and the form of the training data; "" before the data is loaded.
@@ -50,6 +51,7 @@ class Facts:
     parameters: int | None = None
     adapters: int | None = None
     train_prompts: int | None = None
+    supervised: str = ""
     val_prompts: Mapping[str, int] = field(default_factory=dict)
     data: str = ""
     val_data: Mapping[str, str] = field(default_factory=dict)
@@ -73,6 +75,7 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
         *([("rewards", _signatures(facts))] if facts.signatures else []),
         ("algorithm", _algorithm(config)),
         *([("reuse", _reuse(config.trainer, config.trainer.reuse))] if config.trainer.reuse else []),
+        *([("supervised", _supervised(config, facts))] if config.algorithm.sft_coef else []),
         *([("off-policy", _off_policy(config, facts))] if config.trainer.max_staleness else []),
         *([("note", _aggregation(config.algorithm, facts))] if _is_other_aggregation(config.algorithm, facts) else []),
         ("model", _model(config, facts)),
@@ -200,6 +203,12 @@ def _algorithm(config: Config) -> str:
     ]
     actor = config.actor
     return "; ".join([*parts, f"AdamW, lr {actor.lr:g} {actor.lr_schedule}"])
+
+
+def _supervised(config: Config, facts: Facts) -> str:
+    """Describe the supervised loss and the answers that it trains on."""
+    answers = facts.supervised or f"data.sft_response={config.data.sft_response}"
+    return f"cross-entropy of supervised answers, coefficient {config.algorithm.sft_coef:g}; {answers}"
 
 
 def _off_policy(config: Config, facts: Facts) -> str:

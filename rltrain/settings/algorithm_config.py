@@ -386,6 +386,11 @@ class AlgorithmConfig:
         "0: no such term.",
         at_least=0,
     )
+    sft_coef: float = key(
+        "Coefficient of the supervised loss, which is added to the loss of every mini-batch: the mean cross-entropy of "
+        "the tokens of the supervised answers (data.sft_response) to the mini-batch's prompts. 0: no supervised loss.",
+        at_least=0,
+    )
     correction: CorrectionConfig = key(
         "Importance weights of the policy-loss term: the ratio of the actor's policy before the update to the "
         "engine's policy. The KL and entropy terms are not weighted."

@@ -63,6 +63,7 @@ def check_algorithm(config: Config) -> None:
     _check_groups(config)
     _check_rewards_act(config)
     _check_bootstrap(algorithm)
+    _check_supervised(config)
 
 
 def _columns(algorithm: AlgorithmConfig) -> tuple[str, ...]:
@@ -375,4 +376,19 @@ def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
         algorithm.advantage.get("gamma", 1.0) > 0,
         "algorithm.bootstrap_truncated=true with algorithm.advantage.gamma=0: the value is multiplied by gamma, so "
         "bootstrapping would have no effect; set gamma above 0, or bootstrap_truncated=false",
+    )
+
+
+def _check_supervised(config: Config) -> None:
+    """Raise ConfigError if there is a supervised loss without supervised answers, or the other way round."""
+    coef, response = config.algorithm.sft_coef, config.data.sft_response
+    require(
+        coef == 0 or response is not None,
+        f"algorithm.sft_coef={coef:g} with data.sft_response=null: there are no supervised answers to train on; name "
+        "the column that holds them, as in data.sft_response=solution, or set algorithm.sft_coef=0",
+    )
+    require(
+        coef > 0 or response is None,
+        f"data.sft_response={response} with algorithm.sft_coef=0: nothing would be learned from supervised answers; "
+        "set algorithm.sft_coef above 0, or data.sft_response=null",
     )

@@ -38,6 +38,7 @@ NAMES = (
     Name("data.train", "dataset_name", "data.train_files", "prompt_data"),
     Name("data.val", "eval_dataset", "data.val_files", "eval_dataset"),
     Name("data.prompt", "", "data.prompt_key", "input_key"),
+    Name("data.sft_response", "", "data.response_key", hint="for the supervised loss beside RL, algorithm.sft_coef"),
     Name("reward.functions", "reward_funcs", "custom_reward_function.path", "remote_rm_url", "a list of functions"),
     Name("actor.lr", "learning_rate", "actor_rollout_ref.actor.optim.lr", "actor_learning_rate"),
     Name("actor.lr_schedule", "lr_scheduler_type", "actor_rollout_ref.actor.optim.lr_scheduler_type", "lr_scheduler"),
@@ -127,6 +128,11 @@ NAMES = (
     ),
     Name("algorithm.reference.refresh_coef", "ref_model_mixup_alpha"),
     Name("algorithm.entropy_coef", "entropy_coef", "actor_rollout_ref.actor.entropy_coeff", "entropy_loss_coef"),
+    Name(
+        "algorithm.sft_coef",
+        openrlhf="ptx_coef",
+        hint="for answers in the training data, which data.sft_response names; there is no second data set",
+    ),
     Name("algorithm.advantage_estimator", "", "algorithm.adv_estimator", "advantage_estimator"),
     Name("algorithm.loss_mode", "", "actor_rollout_ref.actor.policy_loss.loss_mode", "policy_loss_type"),
     Name(

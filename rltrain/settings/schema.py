@@ -350,14 +350,22 @@ class DataConfig:
         "chat template and the text is not from a column called prompt. always: yes. never: no, and chat messages are "
         "refused."
     )
+    sft_response: str | None = key(
+        "Supervised answers in the training data, for the supervised loss (algorithm.sft_coef). Name of a column with "
+        "answers, or template with columns in braces, such as `{solution} #### {answer}`. A row without a value has no "
+        "supervised answer. null: no supervised answers.",
+        values="name of a column, template with `{COLUMN}`, or `null`; used exactly as typed",
+        text=True,
+    )
     shuffle: bool = key("Put the training prompts into a new random order for every pass through the data.")
     difficulty: DifficultyConfig | None = key(
         "Sample the training prompts from pools by difficulty: unseen, easy, normal and hard prompts. {} selects the "
         "default values of all keys. null: every pass through the data uses each prompt once."
     )
     overlong_prompts: Literal["refuse", "filter"] = key(
-        "Treatment of prompts that are longer than rollout.max_prompt_length. refuse: the run does not start. filter: "
-        "the run leaves out prompts that are too long."
+        "Treatment of prompts that are longer than rollout.max_prompt_length, and of supervised answers that are "
+        "longer than rollout.max_response_length. refuse: the run does not start. filter: the run leaves out prompts "
+        "and supervised answers that are too long."
     )
     special_tokens: Literal["text", "refuse", "allow"] = key(
         "Treatment of data that contains the name of a control token as text. text: encode the name as plain text. "
@@ -381,7 +389,7 @@ class DataConfig:
                 "_ -, and do not begin with sampled_ or greedy_",
             )
             require(isinstance(source, str) and bool(source), f"val_sets.{name}={source}: must be text; name a source")
-        for name in ("prompt", "system_prompt"):
+        for name in ("prompt", "system_prompt", "sft_response"):
             text = getattr(self, name)
             require(text != "", f"{name} is empty; write some text, or null")
             require(text is None or _is_unicode(text), f"{name}={text!a} is not valid Unicode; write it in UTF-8")

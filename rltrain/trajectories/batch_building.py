@@ -1,11 +1,12 @@
 """Builds a batch from prompt groups: each trajectory becomes one row with its tokens, texts and scores."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.batch.trajectory import Trajectory, Turn, sampled_tokens
+from rltrain.data.prompts import Prompt
 from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.prompt_groups import Group
@@ -61,6 +62,23 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
     batch = batch.with_values("responses", response_mask=mask)
     assert torch.equal(sampled_tokens(batch), mask), "the weight version of a sampled token must be 0 or above"
     return batch
+
+
+def supervised_batch(prompts: Mapping[int, Prompt]) -> DataProto:
+    """Convert prompts to a batch of their supervised answers, with one row for each prompt that has such an answer.
+
+    Args:
+        prompts: the prompt of each group, by the number of the group.
+    """
+    answered = {uid: prompt for uid, prompt in prompts.items() if prompt.supervised_ids is not None}
+    batch = DataProto.from_dict(
+        {
+            "prompts": jagged([prompt.ids for prompt in answered.values()], torch.int64),
+            "responses": jagged([prompt.supervised_ids or [] for prompt in answered.values()], torch.int64),
+            "uid": torch.tensor([*answered], dtype=torch.int64),
+        }
+    )
+    return batch.with_values("responses", response_mask=torch.ones(len(batch.values("responses")), dtype=torch.bool))
 
 
 def with_scores(

@@ -21,7 +21,14 @@ from rltrain.data.prompt_order import PromptOrder
 from rltrain.data.prompt_pools import PromptPools
 from rltrain.data.prompts import Prompt, PromptSet
 from rltrain.settings.schema import Config
-from rltrain.trajectories.batch_building import answers_of, mean_score, to_batch, with_scores, without_invalid
+from rltrain.trajectories.batch_building import (
+    answers_of,
+    mean_score,
+    supervised_batch,
+    to_batch,
+    with_scores,
+    without_invalid,
+)
 from rltrain.trajectories.correct_answers import correct_answers
 from rltrain.trajectories.prompt_groups import Group, GroupState, PromptGroups, requests_of
 from rltrain.trajectories.reuse_buffer import ReuseBuffer
@@ -64,6 +71,7 @@ class _Step:
         outcomes: with `data.difficulty`, the numbers of correct and judged answers of all groups that the step has
             generated, by uid.
         useful: with `trainer.reuse`, the uids of the step's groups whose answers have different outcomes.
+        prompts: prompts of the groups that the step trains on, by uid.
     """
 
     places: int
@@ -75,6 +83,7 @@ class _Step:
     reused: list[Group] = field(default_factory=list)
     outcomes: dict[int, tuple[int, int]] = field(default_factory=dict)
     useful: set[int] = field(default_factory=set)
+    prompts: dict[int, Prompt] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -206,6 +215,7 @@ class Collector:
             await self._news()
         await with_model_scores(new, self.models)
         groups = [*new, *step.reused]
+        step.prompts = {group.uid: group.prompt for group in groups}
         batch = with_scores(batch, groups, components)
         if self.groups.greedy_baseline:
             batch = self._with_baselines(batch, groups)
@@ -237,6 +247,17 @@ class Collector:
             step.useful = set(uid[~flat_rows(batch, self.config)].tolist())
             metrics["rollout/reused_fraction"] = len(step.reused) / len(uid.unique())
         return metrics
+
+    def supervised(self, batch: DataProto) -> DataProto:
+        """Return the supervised answers to the prompts of a step's batch, one row for each prompt that has an answer.
+
+        The groups that dynamic sampling has dropped are not in the batch. A group that dynamic sampling leaves in the
+        batch only because the step has no other group gets no supervised answer either.
+        """
+        uids = batch.batch["uid"]
+        if self.config.algorithm.dynamic_sampling:
+            uids = uids[~flat_rows(batch, self.config)]
+        return supervised_batch({uid: self.step.prompts[uid] for uid in uids.unique().tolist()})
 
     def take(self) -> Finished:
         """End the training step and count its groups as used.

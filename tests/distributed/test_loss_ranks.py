@@ -25,6 +25,7 @@ from rltrain.algorithms import (
     kl_estimate,
     rollout_correction,
     rollout_rejection,
+    supervised_loss,
     value_loss,
 )
 from rltrain.algorithms.aggregation import LOSS_AGG_MODES
@@ -37,6 +38,7 @@ TERMS = (
     *(f"weighted_kl:{name}" for name in KL_ESTIMATORS.names()),
     "entropy",
     "value",
+    "supervised",
 )
 SPLITS = {  # for 1, 2 and 3 ranks, several lists with the rows of each rank; row 3 has no trained token
     1: [[[0, 1, 2, 3, 4, 5, 6, 7]]],
@@ -89,6 +91,8 @@ def token_terms(term, batch, weight):
         return (losses, metrics) if kind == "policy" else without_dropped(losses, metrics, batch)
     if kind == "entropy":
         return (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1), {}
+    if kind == "supervised":
+        return supervised_loss(batch["log_probs"], batch["response_mask"]), {}
     if kind == "value":
         return value_loss(logits.sum(-1), batch["old_values"], batch["returns"], batch["response_mask"])
     old = batch["old_log_probs"] if kind == "weighted_kl" else None

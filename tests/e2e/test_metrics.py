@@ -19,7 +19,7 @@ RUNS = {
     "ppo": ["trainer.eval_samples=2", "algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_loss.kl_loss_coef=0.01"],
     "grpo": ["algorithm.entropy_target=1.0"],
     "reinforce_plus_plus_baseline": ["algorithm.reference.refresh_every=1"],
-    "cispo": [],
+    "cispo": ["algorithm.sft_coef=0.1", "data.sft_response=#{answer}"],
     "topr": ["algorithm.squared_log_ratio_coef=0.001"],
     "sapo": [],
     "kl_cov": [],

@@ -163,6 +163,10 @@ VARIANTS = {
         "algorithm.kl_in_reward.kl_coef=0.05", "algorithm.kl_in_reward.kl_estimator=full", "model.dtype=bfloat16",
         "algorithm.reference.refresh_every=1", "actor.lr=3e-3",
     ],
+    "supervised answers": [
+        "algorithm.sft_coef=0.5", "data.sft_response=#{answer}", "algorithm.dynamic_sampling=2",
+        "trainer.epochs_per_step=2",
+    ],
     "lora and a greedy baseline": ["model.lora={rank:4}", "algorithm.advantage_estimator=remax"],
 }  # fmt: skip
 

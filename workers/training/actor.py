@@ -19,6 +19,7 @@ from rltrain.algorithms import (
     rollout_correction,
     rollout_diagnostics,
     rollout_rejection,
+    supervised_loss,
 )
 from rltrain.algorithms.ratio import safe_log_ratio
 from rltrain.base import trace
@@ -125,22 +126,86 @@ class ActorWorker:
         """
         result = UpdateResult()
         for number, minibatch in enumerate(minibatches):
-            chosen = with_selected(batch, minibatch.rows, self.config.algorithm)
-            statistics = weight_statistics(batch, minibatch.rows, self.config.algorithm.correction)
-            part = UpdateResult()
-            for rows in minibatch.microbatches:
-                with trace.span("micro-batch", trace.CALLS, rows=len(rows)):
-                    columns = self._backward(chosen, rows, minibatch, part, entropy_coef, statistics)
-                    if number == 0:
-                        _compare(columns, part)
-            if number == 0 and "old_log_probs" in batch and part.finite:
-                self._check_same_policy(part)
-            with trace.span("optimizer step", trace.CALLS):
-                step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
-            result.add(part, minibatch.num_tokens, step)
+            part = self._policy_gradient(batch, minibatch, entropy_coef, first=number == 0)
+            self._step(result, part, minibatch.num_tokens, trained=minibatch.num_tokens > 0)
+        self._end_update()
+        return result
+
+    def update_with_supervised(
+        self,
+        batch: DataProto,
+        minibatches: list[Minibatch],
+        supervised: DataProto,
+        supervised_minibatches: list[Minibatch],
+        entropy_coef: float,
+    ) -> UpdateResult:
+        """Take one optimizer step for each mini-batch, with the supervised loss of the mini-batch's supervised answers.
+
+        Args:
+            batch: the batch of sampled answers.
+            minibatches: this rank's parts of the mini-batches.
+            supervised: the batch of supervised answers.
+            supervised_minibatches: this rank's part of the supervised answers of each mini-batch. A mini-batch may have
+                no supervised answers.
+            entropy_coef: coefficient of the entropy bonus in this training step.
+
+        Raises:
+            LogProbError: as in `update`.
+        """
+        result = UpdateResult()
+        for number, (minibatch, answers) in enumerate(zip(minibatches, supervised_minibatches, strict=True)):
+            part = self._policy_gradient(batch, minibatch, entropy_coef, first=number == 0)
+            self._supervised_gradient(supervised, answers, part)
+            trained = minibatch.num_tokens + answers.num_tokens > 0
+            self._step(result, part, minibatch.num_tokens, trained=trained)
+        self._end_update()
+        return result
+
+    def _policy_gradient(
+        self, batch: DataProto, minibatch: Minibatch, entropy_coef: float, *, first: bool
+    ) -> UpdateResult:
+        """Add the gradient of a mini-batch of sampled answers, and return the results of the mini-batch.
+
+        If the mini-batch is the first of the update, also compare the log-probs of the tokens with those from before
+        the update.
+        """
+        chosen = with_selected(batch, minibatch.rows, self.config.algorithm)
+        statistics = weight_statistics(batch, minibatch.rows, self.config.algorithm.correction)
+        part = UpdateResult()
+        for rows in minibatch.microbatches:
+            with trace.span("micro-batch", trace.CALLS, rows=len(rows)):
+                columns = self._backward(chosen, rows, minibatch, part, entropy_coef, statistics)
+                if first:
+                    _compare(columns, part)
+        if first and "old_log_probs" in batch and part.finite:
+            self._check_same_policy(part)
+        return part
+
+    def _supervised_gradient(self, supervised: DataProto, minibatch: Minibatch, result: UpdateResult) -> None:
+        """Add `algorithm.sft_coef` times the gradient of the mean cross-entropy of a mini-batch's supervised answers.
+
+        All ranks know the number of tokens in the mini-batch, so they skip a mini-batch without such answers together.
+        """
+        result.supervised_tokens = minibatch.num_tokens
+        for rows in minibatch.microbatches if minibatch.num_tokens else ():
+            with trace.span("supervised micro-batch", trace.CALLS, rows=len(rows)):
+                _, packed, columns = microbatch(supervised, rows)
+                output = policy_output(self.model, packed, temperature=self.config.rollout.temperature)
+                mask = columns["response_mask"]
+                losses = supervised_loss(unpack(output.log_probs, columns["mask"]), mask)
+                mean = aggregate_loss(losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
+                (self.config.algorithm.sft_coef * mean * torch.distributed.get_world_size()).backward()
+                result.supervised_loss += float(losses.detach().sum())
+
+    def _step(self, result: UpdateResult, part: UpdateResult, tokens: int, *, trained: bool) -> None:
+        """Take an optimizer step with the gradient of a mini-batch, and add the mini-batch's results to `result`."""
+        with trace.span("optimizer step", trace.CALLS):
+            step = self.optimizer.step(trained=trained, finite=part.finite)
+        result.add(part, tokens, step)
+
+    def _end_update(self) -> None:
         if self.config.takes_turns:
             torch.cuda.empty_cache()  # The rollout engine on the same GPU needs the memory.
-        return result
 
     def _backward(
         self,

@@ -48,6 +48,9 @@ class UpdateResult:
         first: for each metric, a sum over this rank's trained tokens in the first mini-batch, computed before the first
             optimizer step.
         first_tokens: number of this rank's trained tokens in the first mini-batch.
+        supervised_loss: sum of the supervised loss over this rank's tokens of supervised answers, in nats.
+        supervised_tokens: number of tokens of supervised answers on all ranks, in all mini-batches whose optimizer step
+            was not skipped; None if the update has no supervised loss.
     """
 
     sums: dict[str, float] = field(default_factory=dict)
@@ -56,11 +59,13 @@ class UpdateResult:
     steps: list[dict[str, float]] = field(default_factory=list)
     first: dict[str, float] = field(default_factory=dict)
     first_tokens: int = 0
+    supervised_loss: float = 0.0
+    supervised_tokens: int | None = None
 
     @property
     def finite(self) -> bool:
         """Return whether all terms of the loss are finite."""
-        return all(map(math.isfinite, self.losses.values()))
+        return all(map(math.isfinite, (*self.losses.values(), self.supervised_loss)))
 
     def add(self, part: "UpdateResult", tokens: int, step: dict[str, float]) -> None:
         """Add the results of a mini-batch to this result of the whole update.
@@ -78,6 +83,9 @@ class UpdateResult:
                 total[name] = total.get(name, 0.0) + (value if kept else 0.0)
         self.tokens += tokens if kept else 0
         self.first_tokens += part.first_tokens if kept else 0
+        if part.supervised_tokens is not None:
+            self.supervised_loss += part.supervised_loss if kept else 0.0
+            self.supervised_tokens = (self.supervised_tokens or 0) + (part.supervised_tokens if kept else 0)
         self.steps.append(step)
 
 
@@ -161,6 +169,9 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     `grad_norm_max` is the maximum over optimizer steps. `skipped_updates` is the number of skipped optimizer steps.
     Skipped optimizer steps are excluded from all means except the mean of `lr`. If all steps were skipped, the token
     metrics, losses and gradient norms are NaN.
+
+    `sft_loss` is the mean of the supervised loss over the tokens of supervised answers, and `sft_tokens` the number of
+    these tokens. Without such a token, there is no `sft_loss`.
     """
     first = results[0]
     kept = [step for step in first.steps if not step["skipped"]]
@@ -175,6 +186,10 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
         metrics["same_policy_gap"] = begun["same_policy"] / max(first_tokens, 1)
     if "weight" in begun:
         metrics |= {f"engine_{name}": value for name, value in divergence(begun, first_tokens).items()}
+    if first.supervised_tokens is not None:
+        metrics["sft_tokens"] = float(first.supervised_tokens)
+    if first.supervised_tokens:
+        metrics["sft_loss"] = sum(r.supervised_loss for r in results) / first.supervised_tokens
     if first.steps:
         metrics["grad_norm"] = sum(step["grad_norm"] for step in kept) / count
         metrics["grad_norm_max"] = max((step["grad_norm"] for step in kept), default=math.nan)

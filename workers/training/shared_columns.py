@@ -9,6 +9,7 @@ from rltrain.settings.algorithm_config import AlgorithmConfig
 from workers.cluster.processes import Shared, WorkerProcess
 
 FORWARD = ("prompts", "responses")  # Names of the columns that a forward pass reads.
+SUPERVISED = (*FORWARD, "response_mask")  # Names of the columns of supervised answers that an update reads.
 CRITIC_UPDATE = (*FORWARD, "response_mask", "values", "returns")
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from rltrain.batch.data_proto import DataProto
-from rltrain.batch.row_assignment import Rows
+from rltrain.batch.row_assignment import Rows, rows_of_same_groups
 from rltrain.batch.row_costs import RowWork
 from workers.cluster.processes import Pending, Role, results
 from workers.training.dispatch import (
@@ -16,7 +16,7 @@ from workers.training.dispatch import (
     split_rows,
     sum_updates,
 )
-from workers.training.shared_columns import SharedColumns
+from workers.training.shared_columns import SUPERVISED, SharedColumns
 
 W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)
@@ -102,12 +102,59 @@ class WorkerGroup(Generic[W_co]):
             args: further arguments of the method.
             kwargs: further keyword arguments of the method.
         """
+        by_rank, overhead = self._minibatches(batch, minibatches, max_tokens)
+        shared = self.shared.share(batch, columns, self.ranks[0].process)
+        pending = [rank.start(method, shared, own, *args, **kwargs) for rank, own in self._split(by_rank)]
+        return sum_updates(await self._collect(pending)) | overhead
+
+    async def update_with_supervised(
+        self,
+        method: Callable[Concatenate[W_co, DataProto, list[Minibatch], DataProto, list[Minibatch], P], UpdateResult],
+        batch: DataProto,
+        columns: Sequence[str],
+        minibatches: Sequence[list[int]],
+        supervised: DataProto,
+        max_tokens: int,
+        *args: P.args,
+        **kwargs: P.kwargs,
+    ) -> dict[str, float]:
+        """Train as `update` does, and in each mini-batch also on the supervised answers to the mini-batch's prompts.
+
+        The supervised answers are split over the ranks and into micro-batches of their own.
+
+        Args:
+            method: the role's method that trains one rank on its part of the mini-batches and supervised answers.
+            batch: the batch whose rows the ranks process.
+            columns: names of the columns of the batch that the method reads. Columns that the batch lacks are left out.
+            minibatches: row indices of each mini-batch.
+            supervised: batch of supervised answers, whose `uid` says to which prompt group of `batch` a row belongs.
+            max_tokens: maximum number of tokens of a micro-batch on one rank.
+            args: further arguments of the method.
+            kwargs: further keyword arguments of the method.
+        """
+        by_rank, overhead = self._minibatches(batch, minibatches, max_tokens)
+        uids, answered = batch.batch["uid"].tolist(), supervised.batch["uid"].tolist()
+        rows = rows_of_same_groups(uids, minibatches, answered)
+        answers_by_rank, _ = self._minibatches(supervised, rows, max_tokens)
+        process = self.ranks[0].process
+        shared = self.shared.share(batch, columns, process)
+        # `self.shared` holds columns by name, and the supervised answers have columns of the same names as the batch.
+        answers = SharedColumns().share(supervised, SUPERVISED, process)
+        parts = zip(self._split(by_rank), self._split(answers_by_rank), strict=True)
+        pending = [
+            rank.start(method, shared, own, answers, own_answers, *args, **kwargs)
+            for (rank, own), (_, own_answers) in parts
+        ]
+        return sum_updates(await self._collect(pending)) | overhead
+
+    def _minibatches(
+        self, batch: DataProto, minibatches: Sequence[Rows], max_tokens: int
+    ) -> tuple[list[list[Minibatch]], dict[str, float]]:
+        """Return each rank's parts of the mini-batches, and metrics of the overhead of the split."""
         lengths, work = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks
         by_rank = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work)
-        shared = self.shared.share(batch, columns, self.ranks[0].process)
-        pending = [rank.start(method, shared, own, *args, **kwargs) for rank, own in self._split(by_rank)]
-        return sum_updates(await self._collect(pending)) | overhead_metrics(by_rank, lengths, work)
+        return by_rank, overhead_metrics(by_rank, lengths, work)
 
     def _split(self, parts: Sequence[R]) -> list[tuple[Role[W_co], R]]:
         """Pair each rank with the part of the batch that the rank processes.

@@ -12,8 +12,11 @@ from rltrain.algorithms import (
     kl_estimate,
     normalize_advantages,
     rollout_correction,
+    rollout_rejection,
+    supervised_loss,
     value_loss,
 )
+from rltrain.algorithms.ratio import safe_log_ratio
 
 GARBAGE = (1e4, -1e4, torch.inf, -torch.inf, torch.nan)
 
@@ -27,6 +30,12 @@ def correct(batch, level, mode):
         upper=2.0,
     )
     return [weights, mask, *metrics.values()], None
+
+
+def reject(batch, estimator, level):
+    columns = (batch[name] for name in ("log_probs", "rollout_log_probs", "response_mask", "advantages"))
+    mask, metrics = rollout_rejection(*columns, kl_estimator=estimator, level=level, upper=0.05)
+    return [mask, *metrics.values()], None
 
 
 def differentiable(name, batch, function):
@@ -57,6 +66,17 @@ def value(batch):
     return differentiable("values", batch, lambda b: value_loss(*(b[name] for name in columns)))
 
 
+def supervised(batch):
+    return differentiable("log_probs", batch, lambda b: (supervised_loss(b["log_probs"], b["response_mask"]), {}))
+
+
+def squared_log_ratio(batch):
+    def squares(b):
+        return safe_log_ratio(b["log_probs"], b["rollout_log_probs"], b["response_mask"] != 0).square(), {}
+
+    return differentiable("log_probs", batch, squares)
+
+
 def advantage(name, call):
     return lambda batch: (list(call(ADVANTAGE_ESTIMATORS.get(name), batch)), None)
 
@@ -83,6 +103,13 @@ def functions(call):
             for level in ("token", "sequence", "geometric")
             for mode in ("truncate", "mask")
         },
+        **{
+            f"rejection {estimator} {level}": lambda batch, e=estimator, level=level: reject(batch, e, level)
+            for estimator in ("k1", "k2", "k3", "abs")
+            for level in ("token", "sequence", "max")
+        },
+        "squared log-ratio": squared_log_ratio,
+        "supervised": supervised,
         "value": value,
         "kl in reward": kl_in_reward,
         "whitening": lambda batch: ([normalize_advantages(batch["advantages"], batch["response_mask"])], None),
@@ -125,7 +152,7 @@ def test_bfloat16_computes_in_float32_and_float64_stays(make_batch, functions):
     wide = {k: v.float() if v.is_floating_point() else v for k, v in narrow.items()}
     for name, function in functions.items():
         for output, wanted, double in zip(function(narrow)[0], function(wide)[0], function(batch)[0], strict=True):
-            if output.dtype != torch.bool and not name.startswith("correction"):
+            if output.dtype != torch.bool and not name.startswith(("correction", "rejection")):
                 assert output.dtype == torch.float32, name
             assert torch.equal(output, wanted), name
             # a metric may be float32 only if it is a count

@@ -6,7 +6,7 @@ The tests cover every combination of loss term and aggregation mode.
 import pytest
 import torch
 
-from rltrain.algorithms import KL_ESTIMATORS, POLICY_LOSSES, aggregate_loss, kl_estimate, value_loss
+from rltrain.algorithms import KL_ESTIMATORS, POLICY_LOSSES, aggregate_loss, kl_estimate, supervised_loss, value_loss
 from rltrain.algorithms.aggregation import LOSS_AGG_MODES
 
 TERMS = (
@@ -15,6 +15,7 @@ TERMS = (
     *(f"weighted_kl:{name}" for name in KL_ESTIMATORS.names()),
     "entropy",
     "value",
+    "supervised",
 )
 VOCABULARY = 5
 
@@ -51,6 +52,8 @@ def token_terms(term, batch, call):
     if kind == "entropy":
         log_softmax = batch["logits"].log_softmax(-1)
         return (log_softmax.exp() * log_softmax).sum(-1), {}
+    if kind == "supervised":
+        return supervised_loss(batch["log_probs"], batch["response_mask"]), {}
     return value_loss(batch["logits"].sum(-1), batch["old_values"], batch["returns"], batch["response_mask"])
 
 

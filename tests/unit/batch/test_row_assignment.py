@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rltrain.batch import row_assignment
-from rltrain.batch.row_assignment import assign_minibatch, balance, microbatches, minibatches
+from rltrain.batch.row_assignment import assign_minibatch, balance, microbatches, minibatches, rows_of_same_groups
 from rltrain.batch.row_costs import RowWork
 
 LENGTHS = st.lists(st.integers(0, 12), min_size=1, max_size=30)
@@ -20,6 +20,12 @@ def test_rows_of_a_group_share_a_minibatch_wherever_they_lie_in_the_batch():
     groups = {0: {0, 2}, 1: {1, 3}, 2: {4, 5}}
     assert sorted(len(rows) for rows in plan) == [2, 4]
     assert all(sum(members <= set(rows) for rows in plan) == 1 for members in groups.values())
+
+
+def test_the_rows_of_another_batch_go_to_the_mini_batches_of_their_groups():
+    uids, chosen = [7, 9, 7, 9, 8, 8], [[0, 2, 4, 5], [1, 3], [], [4, 5, 0, 2]]
+    assert rows_of_same_groups(uids, chosen, [9, 8, 6, 7, 8]) == [[1, 3, 4], [0], [], [1, 3, 4]]
+    assert rows_of_same_groups(uids, chosen, []) == [[], [], [], []]
 
 
 @given(

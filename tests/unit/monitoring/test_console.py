@@ -356,6 +356,11 @@ def test_brackets_in_paths_and_overrides_are_printed_as_they_are(tmp_path):
     assert shlex.split(board)[1:] == ["--logdir", str(folder.parent)]
 
 
+def test_the_next_command_leaves_out_the_supervised_answers_of_which_nothing_would_be_learned(tmp_path):
+    overrides = ["algorithm.sft_coef=0.1", "data.sft_response=answer", "data=sort"]
+    assert next_command(overrides, tmp_path).endswith(" -m rltrain.main algorithm=ppo data=sort")
+
+
 @pytest.mark.parametrize(
     ("overrides", "algorithm"), [([], "ppo"), (["algorithm=ppo"], "grpo"), (["algorithm=rloo", "data=sort"], "grpo")]
 )

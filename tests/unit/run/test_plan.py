@@ -70,6 +70,17 @@ def test_the_algorithm_shows_knobs_kl_and_entropy():
     assert "(clip_ratio_high 0.28, clip_ratio_c inf)" in row("algorithm", "algorithm=dapo")
 
 
+def test_a_supervised_loss_has_a_line_with_its_answers():
+    overrides = ["algorithm.sft_coef=0.25", "data.sft_response=solution"]
+    facts = replace(FACTS, supervised="column solution has answers to 12 of 64 prompts, 4,096 tokens")
+    assert row("supervised", *overrides, facts=facts) == (
+        "cross-entropy of supervised answers, coefficient 0.25; column solution has answers to 12 of 64 prompts, 4,096 "
+        "tokens"
+    )
+    assert row("supervised", *overrides).endswith("; data.sft_response=solution")
+    assert "supervised" not in dict(plan_rows(config_of(), FACTS))
+
+
 def test_an_adaptive_coefficient_is_shown_as_a_start():
     overrides = ["algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_in_reward.controller=adaptive"]
     assert "KL in reward adaptive, from 0.01 (k1)" in row("algorithm", *overrides)

@@ -526,3 +526,27 @@ def test_a_selector_that_compares_actor_and_engine_needs_the_actors_old_log_prob
         "engine, which would always be 1; use algorithm.old_log_probs=actor"
     )
     accepted("loss_mode=kl_cov", "old_log_probs=rollout")
+
+
+# Tests of the supervised loss
+
+
+def test_a_supervised_loss_needs_answers_and_answers_need_a_supervised_loss():
+    coef, answers = "algorithm.sft_coef=0.5", "data.sft_response={solution} #{answer}"
+    check_algorithm(compose([coef, answers])[0])
+    found = []
+    for override in (coef, answers):
+        with pytest.raises(ConfigError) as error:
+            check_algorithm(compose([override])[0])
+        found.append(str(error.value))
+    assert found == [
+        "algorithm.sft_coef=0.5 with data.sft_response=null: there are no supervised answers to train on; name the "
+        "column that holds them, as in data.sft_response=solution, or set algorithm.sft_coef=0",
+        "data.sft_response={solution} #{answer} with algorithm.sft_coef=0: nothing would be learned from supervised "
+        "answers; set algorithm.sft_coef above 0, or data.sft_response=null",
+    ]
+
+
+@pytest.mark.parametrize("name", choices("algorithm"))
+def test_every_preset_goes_with_a_supervised_loss(name):
+    check_algorithm(compose([f"algorithm={name}", "algorithm.sft_coef=0.1", "data.sft_response=answer"])[0])

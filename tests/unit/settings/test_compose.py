@@ -61,7 +61,7 @@ def test_composing_twice_gives_equal_configs():
         "true", "~", " two  spaces ", r"\boxed{{}} \\ \x", "\t", "é 🙂", "x: y # z", "@", "$", "\n", "-",
     ],
 )  # fmt: skip
-@pytest.mark.parametrize("key", ["prompt", "system_prompt"])
+@pytest.mark.parametrize("key", ["prompt", "system_prompt", "sft_response"])
 def test_free_text_is_taken_as_it_is_typed_and_config_yaml_holds_it(key, text):
     config, resolved = compose([f"data.{key}={text}"])
     assert getattr(config.data, key) == text
@@ -132,10 +132,10 @@ PRESETS = {
     "gmpo": {"loss_mode": "geo_mean", **EACH_ANSWER},
     "gpg": {"advantage_estimator": "gpg", "loss_mode": "gpg"},
     "grpo": {},
+    "grpo_passk": {"advantage_estimator": "grpo_passk", **NO_CAP},
     "grpo_s": {
         "advantage_estimator": "grpo_s", "advantage.beta_1": 1.0, "advantage.beta_2": 0.1, **CLIP_HIGHER, **EACH_ANSWER,
     },
-    "grpo_passk": {"advantage_estimator": "grpo_passk", **NO_CAP},
     "gspo": {"loss_mode": "gspo", **EACH_ANSWER},
     "gtpo": {
         "advantage_estimator": "gtpo", "advantage.alpha_1": 1.0, "advantage.alpha_2": 0.1, **CLIP_HIGHER,
