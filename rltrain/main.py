@@ -471,7 +471,7 @@ def start_model(config: Config, display: "ConsoleDisplay") -> str:
 def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, PromptSet]]:
     """Load the training prompts and the evaluation prompts. The evaluation sets are returned as a dict by name.
 
-    Raise ConfigError if a data set lacks a column that a reward function reads, or if there are too few training prompts.
+    Raise ConfigError if a data set lacks a column that a reward function reads, or if the training prompts are too few.
     """
     from rltrain.data.model_directory import check_prompt_ids
     from rltrain.data.model_weights import BUILTIN_MODEL
