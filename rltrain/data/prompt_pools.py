@@ -15,8 +15,11 @@ Draw number n, counted from 0, takes a prompt of the pool in whose part of [0, 1
 
 The parts of the pools, in the order normal, unseen, hard, easy, have the lengths of the configured fractions, and u(0)
 depends on the seed. The factor is the golden ratio minus 1, so the points are spread evenly: among any m consecutive
-draws, the number of draws of a pool with fraction f differs from m f by a small number. If the pool is empty, the draw
-takes a prompt of the first pool that is not empty, in the order normal, unseen, hard, easy.
+draws, the number of draws of a pool with fraction f differs from m f by a small number.
+
+If the pool is empty, the draw takes a normal prompt; if there is none, an unseen prompt; and if there is none either, a
+random one of the hard and easy prompts. If no prompt is normal any more, the sampling is therefore nearly that of plain
+passes. Taking only hard prompts instead would train on nothing but the prompts that the policy fails at.
 
 Within a pool, prompts are drawn without replacement: a pass through a pool is a random permutation of its prompts, and
 a drawn prompt can be drawn again in the next pass at the earliest. A prompt is in no pool from its draw until the
@@ -40,7 +43,7 @@ from typing import Any
 from rltrain.settings.sampling_config import DifficultyConfig
 from rltrain.settings.typed import require
 
-# The names of the pools, in the order in which an empty pool is replaced by another pool.
+# The names of the pools. The first two replace an empty pool, in this order.
 POOLS = ("normal", "unseen", "hard", "easy")
 _GOLDEN, _BITS = 0x9E3779B97F4A7C15, 64
 _LARGEST = 2**16 - 1  # The numbers of answers are stored in 16 bits.
@@ -59,8 +62,8 @@ class _Pool:
         self.name, self.seed = name, seed
         self.passes, self.left, self.returned = 0, array("i"), array("i")
 
-    def __bool__(self) -> bool:
-        return bool(self.left or self.returned)
+    def __len__(self) -> int:
+        return len(self.left) + len(self.returned)
 
     def draw(self) -> int:
         if not self.left:
@@ -178,13 +181,19 @@ class PromptPools:
     def _draw(self) -> int:
         point = (self._first + self._drawn * _GOLDEN) % 2**_BITS
         intended = next(name for name, end in self._ends if point < end)
-        name = next((name for name in (intended, *POOLS) if self._pools[name]), None)
-        assert name is not None, f"all {self._size} prompts are in flight"
+        name = next((name for name in (intended, "normal", "unseen") if self._pools[name]), None) or self._extreme()
         index = self._pools[name].draw()
         self._in_flight[self._drawn] = index
         self._drawn, self._drawn_in_step = self._drawn + 1, self._drawn_in_step + 1
         self._fallbacks += name != intended
         return index
+
+    def _extreme(self) -> str:
+        """Return "hard" or "easy", at random, with probabilities proportional to the sizes of these pools."""
+        hard, easy = len(self._pools["hard"]), len(self._pools["easy"])
+        assert hard + easy, f"all {self._size} prompts are in flight"
+        which = random.Random(f"{self._seed}/empty pool/{self._drawn}").randrange(hard + easy)
+        return "hard" if which < hard else "easy"
 
     def _pool_of(self, index: int) -> str:
         judged = self._judged[index]

@@ -7,8 +7,8 @@ from rltrain.settings.typed import require
 DIFFICULTY_DEFAULTS = {
     "easy_threshold": 1.0,
     "hard_threshold": 0.0,
-    "easy_fraction": 0.05,
-    "hard_fraction": 0.15,
+    "easy_fraction": 0.1,
+    "hard_fraction": 0.1,
     "unseen_fraction": 0.3,
 }
 

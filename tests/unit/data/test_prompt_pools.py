@@ -50,7 +50,7 @@ def test_the_golden_points_choose_the_pools():
     pools._first = 0
     names = [("unseen", "hard", "normal", "easy")[index // 8] for index in pools.next(10)]
     assert names == [
-        "normal", "unseen", "normal", "hard", "normal", "normal", "unseen", "normal", "hard", "unseen",
+        "normal", "unseen", "normal", "hard", "normal", "normal", "unseen", "normal", "easy", "unseen",
     ]  # fmt: skip
     assert pools.metrics()["difficulty/fallback_fraction"] == 0.0
 
@@ -70,15 +70,51 @@ def test_the_thresholds_belong_to_the_outer_pools(correct, judged, name):
     assert sizes(pools) == dict.fromkeys(POOLS, 0) | {name: 1}
 
 
-def test_an_empty_pool_is_replaced_by_the_first_that_is_not_empty_and_the_draw_is_counted():
-    """Only hard and easy prompts exist, so the draws for normal and unseen prompts take hard prompts."""
-    pools = pools_of([0] * 8 + [4] * 8)
-    pools._first = 0
-    assert [index // 8 for index in pools.next(10)] == [0] * 8 + [1] * 2  # draws 8 and 9: no hard prompt is left
-    # The draws 3 (0.854) and 8 (0.944) are for the hard pool, and draw 8 finds it empty. Draw 0 to 9 has no easy point.
-    assert pools.metrics()["difficulty/fallback_fraction"] == 0.9
-    pools.give_back(dict.fromkeys(range(10), (0, 4)))
+@pytest.mark.parametrize(
+    ("successes", "order", "fallbacks"),
+    [
+        ([2] * 20, "normal", 0.5),  # half of the points are in the part of the normal pool
+        ([None] * 20, "unseen", 0.7),
+        ([2] * 5 + [None] * 20, "normal unseen", None),
+        ([4] * 5 + [None] * 5 + [0] * 5, "unseen hard easy", None),
+    ],
+)
+def test_an_empty_pool_is_replaced_by_normal_prompts_or_else_by_unseen_ones(successes, order, fallbacks):
+    pools = pools_of(successes)
+    names = {None: "unseen", 0: "hard", 2: "normal", 4: "easy"}
+    drawn = [names[successes[index]] for index in pools.next(len(successes))]
+    assert set(drawn) == set(order.split())
+    if fallbacks is not None:
+        assert pools.metrics()["difficulty/fallback_fraction"] == pytest.approx(fallbacks, abs=0.1)
+    pools.give_back(dict.fromkeys(range(len(successes)), (0, 0)))
     assert pools.metrics()["difficulty/fallback_fraction"] == 0.0
+
+
+def test_a_worked_example_of_empty_pools():
+    """Two prompts are normal and eight unseen; the others are hard. The first draws are for these pools:
+
+    normal, unseen, normal, hard, normal, normal, unseen, normal, easy, unseen. The draws 4, 5 and 7 find no normal
+    prompt, and draw 8 finds no easy prompt.
+    """
+    pools = pools_of([2] * 2 + [None] * 8 + [0] * 8)
+    pools._first = 0
+    names = [
+        ("normal", "unseen", "unseen", "unseen", "unseen", "hard")[min(index, 10) // 2] for index in pools.next(10)
+    ]
+    assert names == [
+        "normal", "unseen", "normal", "hard", "unseen", "unseen", "unseen", "unseen", "unseen", "unseen",
+    ]  # fmt: skip
+    assert pools.metrics()["difficulty/fallback_fraction"] == 0.4
+
+
+def test_without_normal_and_unseen_prompts_hard_and_easy_ones_are_taken_as_often_as_they_occur():
+    pools, counts = pools_of([0] * 30 + [4] * 10), Counter()
+    for position in range(1000):
+        (index,) = pools.next(1)
+        counts["hard" if index < 30 else "easy"] += 1
+        pools.give_back({position: (0, 4) if index < 30 else (4, 4)})
+    # A tenth of the draws is for each of the two pools, and the other 80% are three quarters hard and one quarter easy.
+    assert counts["hard"] == pytest.approx(100 + 800 * 0.75, abs=40)
 
 
 def test_a_prompt_is_in_no_pool_until_its_step_has_ended():
@@ -160,12 +196,12 @@ def test_restored_pools_continue_exactly_also_within_a_step(size, seed, cut, wit
 def test_no_prompt_starves(size, seed, successes):
     """A prompt of a pool with n prompts waits for at most two passes, 2 n draws of the pool.
 
-    The pool gets at least one in any ceil(2 / f) draws, and the smallest fraction is 0.05.
+    The pool gets at least one in any ceil(2 / f) draws, and the smallest fraction is 0.1.
     """
     drawn = [index for step in run(size, seed, 25 * size, success=successes.__getitem__) for index in step]
     last = dict.fromkeys(range(size), -1)
     for position, index in enumerate(drawn):
-        assert position - last[index] <= 2 * size * 40 + 40
+        assert position - last[index] <= 2 * size * 20 + 20
         last[index] = position
     assert len(set(drawn)) == size
 
@@ -189,12 +225,12 @@ def test_the_shares_of_the_pools_are_the_fractions_and_a_pass_uses_each_prompt_o
 
 
 def test_middle_prompts_are_sampled_more_often_than_others_by_the_ratio_of_fractions_and_sizes():
-    """100 prompts: 10 normal, 60 hard, 30 easy. The fraction of unseen prompts falls to the normal prompts."""
-    success = lambda index: 2 if index < 10 else 0 if index < 70 else 4  # noqa: E731
+    """100 prompts: 30 normal, 50 hard, 20 easy. The fraction of unseen prompts falls to the normal prompts."""
+    success = lambda index: 2 if index < 30 else 0 if index < 80 else 4  # noqa: E731
     steps = run(100, 1, 3000, success=success)
     counts = Counter(index for indices in steps[1000:] for index in indices)
     draws = 2000 * 4
-    for number, (first, size, fraction) in enumerate([(0, 10, 0.8), (10, 60, 0.15), (70, 30, 0.05)]):
+    for number, (first, size, fraction) in enumerate([(0, 30, 0.8), (30, 50, 0.1), (80, 20, 0.1)]):
         each = [counts[index] for index in range(first, first + size)]
         assert sum(each) == pytest.approx(draws * fraction, abs=5), number
         # A prompt in flight at the beginning of a pass misses the pass, which happens to each prompt equally often.

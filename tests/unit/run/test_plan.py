@@ -143,8 +143,8 @@ def test_what_overlaps_is_said_where_it_may():
 
 def test_it_says_how_prompts_are_sampled_and_what_is_trained_on_again():
     assert row("run", "data.difficulty={}").split("; ")[2] == (
-        "builtin:median: 8,192 prompts in pools by difficulty, of which each step samples 50% normal, 30% unseen, 15% "
-        "hard (success <= 0) and 5% easy (success >= 1)"
+        "builtin:median: 8,192 prompts in pools by difficulty, of which each step samples 50% normal, 30% unseen, 10% "
+        "hard (success <= 0) and 10% easy (success >= 1)"
     )
     again = ["trainer.max_staleness=2", "trainer.reuse.groups=16"]
     assert row("reuse", *again) == (

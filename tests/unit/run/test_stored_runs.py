@@ -48,7 +48,7 @@ def test_a_run_that_stored_all_answers_is_accepted_also_for_fewer_steps_and_samp
         ("data.val_sets={hard: builtin:median}", "stored answers belong to training prompts"),
         ("algorithm=dapo", "a run does not store the groups that dynamic sampling drops"),
         ("algorithm=remax", "it needs a greedy answer to each prompt"),
-        ("data.difficulty={}", "data.difficulty={easy_threshold: 1.0, hard_threshold: 0.0, easy_fraction: 0.05, "),
+        ("data.difficulty={}", "data.difficulty={easy_threshold: 1.0, hard_threshold: 0.0, easy_fraction: 0.1, "),
         ("data.difficulty={}", "sampled its prompts with null, and stored groups belong to these prompts; use data."),
     ],
 )
@@ -64,7 +64,7 @@ def test_groups_that_are_trained_on_again_need_answers_that_are_generated(folder
 
 
 def test_pools_of_prompts_must_be_those_of_the_stored_run(folder):
-    pools = "{easy_threshold: 1.0, hard_threshold: 0.0, easy_fraction: 0.05, hard_fraction: 0.15, unseen_fraction: 0.3}"
+    pools = "{easy_threshold: 1.0, hard_threshold: 0.0, easy_fraction: 0.1, hard_fraction: 0.1, unseen_fraction: 0.3}"
     (folder / "config.yaml").write_text(f"{ROLLOUT}data:\n  difficulty: {pools}\n")
     check_stored_run(compose([*SMALL, f"rollout.run={folder}", "data.difficulty={}"])[0])
     assert f"data.difficulty=null: rollout.run={folder} sampled its prompts with {pools}" in refusal(folder)

@@ -12,7 +12,7 @@ from rltrain.settings.sampling_config import DifficultyConfig, ReuseConfig
 
 STALE = "trainer.max_staleness=2"
 DEFAULT = {
-    "easy_threshold": 1.0, "hard_threshold": 0.0, "easy_fraction": 0.05, "hard_fraction": 0.15, "unseen_fraction": 0.3,
+    "easy_threshold": 1.0, "hard_threshold": 0.0, "easy_fraction": 0.1, "hard_fraction": 0.1, "unseen_fraction": 0.3,
 }  # fmt: skip
 
 
@@ -37,7 +37,7 @@ def test_an_empty_mapping_or_one_key_turns_difficulty_on():
     assert compose(["data.difficulty.hard_fraction=0.4"])[0].data.difficulty == changed
     assert compose(["data.difficulty={hard_fraction:0.4}"])[0].data.difficulty == changed
     assert compose(["data.difficulty={}", "data.difficulty=null"])[0].data.difficulty is None
-    assert changed.normal_fraction == pytest.approx(0.25)
+    assert changed.normal_fraction == pytest.approx(0.2)
 
 
 @pytest.mark.parametrize(
@@ -56,8 +56,8 @@ def test_an_empty_mapping_or_one_key_turns_difficulty_on():
             "once; lower the first, or raise the second",
         ),
         (
-            "{easy_fraction:0.4,unseen_fraction:0.45}",
-            "data.difficulty.easy_fraction=0.4, hard_fraction=0.15, unseen_fraction=0.45: they leave nothing for the "
+            "{easy_fraction:0.4,unseen_fraction:0.5}",
+            "data.difficulty.easy_fraction=0.4, hard_fraction=0.1, unseen_fraction=0.5: they leave nothing for the "
             "normal prompts; use fractions whose sum is below 1",
         ),
     ],
