@@ -19,6 +19,7 @@ from rltrain.algorithms.correction import (
     rollout_diagnostics,
     rollout_rejection,
 )
+from rltrain.algorithms.distillation import distilled_advantages, sampled_teacher_kl
 from rltrain.algorithms.draws import uniform_draws
 from rltrain.algorithms.full_kl import full_kl
 from rltrain.algorithms.kl import apply_kl_in_reward, kl_estimate
@@ -52,6 +53,7 @@ __all__ = [
     "check_knobs",
     "columns_of",
     "combine_rewards",
+    "distilled_advantages",
     "effective_sample_size",
     "full_kl",
     "group_length_reward",
@@ -66,6 +68,7 @@ __all__ = [
     "rollout_correction",
     "rollout_diagnostics",
     "rollout_rejection",
+    "sampled_teacher_kl",
     "shape_scores",
     "suppress_truncated",
     "uniform_draws",

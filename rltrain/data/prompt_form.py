@@ -196,7 +196,7 @@ def _reader(columns: Sequence[str], prompt: str | None, where: str) -> tuple[tup
         names = tuple(dict.fromkeys(name for _, name in template_parts(prompt) if name is not None))
         for name in names:
             _require_column(name, columns, f"data.prompt={_shown(prompt)}", where, f"; {_BRACES}")
-        return names, _filled(template_parts(prompt)), f'"{_shown(prompt)}"'
+        return names, filled(template_parts(prompt)), f'"{_shown(prompt)}"'
     _require_column(prompt, columns, f"data.prompt={_shown(prompt)}", where)
     if prompt == PROMPT:
         return (PROMPT,), _whole_prompt, "column prompt"
@@ -231,17 +231,17 @@ def _require_column(name: str, columns: Sequence[str], given: str, where: str, m
     )
 
 
-def template_parts(template: str) -> list[tuple[str, str | None]]:
+def template_parts(template: str, key: str = "data.prompt") -> list[tuple[str, str | None]]:
     """Split a prompt template into pairs of text and column name.
 
     In each pair, the text is the part of the template before the column. In the last pair, the column name is None if
-    the template ends with text.
+    the template ends with text. The argument `key` is the name of the template's key in error messages.
 
     Raises:
         ConfigError: a brace is unmatched, braces enclose something other than the name of a column, or the template
             names no column.
     """
-    given = f"data.prompt={_shown(template)}"
+    given = f"{key}={_shown(template)}"
     try:
         parts = list(string.Formatter().parse(template))
     except ValueError as error:
@@ -257,20 +257,29 @@ def template_parts(template: str) -> list[tuple[str, str | None]]:
     return [(text, name) for text, name, _, _ in parts]
 
 
-def _filled(parts: Sequence[tuple[str, str | None]]) -> Reader:
+def filled(parts: Sequence[tuple[str, str | None]], key: str = "data.prompt") -> Reader:
+    """Return a function that inserts the values of a row into a template.
+
+    The returned function raises RowError if a value is neither text nor a number.
+
+    Args:
+        parts: the template, as returned by `template_parts`.
+        key: name of the template's key in error messages.
+    """
+
     def read(row: Row) -> str:
-        return "".join(text if name is None else text + _text_of(row.get(name), name) for text, name in parts)
+        return "".join(text if name is None else text + _text_of(row.get(name), name, key) for text, name in parts)
 
     return read
 
 
-def _text_of(value: Any, name: str) -> str:
+def _text_of(value: Any, name: str, key: str = "data.prompt") -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
         return str(value)
     kind = "no value" if value is None else f"a value of type {type(value).__name__}"
-    raise RowError(f"{kind} in column '{name}', which data.prompt inserts as text; give it text or a number")
+    raise RowError(f"{kind} in column '{name}', which {key} inserts as text; give it text or a number")
 
 
 def _whole_prompt(row: Row) -> Any:

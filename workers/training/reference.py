@@ -1,16 +1,15 @@
-"""The reference model for KL terms: a frozen, sharded copy of the initial policy."""
+"""The reference model for KL terms and self-distillation: a frozen, sharded copy of the initial policy."""
 
 from torch import Tensor
 
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.schema import Config
-from workers.models.fsdp import frozen
 from workers.models.packed_forward import Pack, policy_output, row_pass
-from workers.models.row_isolation import load_policy
+from workers.training.teacher import TeacherWorker
 
 
-class ReferenceWorker:
-    """One rank of the reference model, whose weights never change.
+class ReferenceWorker(TeacherWorker):
+    """One rank of the reference model, whose weights never change. The reference model may also be a teacher.
 
     Args:
         config: the run's whole config.
@@ -18,8 +17,7 @@ class ReferenceWorker:
     """
 
     def __init__(self, config: Config, path: str) -> None:
-        self.config = config
-        self.model = frozen(load_policy(path), config)
+        super().__init__(config, path, f"model.path={path}")
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """Compute the reference model's columns that the KL terms need, with rows in the order of `microbatches`.

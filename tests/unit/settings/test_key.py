@@ -16,6 +16,9 @@ EVERY = tuple(declared_keys(Config))
 # A resumed run may not change a key that is missing in CHANGEABLE.
 CHANGEABLE = {
     "actor.max_tokens_per_microbatch",
+    "algorithm.distillation.max_concurrent",
+    "algorithm.distillation.retries",
+    "algorithm.distillation.timeout_s",
     "critic.max_tokens_per_microbatch",
     "data.val",
     "data.val_sets",
@@ -141,8 +144,8 @@ def test_every_key_and_section_has_a_meaning_that_is_a_sentence():
 
 
 def test_the_declared_keys_are_the_keys_that_a_user_can_set():
-    inside = ("model.lora.", "reward.functions[].", "reward.models[].")
-    whole = {"model.lora", "reward.functions", "reward.models"}
+    inside = ("model.lora.", "reward.functions[].", "reward.models[].", "algorithm.distillation.teachers[].")
+    whole = {"model.lora", "reward.functions", "reward.models", "algorithm.distillation.teachers"}
     leaves = {
         one.path for one in EVERY if (one.section is None or one.path in whole) and not one.path.startswith(inside)
     }

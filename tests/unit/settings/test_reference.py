@@ -45,7 +45,8 @@ def test_the_page_has_every_key_once_and_no_empty_cell():
     found = rows()
     assert [row for row in found if len(row) != 5 or not all(row)] == []
     names = [row[0].strip("`") for row in found]
-    inside = [path.rpartition(".")[2] for path in DECLARED if re.match(r"model\.lora\.|reward\.\w+\[\]\.", path)]
+    entries = re.compile(r"model\.lora\.|reward\.\w+\[\]\.|algorithm\.distillation\.teachers\[\]\.")
+    inside = [path.rpartition(".")[2] for path in DECLARED if entries.match(path)]
     assert sorted(names) == sorted([*keys(Config), *inside])
 
 
@@ -89,22 +90,25 @@ def test_a_row_tells_the_meaning_that_the_schema_declares():
 
 def test_what_applies_where_an_entry_leaves_a_key_out_is_what_compose_fills_in():
     files = ["reward.functions=[a.b:c]", "reward.models=[path/to/judge]", "model.lora={rank: 4}"]
+    files += ["algorithm=distill", "algorithm.distillation.teachers=[path/to/expert]"]
     config = compose(files)[0]
     (function,), (model,) = config.reward.functions, config.reward.models
+    (teacher,) = config.algorithm.distillation.teachers
     for prefix, entry in (
         ("reward.functions[]", function),
         ("reward.models[]", model),
+        ("algorithm.distillation.teachers[]", teacher),
         ("model.lora", config.model.lora),
     ):
         for path, one in DECLARED.items():
             told = one.key.if_left_out.partition(";")[0]
             if path.startswith(f"{prefix}.") and told.startswith("`"):
                 assert getattr(entry, path.rpartition(".")[2]) == yaml.safe_load(told.strip("`")), path
-    assert (function.name, model.name, config.model.lora.alpha) == ("c", "judge", 8)
+    assert (function.name, model.name, teacher.name, config.model.lora.alpha) == ("c", "judge", "expert", 8)
 
 
 def test_the_keys_inside_of_entries_say_what_applies_without_them_and_no_other_keys_do():
-    inside = re.compile(r"model\.lora\.|reward\.\w+\[\]\.")
+    inside = re.compile(r"model\.lora\.|reward\.\w+\[\]\.|algorithm\.distillation\.teachers\[\]\.")
     assert {path for path, one in DECLARED.items() if bool(one.key.if_left_out) != bool(inside.match(path))} == set()
 
 
