@@ -43,6 +43,7 @@ from rltrain.run.checks import (
 )
 from rltrain.run.epochs import with_epochs_as_steps
 from rltrain.run.lock import RunLock
+from rltrain.run.teacher_checks import check_teachers
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
 from rltrain.settings.command_line import Args, parse_args, usage
 from rltrain.settings.compose import compose, profile_defaults, to_yaml
@@ -201,6 +202,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
 
     tokenizer, stop_ids = tokenizer_of(config)
     prompts, evaluations = load_data(config, tokenizer)
+    check_teachers(config, tokenizer, prompts)
     config = with_epochs_as_steps(config, len(prompts))
     start = beginning(with_all_knobs(config))
     repaired = [] if start.checkpoint is None else require_usable(config, start.checkpoint, prompts)
@@ -319,6 +321,7 @@ async def _train(
     from rltrain.trainer import Trainer
     from rltrain.trajectories.collector import Collector
     from rltrain.trajectories.reward_models import reward_models
+    from rltrain.trajectories.teachers import Teachers
     from workers.placement import start
 
     with timeline(tracker.output_dir, wanted=config.trainer.trace) as events:
@@ -336,12 +339,16 @@ async def _train(
                     models=reward_models(config, workers.reward_models),
                 )
                 collector.start()
+                teachers = None
+                if config.algorithm.distillation.teachers:
+                    teachers = Teachers(config, workers.teachers, tokenizer_of(config)[0], tasks)
                 trainer = Trainer(
                     config,
                     collector=collector,
                     actor=workers.actor,
                     reference=workers.reference,
                     critic=workers.critic,
+                    teachers=teachers,
                     tracker=tracker,
                     checkpoints=checkpoints,
                     val_prompts=evaluations,
@@ -573,6 +580,7 @@ def plan(
             model.name: parameter_count(model.path, AutoModelForSequenceClassification)
             for model in config.reward.models
         },
+        teachers={model.name: parameter_count(model.path) for model in config.algorithm.distillation.models},
         signatures={
             function.name: trainer
             for function in config.reward.functions

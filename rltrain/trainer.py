@@ -3,7 +3,8 @@
 A training step has six phases, of which the last is optional:
 
 1. Wait until the rollout engines have generated the answers of the next prompt groups.
-2. Compute the log-probs of the reference and the actor, and the critic's values, while the last rewards are computed.
+2. Compute the log-probs of the teachers, the reference and the actor, and the critic's values, while the last rewards
+   are computed.
 3. Convert the scores of answers to token rewards and advantages, and choose the tokens to train on.
 4. Update the critic and the actor on mini-batches. If the run has a supervised loss, the actor's mini-batches also
    contain the supervised answers to their prompts.
@@ -37,6 +38,7 @@ from rltrain.run.checkpoints import Checkpoint, Checkpoints, SavesState
 from rltrain.run.recovery import Restarts
 from rltrain.settings.schema import Config
 from rltrain.trajectories.collector import Collector
+from rltrain.trajectories.teachers import Teachers
 from rltrain.trajectories.token_rewards import (
     assign_rewards,
     choose_trained,
@@ -67,6 +69,7 @@ class Trainer:
         collector: produces batches of scored answers.
         actor, reference, critic: worker groups of the actor, the reference and the critic. The reference is None if the
             config has no KL term, and the critic is None if the advantage estimator needs no values.
+        teachers: the teachers of the distillation; None without distillation.
         tracker: records the metrics and samples of the run.
         checkpoints: saves and reads the checkpoints of the run.
         val_prompts: maps the name of each evaluation set to the prompts of the set; the evaluation set of `data.val`
@@ -102,12 +105,13 @@ class Trainer:
         checkpoints: Checkpoints,
         val_prompts: Mapping[str, Sequence[Prompt]],
         tasks: BackgroundTasks,
+        teachers: Teachers | None = None,
         restart: Callable[[], Awaitable[None]] | None = None,
         timeline: Timeline | None = None,
     ) -> None:
         self.config, self.collector, self.tracker, self.checkpoints = config, collector, tracker, checkpoints
         self.tasks, self.timeline = tasks, timeline or Timeline()
-        self.actor, self.reference, self.critic = actor, reference, critic
+        self.actor, self.reference, self.critic, self.teachers = actor, reference, critic, teachers
         self.val_prompts = val_prompts
         self.needs_actor_pass = needs_actor_pass(config)
         self.kl_controller = kl_controller(config.algorithm.kl_in_reward)
@@ -268,6 +272,10 @@ class Trainer:
             with timer("generate"):
                 batch = await self.collector.answers(version=self.step)
                 await self.collector.rollout.sleep()
+        teacher_metrics: dict[str, float] = {}
+        if self.teachers is not None:
+            with timer("teacher_log_probs"):
+                batch, teacher_metrics = await self.teachers.scored(batch, self.collector.prompts_of(batch))
         if self.reference is not None:
             with timer("ref_log_probs"):
                 batch = await self.with_reference_log_probs(batch, self.reference)
@@ -280,9 +288,8 @@ class Trainer:
             with timer("rewards"):
                 batch, generated_metrics = await self.collector.scored(batch)
         metrics = sample_metrics(batch, config.reward.names)
-        metrics |= (
-            generated_metrics | staleness_metrics(batch, self.step) | {"rollout/entropy": entropy_estimate(batch)}
-        )
+        metrics |= generated_metrics | teacher_metrics | staleness_metrics(batch, self.step)
+        metrics["rollout/entropy"] = entropy_estimate(batch)
         async with self.saved_on_error():
             with timer("advantages"):
                 batch, reward_metrics = assign_rewards(batch, config, self.kl_controller)

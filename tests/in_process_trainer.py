@@ -11,6 +11,7 @@ from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
 from rltrain.trajectories.collector import Collector
 from rltrain.trajectories.reward_models import reward_models
+from rltrain.trajectories.teachers import Teachers
 from tests.fakes import NoCheckpoints
 from workers.placement import start
 
@@ -53,6 +54,9 @@ async def in_process_trainer(
         actor=workers.actor,
         reference=workers.reference,
         critic=workers.critic,
+        teachers=Teachers(config, workers.teachers, char_tokenizer(), tasks)
+        if config.algorithm.distillation.teachers
+        else None,
         tasks=tasks,
         **arguments,
     )

@@ -25,11 +25,12 @@ from rltrain.base.errors import ConfigError, WorkerError, one_line
 from rltrain.batch.row_costs import RowWork, row_work
 from rltrain.data.hub import portable
 from rltrain.data.model_directory import text_config
+from rltrain.settings.distillation_config import REFERENCE, TEACHER
 from rltrain.settings.schema import REWARD_MODEL, Config
 from workers.cluster import ray_daemons
 from workers.cluster.hangups import hangups_ignored
 from workers.cluster.liveness import Liveness
-from workers.cluster.processes import LocalProcess, RayProcess, Role, WorkerProcess, recorded_by, results
+from workers.cluster.processes import LocalProcess, Pending, RayProcess, Role, WorkerProcess, recorded_by, results
 from workers.cluster.ray_daemons import Daemons
 from workers.cluster.ray_guard import Guard
 from workers.cluster.shared_devices import SharedDevices
@@ -42,6 +43,7 @@ from workers.training.critic import CriticWorker
 from workers.training.reference import ReferenceWorker
 from workers.training.reward_model import RewardModelWorker
 from workers.training.shared_columns import SharedColumns
+from workers.training.teacher import TeacherWorker
 from workers.training.worker_group import WorkerGroup
 
 ROLES = {
@@ -49,6 +51,7 @@ ROLES = {
     "reference": "workers.training.reference:ReferenceWorker",
     "critic": "workers.training.critic:CriticWorker",
     REWARD_MODEL: "workers.training.reward_model:RewardModelWorker",
+    TEACHER: "workers.training.teacher:TeacherWorker",
 }
 ENGINE = "workers.rollout.worker:RolloutWorker"
 _TOKEN = "RAY_AUTH_TOKEN"
@@ -125,6 +128,17 @@ class Training:
             for (role, process), folder in zip(ranks, folders, strict=True)
         ]
         await results(calls, limit_s=limit_s)
+        if self.config.algorithm.distillation.full:
+            await self._send_teacher_heads(limit_s)
+
+    async def _send_teacher_heads(self, limit_s: float) -> None:
+        """Send the output head of each teacher to all ranks of the actor, in the order of the config."""
+        for teacher in self.config.algorithm.distillation.teachers:
+            heads = [rank.start(TeacherWorker.output_head) for rank in self.groups[teacher.role].ranks]
+            head: Any = heads[0].later  # only rank 0 returns the head, and the driver does not fetch the head
+            taken = [rank.start(ActorWorker.add_teacher_head, head) for rank in self.groups["actor"].ranks]
+            calls: list[Pending[Any]] = [*heads[1:], *taken]
+            await results(calls, depends_on=[heads[0].process], limit_s=limit_s)
 
     async def restart(self) -> None:
         """Kill all training ranks, and start new ranks with the run's initial weights."""
@@ -161,8 +175,15 @@ class Workers:
 
     @property
     def reference(self) -> WorkerGroup[ReferenceWorker] | None:
-        """Return the worker group of the reference model, or None if the run needs no reference model."""
-        return self.training.groups.get("reference")
+        """Return the worker group of the reference model, or None if no KL term compares the policy with it."""
+        needed = self.training.config.algorithm.has_reference_kl
+        return self.training.groups[REFERENCE] if needed else None
+
+    @property
+    def teachers(self) -> dict[str, WorkerGroup[TeacherWorker]]:
+        """Return the worker groups of the teachers on the training ranks, by the name of the teacher."""
+        teachers = self.training.config.algorithm.distillation.teachers
+        return {one.name: self.training.groups[one.role] for one in teachers if not one.is_endpoint}
 
     @property
     def critic(self) -> WorkerGroup[CriticWorker] | None:
@@ -410,13 +431,14 @@ async def _start(
     devices: SharedDevices | None,
 ) -> Workers:
     roles = config.roles(needs_critic=needs_critic)
-    models = {f"{REWARD_MODEL} {model.name}": model.path for model in config.reward.models}
+    judges = {f"{REWARD_MODEL} {model.name}": model.path for model in config.reward.models}
+    models = judges | {teacher.role: teacher.path for teacher in config.algorithm.distillation.models}
     paths = {role: portable(models[role]) if role in models else path for role in roles}
     start_all = _start_here if config.placement.launcher == "inprocess" else _start_on_ray
     rewards, pool, training, liveness = await start_all(config, _Engine(path, stop_ids), paths, tasks, devices)
     await training.build()
     await pool.start()
-    return Workers(pool, rewards, training, [training.groups[role] for role in models], devices, liveness)
+    return Workers(pool, rewards, training, [training.groups[role] for role in judges], devices, liveness)
 
 
 async def _start_here(
@@ -518,9 +540,9 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
 def work_of(role: str, path: str) -> RowWork:
     """Return the counts of multiply-adds in a role's forward pass, from which the cost of each row is estimated.
 
-    Only the actor and the reference model have an output head over the vocabulary.
+    Only the actor, the reference model and the teachers have an output head over the vocabulary.
     """
-    return row_work(text_config(path), head=role in ("actor", "reference"))
+    return row_work(text_config(path), head=role in ("actor", REFERENCE) or role.startswith(TEACHER))
 
 
 def liveness_of(config: Config, tasks: BackgroundTasks) -> Liveness:

@@ -20,6 +20,7 @@ from rltrain.algorithms.correction import (
     rollout_rejection,
 )
 from rltrain.algorithms.correction_statistics import CorrectionStatistics, correction_statistics
+from rltrain.algorithms.distillation import distilled_advantages, sampled_teacher_kl
 from rltrain.algorithms.draws import uniform_draws
 from rltrain.algorithms.full_kl import full_kl
 from rltrain.algorithms.kl import apply_kl_in_reward, kl_estimate
@@ -56,6 +57,7 @@ __all__ = [
     "columns_of",
     "combine_rewards",
     "correction_statistics",
+    "distilled_advantages",
     "effective_sample_size",
     "full_kl",
     "group_length_reward",
@@ -70,6 +72,7 @@ __all__ = [
     "rollout_correction",
     "rollout_diagnostics",
     "rollout_rejection",
+    "sampled_teacher_kl",
     "shape_scores",
     "supervised_loss",
     "suppress_truncated",

@@ -40,6 +40,12 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "entropies": ("response", "entropy of the actor's distribution before the update, nats"),
     "ref_hidden": ("response", "(N, H): the reference's last hidden state at the position that predicts the token"),
     "full_kl": ("response", "exact KL from the actor before the update to the reference, nats"),
+    "teacher_log_probs": ("response", "log-prob under the row's teacher, nats; undefined where `teacher` is -1"),
+    "teacher_hidden": (
+        "response",
+        "(N, H): the teacher's last hidden state where it predicts the token; undefined where `teacher` is -1",
+    ),
+    "teacher": ("row", "int64, number of the row's teacher in the config; -1 = no teacher has scored the row"),
     "selected": ("response", "bool; True = the loss's token selector chose the token in its mini-batch"),
     "random_draws": (
         "response",

@@ -142,16 +142,50 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
         f"rollout.vllm.tensor_parallel_size={shards}: the model's {heads} attention heads cannot be divided evenly; "
         f"use a divisor of {heads}",
     )
-    size, pairs = config.placement.sequence_ranks, model.get("num_key_value_heads") or heads
+    _check_sequence_ranks(config.placement.sequence_ranks, model, "the model's")
+    _check_layers(f"model.path={config.model.path}", model)
+    _check_attention(config.model.path, longest, model)
+
+
+def check_teacher(config: Config, path: str, key: str) -> None:
+    """Raise an error unless the directory holds a language model that can score the policy's answers.
+
+    Args:
+        config: the complete config.
+        path: the teacher's directory.
+        key: start of error messages: the config key that holds `path`.
+
+    Raises:
+        ConfigError: the directory or the weights are incomplete, the rows of the run are too long for the model, or the
+            model has layers that cannot keep packed rows apart.
+    """
+    where = f"{key}={path}"
+    check_directory(path, key)
+    check_vocabulary(path, load_tokenizer(path, key), where)
+    model, limit = model_config(path, key), longest_row(path)
+    longest = config.rollout.max_prompt_length + config.rollout.max_response_length
+    require(
+        limit is None or longest <= limit,
+        f"{where}: reads at most {limit} tokens, but rollout.max_prompt_length + rollout.max_response_length = "
+        f"{longest}; lower their sum, or use another teacher",
+    )
+    _check_sequence_ranks(config.placement.sequence_ranks, model, f"{where}: its")
+    _check_layers(where, model)
+    _check_caps(where, model)
+    check_weights(path, where)
+
+
+def _check_sequence_ranks(size: int, model: Mapping[str, Any], whose: str) -> None:
+    """Raise ConfigError if `size` ranks cannot share the attention heads of a model."""
+    heads = model.get("num_attention_heads")
+    pairs = model.get("num_key_value_heads") or heads
     require(
         not isinstance(heads, int)
         or not isinstance(pairs, int)
         or (heads % size == 0 and (pairs % size == 0 or size % pairs == 0)),
-        f"placement.sequence_ranks={size}: the model's {heads} attention heads and {pairs} key-value heads cannot be "
+        f"placement.sequence_ranks={size}: {whose} {heads} attention heads and {pairs} key-value heads cannot be "
         "divided evenly; use a divisor of both, or 1",
     )
-    _check_layers(f"model.path={config.model.path}", model)
-    _check_attention(config.model.path, longest, model)
 
 
 def _check_layers(where: str, model: Mapping[str, Any]) -> None:
@@ -181,9 +215,13 @@ def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
             f"rollout.max_response_length = {longest}, but training attends to all tokens; lower their sum to at most "
             f"{window}, or use another model",
         )
+    _check_caps(f"model.path={path}", model)
+
+
+def _check_caps(where: str, model: Mapping[str, Any]) -> None:
     for key, what in (("attn_logit_softcapping", "attention"), ("final_logit_softcapping", "logits")):
         cap = model.get(key)
-        require(cap is None, f"model.path={path}: its {key}={cap}, but training does not cap {what}; use another model")
+        require(cap is None, f"{where}: its {key}={cap}, but training does not cap {what}; use another model")
 
 
 def _windows(model: Mapping[str, Any]) -> dict[str, int]:

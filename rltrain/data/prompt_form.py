@@ -196,7 +196,7 @@ def _reader(columns: Sequence[str], prompt: str | None, where: str) -> tuple[tup
         names = tuple(dict.fromkeys(name for _, name in template_parts(prompt) if name is not None))
         for name in names:
             require_column(name, columns, f"data.prompt={shown(prompt)}", where, f"; {BRACES}")
-        return names, _filled(template_parts(prompt)), f'"{shown(prompt)}"'
+        return names, filled(template_parts(prompt)), f'"{shown(prompt)}"'
     require_column(prompt, columns, f"data.prompt={shown(prompt)}", where)
     if prompt == PROMPT:
         return (PROMPT,), _whole_prompt, "column prompt"
@@ -271,20 +271,29 @@ def template_parts(template: str, *, key: str = "data.prompt", what: str = "prom
     return [(text, name) for text, name, _, _ in parts]
 
 
-def _filled(parts: Sequence[tuple[str, str | None]]) -> Reader:
+def filled(parts: Sequence[tuple[str, str | None]], key: str = "data.prompt") -> Reader:
+    """Return a function that inserts the values of a row into a template.
+
+    The returned function raises RowError if a value is neither text nor a number.
+
+    Args:
+        parts: the template, as returned by `template_parts`.
+        key: name of the template's key in error messages.
+    """
+
     def read(row: Row) -> str:
-        return "".join(text if name is None else text + _text_of(row.get(name), name) for text, name in parts)
+        return "".join(text if name is None else text + _text_of(row.get(name), name, key) for text, name in parts)
 
     return read
 
 
-def _text_of(value: Any, name: str) -> str:
+def _text_of(value: Any, name: str, key: str = "data.prompt") -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, int | float | Decimal) and not isinstance(value, bool):
         return str(value)
     kind = "no value" if value is None else f"a value of type {type(value).__name__}"
-    raise RowError(f"{kind} in column '{name}', which data.prompt inserts as text; give it text or a number")
+    raise RowError(f"{kind} in column '{name}', which {key} inserts as text; give it text or a number")
 
 
 def _whole_prompt(row: Row) -> Any:

@@ -8,7 +8,7 @@ argument.
 import itertools
 import zlib
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -118,6 +118,11 @@ class PromptSet(Sequence[Prompt]):
     def rows(self, count: int) -> list[int]:
         """Return the numbers of the source's rows from which the first `count` prompts were made."""
         return self._kept[:count].tolist()
+
+    def values(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Yield for each prompt the location of its row, for error messages, and the values in its other columns."""
+        for row in self._kept:
+            yield self._rows.place(row), self._form.values(self._rows.row(row))
 
     def largest_id(self) -> int:
         """Return the largest token id in any prompt or supervised answer."""

@@ -22,6 +22,9 @@ COLLAPSED_SHARE = 0.05
 # consecutive steps. A single small batch may by chance contain only prompts that are too easy or too hard, but several
 # consecutive batches rarely do.
 PERSISTENT_STEPS = 5
+# The teachers' alarm is raised if more than MISSING_SHARE of a step's answers have no distillation term. A few answers
+# may be too long for a teacher, or lost by an endpoint that restarts.
+MISSING_SHARE = 0.05
 # The reward alarm compares mean rewards over windows of WINDOW_STEPS steps, because the prompts of a single step may be
 # unusually hard.
 WINDOW_STEPS = 5
@@ -46,6 +49,7 @@ class Alarms:
             "entropy": self._entropy,
             "same_outcome": self._same_outcome,
             "reward": self._reward,
+            "teachers": self._teachers,
         }
         self.sounding: set[str] = set()
         self.first_entropies: list[float] = []
@@ -112,10 +116,12 @@ class Alarms:
     def _same_outcome(self, metrics: Mapping[str, float]) -> str:
         """Return an alarm message if rewards have long been equal for all answers to each prompt; else return "".
 
-        If each prompt has only one answer, there are no answers to compare, so the returned message is "".
+        If each prompt has only one answer, there are no answers to compare, so the returned message is "". If the
+        policy learns only from teachers, equal outcomes are no failure, so the returned message is "".
         """
         all_flat = metrics.get("reward/same_outcome_fraction", 0.0) >= 1
-        self.flat = self.flat + 1 if all_flat and self.config.rollout.samples_per_prompt > 1 else 0
+        compared = self.config.rollout.samples_per_prompt > 1 and not self.config.algorithm.distillation.alone
+        self.flat = self.flat + 1 if all_flat and compared else 0
         if self.flat < PERSISTENT_STEPS:
             return ""
         return (
@@ -123,6 +129,18 @@ class Alarms:
             f"(reward/same_outcome_fraction=1; limit: {PERSISTENT_STEPS} steps): the reward does not tell good "
             "answers from bad ones; look in rollouts/ for a reward that never varies, use easier or harder prompts, "
             "or raise rollout.samples_per_prompt"
+        )
+
+    def _teachers(self, metrics: Mapping[str, float]) -> str:
+        """Return an alarm message if teachers have not scored many answers of the step; otherwise return ""."""
+        missing = metrics.get("actor/teacher_missing_fraction", 0.0)
+        if missing <= MISSING_SHARE:
+            return ""
+        effect = "are not trained on" if self.config.algorithm.distillation.alone else "are trained on rewards alone"
+        return (
+            f"{missing:.0%} of the answers have no distillation term, above {MISSING_SHARE:.0%}, and {effect}: a "
+            "teacher's endpoint fails, or its context is too short; the log names the reason (verbose=true), and "
+            "algorithm.distillation.retries and timeout_s may help"
         )
 
     def _reward(self, metrics: Mapping[str, float]) -> str:

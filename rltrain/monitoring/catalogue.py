@@ -316,6 +316,32 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "nats",
         ),
         Metric(
+            "actor/teacher_kl",
+            "mean KL from the policy to the teachers, over the tokens of answers that a teacher has scored; estimated "
+            "before the update with `mode=reward`, and as in the loss with `mode=loss`",
+            "nats per token",
+            "falls",
+        ),
+        Metric(
+            "actor/teacher_kl/<name>",
+            "KL from the policy to the teacher `<name>`, estimated from the sampled tokens before the update; present "
+            "with several teachers",
+            "nats per token",
+            "falls",
+        ),
+        Metric(
+            "actor/teacher_missing_fraction",
+            "share of answers that no teacher has scored, so that they have no distillation term",
+            "share",
+            "0",
+        ),
+        Metric(
+            "actor/distillation_loss",
+            "distillation term of the loss before its coefficient, averaged in the same way as the policy loss",
+            "nats",
+            "falls",
+        ),
+        Metric(
             "actor/squared_log_ratio",
             "squared difference of policy and engine log-probs, averaged in the same way as the policy loss",
             "nats squared",

@@ -20,6 +20,7 @@ from rltrain.data.model_directory import (
     check_directory,
     check_limits,
     check_reward_model,
+    check_teacher,
     check_vocabulary,
     load_tokenizer,
     model_config,
@@ -103,6 +104,8 @@ def _check_models(config: Config) -> None:
     for model in config.reward.models:
         check_reward_model(model.path, model.key)
         check_vocabulary(model.path, load_tokenizer(model.path, model.key), f"{model.key}={model.path}")
+    for teacher in config.algorithm.distillation.models:
+        check_teacher(config, teacher.path, teacher.key)
     check_limits(config, _model_config(config.model.path))
     if config.model.path != BUILTIN_MODEL:
         _check_weights(config)
@@ -367,6 +370,8 @@ def _check_rewards(config: Config) -> None:
         load_function(function.path)
     for model in config.reward.models:
         local_path(model.path, f"{model.key}={model.path}")
+    for teacher in config.algorithm.distillation.models:
+        local_path(teacher.path, f"{teacher.key}={teacher.path}")
     if config.reward.aggregation not in AGGREGATIONS:
         check_aggregation(config.reward.aggregation)
     own = {task.reward: name for name, task in TASKS.items()}

@@ -1,6 +1,6 @@
 """Pins each model that a run takes from the Hugging Face Hub to a commit, and downloads the files of the model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -9,6 +9,7 @@ from rich.console import Console
 from rltrain.data.hub import HubName, fetch, hub_name
 from rltrain.data.model_weights import BUILTIN_MODEL
 from rltrain.monitoring.console import downloading
+from rltrain.settings.distillation_config import TEACHER_KEY
 from rltrain.settings.reward_config import REWARD_MODEL_KEY
 from rltrain.settings.schema import Config
 
@@ -27,7 +28,10 @@ def fetch_models(config: Config, console: Console) -> Config:
     Raises:
         ConfigError: a model cannot be downloaded. The message of the ConfigError names the cause and a remedy.
     """
-    paths = {"model.path": config.model.path, **{model.key: model.path for model in config.reward.models}}
+    distillation = config.algorithm.distillation
+    paths = {"model.path": config.model.path}
+    paths |= {model.key: model.path for model in config.reward.models}
+    paths |= {teacher.key: teacher.path for teacher in distillation.models}
     names = {key: hub_name(path) for key, path in paths.items() if path != BUILTIN_MODEL}
     wanted = {key: name for key, name in names.items() if name is not None}
     kept: dict[tuple[str, str], str] = {}
@@ -41,18 +45,35 @@ def fetch_models(config: Config, console: Console) -> Config:
         with downloading(console, str(chosen)) as on_bytes:
             paths[key] = fetch(chosen, f"{key}={paths[key]}", on_bytes=on_bytes)
     models = [replace(model, path=paths[model.key]) for model in config.reward.models]
+    teachers = [replace(teacher, path=paths.get(teacher.key, teacher.path)) for teacher in distillation.teachers]
+    algorithm = replace(config.algorithm, distillation=replace(distillation, teachers=teachers))
     return replace(
-        config, model=replace(config.model, path=paths["model.path"]), reward=replace(config.reward, models=models)
+        config,
+        model=replace(config.model, path=paths["model.path"]),
+        reward=replace(config.reward, models=models),
+        algorithm=algorithm,
     )
 
 
 def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
     """Return the commits in a run's config, by a tuple of config key and model name without revision."""
-    model, reward = saved.get("model"), saved.get("reward")
+    model = saved.get("model")
     found = {"model.path": model.get("path")} if isinstance(model, Mapping) else {}
-    models = reward.get("models") if isinstance(reward, Mapping) else None
-    for entry in models if isinstance(models, list) else ():
-        if isinstance(entry, Mapping):
-            found[REWARD_MODEL_KEY.format(entry.get("name"))] = entry.get("path")
+    for form, entry in _entries(saved):
+        found[form.format(entry.get("name"))] = entry.get("path")
     parts = {key: str(path).partition("@") for key, path in found.items()}
     return {(key, model): revision for key, (model, _, revision) in parts.items() if HubName(model, revision).pinned}
+
+
+def _entries(saved: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the entries of the reward models and the teachers in a run's config, each with the form of its key."""
+    for form, path in (
+        (REWARD_MODEL_KEY, ("reward", "models")),
+        (TEACHER_KEY, ("algorithm", "distillation", "teachers")),
+    ):
+        entries: Any = saved
+        for name in path:
+            entries = entries.get(name) if isinstance(entries, Mapping) else None
+        for entry in entries if isinstance(entries, list) else ():
+            if isinstance(entry, Mapping):
+                yield form, entry

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rltrain.settings.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
+from rltrain.settings.distillation_config import REFERENCE, TEACHER
 from rltrain.settings.sampling_config import ReuseConfig
 from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config, DataConfig, RolloutConfig, TrainerConfig
 
@@ -40,6 +41,7 @@ class Facts:
         on_gpu: whether the devices are GPUs.
         reward_models: number of parameters of each reward model by name; None if this number cannot be read from the
             model files.
+        teachers: number of parameters of each teacher with a model of its own on the training ranks, by name.
         signatures: for each reward function that was written for another trainer, the name of that trainer.
         uses_ratio: whether the gradient of the loss depends on the old log-probs.
         aggregations: values of `algorithm.loss_agg_mode` for which the loss is defined; () means all values.
@@ -60,6 +62,7 @@ class Facts:
     devices: str = ""
     on_gpu: bool = False
     reward_models: Mapping[str, int | None] = field(default_factory=dict)
+    teachers: Mapping[str, int | None] = field(default_factory=dict)
     signatures: Mapping[str, str] = field(default_factory=dict)
     uses_ratio: bool = True
     aggregations: tuple[str, ...] = ()
@@ -76,6 +79,7 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
         ("algorithm", _algorithm(config)),
         *([("reuse", _reuse(config.trainer, config.trainer.reuse))] if config.trainer.reuse else []),
         *([("supervised", _supervised(config, facts))] if config.algorithm.sft_coef else []),
+        *([("teachers", _teachers(config, facts))] if config.algorithm.distillation.teachers else []),
         *([("off-policy", _off_policy(config, facts))] if config.trainer.max_staleness else []),
         *([("note", _aggregation(config.algorithm, facts))] if _is_other_aggregation(config.algorithm, facts) else []),
         ("model", _model(config, facts)),
@@ -211,10 +215,30 @@ def _supervised(config: Config, facts: Facts) -> str:
     return f"cross-entropy of supervised answers, coefficient {config.algorithm.sft_coef:g}; {answers}"
 
 
+def _teachers(config: Config, facts: Facts) -> str:
+    """Describe the teachers, which of them teaches on a row, and how the policy learns from them."""
+    distillation = config.algorithm.distillation
+    parts = []
+    for teacher in distillation.teachers:
+        size = facts.teachers.get(teacher.name)
+        kind = "endpoint" if teacher.is_endpoint else f"{_size(size)} parameters" if size else ""
+        own = "with a prompt of its own" if teacher.prompt_template is not None else ""
+        said = ", ".join(part for part in (kind, own) if part)
+        path = "the starting weights" if teacher.path == REFERENCE else teacher.path
+        parts.append(f"{teacher.name} = {path}{f' ({said})' if said else ''}")
+    kl = "exact reverse KL" if distillation.full else "reverse KL of sampled tokens"
+    how = f"{kl} in the {'advantages' if distillation.in_reward else 'loss'}, coefficient {distillation.coef:g}"
+    column = "" if distillation.teacher_column is None else f"; chosen by the column {distillation.teacher_column}"
+    rewards = f"advantages of rewards x {distillation.outcome_coef:g}"
+    return f"{', '.join(parts)}{column}; {how}; {'rewards only measured' if distillation.alone else rewards}"
+
+
 def _off_policy(config: Config, facts: Facts) -> str:
     """Describe how training corrects for stale answers, that is, answers that an older policy sampled."""
     algorithm, correction = config.algorithm, config.algorithm.correction
     stale = f"answers up to {_count(config.trainer.max_staleness, 'weight version')} old"
+    if algorithm.distillation.alone and algorithm.distillation.in_loss:
+        return f"{stale} are contexts in which the teachers are matched, without weights"
     if correction.level is not None:
         return f"{stale} have {_weights(correction)}"
     if algorithm.old_log_probs == "rollout" and facts.uses_ratio:
@@ -405,6 +429,8 @@ def _memory(config: Config, facts: Facts) -> str:
         by_role["actor"] = shard * _MASTER + of_adapters * (_MASTER + _GRADIENT + _ADAM)
     for name, parameters in facts.reward_models.items():
         by_role[f"{REWARD_MODEL} {name}"] = (parameters or 0) / shards * frozen
+    for name, parameters in facts.teachers.items():
+        by_role[f"{TEACHER} {name}"] = (parameters or 0) / shards * frozen
     roles = config.roles(needs_critic=facts.needs_critic)
     ranks = [f"{role} {_bytes(by_role[role])}" for role in roles]
     total = (

@@ -27,9 +27,9 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
 
     Returns:
         Fingerprints by source name (config key and path). The sources with a fingerprint are the training prompts, the
-        files of the reward functions and of the reward aggregation, and the weights of the reward models. The weights
-        of `model.path` are included if they are the base of LoRA adapters or a frozen reference model, because
-        checkpoints do not contain such weights.
+        files of the reward functions and of the reward aggregation, and the weights of the reward models and of the
+        teachers on the training ranks. The weights of `model.path` are included if they are the base of LoRA adapters
+        or a frozen reference model, because checkpoints do not contain such weights.
     """
     found = {f"data.train={config.data.train}": prompts.fingerprint()}
     functions = [("reward.functions", function.path) for function in config.reward.functions]
@@ -40,6 +40,8 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
     for model in config.reward.models:
         found[f"reward.models: {model.path}"] = _weights(model.path, f"{model.key}={model.path}")
     algorithm = config.algorithm
+    for teacher in algorithm.distillation.models:
+        found[f"{teacher.key}={teacher.path}"] = _weights(teacher.path, f"{teacher.key}={teacher.path}")
     stays = config.model.lora is not None or (algorithm.needs_reference and not algorithm.refreshes_reference)
     if stays and config.model.path != BUILTIN_MODEL:
         key = f"model.path={config.model.path}"

@@ -8,6 +8,7 @@ cannot use.
 
 from typing import Any, Literal
 
+from rltrain.settings.distillation_config import REFERENCE, DistillationConfig
 from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
@@ -399,6 +400,9 @@ class AlgorithmConfig:
         "Removal of the policy-loss term where the policy that is being updated is too far from the engine's policy. "
         "The KL and entropy terms are not removed."
     )
+    distillation: DistillationConfig = key(
+        "Distillation on the policy's own answers: the policy learns to match the distributions of teachers."
+    )
 
     def __post_init__(self) -> None:
         target, most = self.entropy_target, self.entropy_coef_max
@@ -419,14 +423,19 @@ class AlgorithmConfig:
         )
 
     @property
-    def needs_reference(self) -> bool:
-        """Whether the KL penalty or the KL term is turned on, so that the run needs a reference model."""
+    def has_reference_kl(self) -> bool:
+        """Whether the KL penalty or the KL term, which compare the policy with the reference model, is turned on."""
         return self.kl_in_reward.kl_coef > 0 or self.kl_loss.kl_loss_coef > 0
 
     @property
     def refreshes_reference(self) -> bool:
         """Whether the reference model is updated during training, so that its weights are part of checkpoints."""
         return self.reference.refresh_every > 0
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the run needs a reference model, for the KL penalty, for the KL term or as a teacher."""
+        return self.has_reference_kl or any(teacher.path == REFERENCE for teacher in self.distillation.teachers)
 
     @property
     def needs_full_kl(self) -> bool:

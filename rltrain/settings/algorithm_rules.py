@@ -14,6 +14,7 @@ from typing import Any
 
 from rltrain.base.errors import ConfigError
 from rltrain.settings.algorithm_config import FULL_KL, AlgorithmConfig
+from rltrain.settings.distillation_config import REFERENCE
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
@@ -61,6 +62,7 @@ def check_algorithm(config: Config) -> None:
     _check_reference(config)
     _check_rejection(algorithm)
     _check_groups(config)
+    _check_distillation(config)
     _check_rewards_act(config)
     _check_bootstrap(algorithm)
     _check_supervised(config)
@@ -139,7 +141,7 @@ def _check_columns(algorithm: AlgorithmConfig) -> None:
 
     for name in sorted(required_columns(algorithm.advantage_estimator, algorithm.loss_mode) - {"log_probs"}):
         require(
-            name in COLUMNS and name not in ("ref_hidden", "full_kl"),
+            name in COLUMNS and name not in ("ref_hidden", "full_kl", "teacher", "teacher_log_probs", "teacher_hidden"),
             f"algorithm.loss_mode={algorithm.loss_mode}, advantage_estimator={algorithm.advantage_estimator}: one of "
             f"them reads the column '{name}', which does not exist in this run; rltrain/batch/data_proto.py lists all "
             "columns",
@@ -212,6 +214,13 @@ def _check_reference(config: Config) -> None:
         f"algorithm.reference.refresh_every={every}: without a KL term there is no reference model to update; set "
         "algorithm.kl_loss.kl_loss_coef or kl_in_reward.kl_coef, or refresh_every=0",
     )
+    distillation = algorithm.distillation
+    require(
+        every == 0 or not (distillation.full and any(teacher.path == REFERENCE for teacher in distillation.teachers)),
+        f"algorithm.reference.refresh_every={every} with algorithm.distillation.kl=full and the teacher "
+        f"'{REFERENCE}': the actor keeps the teacher's first output head, which an update would make stale; use "
+        "algorithm.distillation.kl=sampled, or refresh_every=0",
+    )
     require(
         every == 0 or config.model.lora is None,
         f"algorithm.reference.refresh_every={every} with model.lora: the reference is the model below the adapters, "
@@ -242,7 +251,7 @@ def _check_groups(config: Config) -> None:
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
     in_groups = "uid" in _columns(algorithm)
     users = {
-        algorithm.advantage_estimator: in_groups,
+        algorithm.advantage_estimator: in_groups and not algorithm.distillation.alone,
         "algorithm.dynamic_sampling": algorithm.dynamic_sampling > 0,
         "trainer.reuse": config.trainer.reuse is not None,
         "algorithm.reward_shaping.group_length_weight": algorithm.reward_shaping.group_length_weight > 0,
@@ -268,6 +277,57 @@ def _check_groups(config: Config) -> None:
         "estimator also learns from groups with one outcome, which dynamic sampling drops; use "
         "algorithm.dynamic_sampling=0",
     )
+
+
+def _check_distillation(config: Config) -> None:
+    """Raise ConfigError if the distillation lacks log-probs that it needs, or takes the effect of another setting.
+
+    If the policy learns from teachers alone (`outcome_coef=0`), settings that only change how rewards become advantages
+    have no effect. If the teachers are in the loss too, there is no policy loss.
+    """
+    algorithm, distillation = config.algorithm, config.algorithm.distillation
+    for teacher in distillation.teachers:
+        require(
+            not teacher.is_endpoint or config.rollout.temperature == 1,
+            f"rollout.temperature={config.rollout.temperature} with the endpoint {teacher.path}: an endpoint gives "
+            "log-probs at temperature 1, which are those of another distribution; use rollout.temperature=1, or the "
+            "directory of the teacher",
+        )
+    require(
+        not (distillation.mode and algorithm.dynamic_sampling),
+        f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with distillation: a teacher also teaches on groups "
+        "with one outcome, which dynamic sampling drops; use algorithm.dynamic_sampling=0",
+    )
+    if not distillation.alone:
+        return
+    shaping = algorithm.reward_shaping
+    shaped = shaping.bias or shaping.scale != 1 or shaping.clip is not None or shaping.overlong_buffer
+    dead = {
+        f"algorithm.advantage_estimator={algorithm.advantage_estimator}, which needs a critic": needs_critic(algorithm),
+        f"algorithm.advantage={algorithm.advantage}": bool(algorithm.advantage),
+        "algorithm.reward_shaping": bool(shaped or shaping.group_length_weight),
+        "algorithm.reward_normalization": algorithm.reward_normalization.on,
+        "algorithm.advantage_normalization": algorithm.advantage_normalization.on,
+        f"algorithm.kl_in_reward.kl_coef={algorithm.kl_in_reward.kl_coef}": algorithm.kl_in_reward.kl_coef > 0,
+        "algorithm.suppress_truncated=true": algorithm.suppress_truncated,
+        "algorithm.exclude_truncated=true": algorithm.exclude_truncated,
+        "reward.aggregation": config.reward.aggregation != "sum",
+    }
+    if distillation.in_loss:
+        dead |= {
+            f"algorithm.loss={algorithm.loss}": bool(algorithm.loss),
+            f"algorithm.advantage_clip={algorithm.advantage_clip}": algorithm.advantage_clip is not None,
+            f"algorithm.correction.level={algorithm.correction.level}": algorithm.correction.level is not None,
+            f"algorithm.rejection.kl_estimator={algorithm.rejection.kl_estimator}": (
+                algorithm.rejection.kl_estimator is not None
+            ),
+        }
+    for name, on in dead.items():
+        require(
+            not on,
+            f"{name} with algorithm.distillation.outcome_coef=0: the policy learns from the teachers alone, so it "
+            "would have no effect; leave it out, or set algorithm.distillation.outcome_coef above 0",
+        )
 
 
 def _check_rewards_act(config: Config) -> None:

@@ -6,10 +6,12 @@ For example, an entry of `reward.functions` may be only the path of a function, 
 import re
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.storage import absolute
 from rltrain.rewards.loading import is_penalty, success_score
+from rltrain.settings.distillation_config import DEMONSTRATION_TEMPLATE, REFERENCE
 from rltrain.settings.sampling_config import DIFFICULTY_DEFAULTS
 from rltrain.settings.schema import ALL_LINEAR
 from rltrain.settings.typed import require
@@ -43,6 +45,8 @@ def expand(values: dict[str, Any]) -> None:
     algorithm, trainer = values.get("algorithm"), values.get("trainer")
     if isinstance(trainer, dict):
         trainer["reuse"] = _reuse(trainer.get("reuse"), trainer.get("max_staleness"))
+    if isinstance(algorithm, dict) and isinstance(algorithm.get("distillation"), dict):
+        algorithm["distillation"]["teachers"] = _teachers(algorithm["distillation"].get("teachers"))
     if isinstance(algorithm, dict) and isinstance(trainer, dict):
         algorithm["correction"] = _correction(algorithm, trainer.get("max_staleness"))
     if isinstance(algorithm, dict) and isinstance(rollout, dict):
@@ -109,6 +113,32 @@ def _reward_model(model: Any) -> Any:
     } | given
 
 
+def _teachers(teachers: Any) -> list[Any]:
+    """Convert each entry of `algorithm.distillation.teachers` to a mapping with all keys.
+
+    An entry that is a string is taken as the teacher's path. By default, the name of a teacher is the last part of its
+    path, without the revision, or the host of an endpoint. The reference model as a teacher has the prompt template of
+    SDFT by default.
+    """
+    require(
+        isinstance(teachers, list),
+        f"algorithm.distillation.teachers={teachers}: must be a list, as in algorithm.distillation.teachers=[DIR]",
+    )
+    return [_teacher(teacher) for teacher in teachers]
+
+
+def _teacher(teacher: Any) -> Any:
+    given = {"path": teacher} if isinstance(teacher, str) else teacher
+    if not isinstance(given, dict) or not isinstance(given.get("path"), str):
+        raise ConfigError(
+            f"algorithm.distillation.teachers: {teacher!r} names no teacher; write DIR or {{name:math,path:DIR}}"
+        )
+    path = given["path"]
+    name = urlsplit(path).netloc if "://" in path else Path(path).name.partition("@")[0]
+    template = DEMONSTRATION_TEMPLATE if path == REFERENCE else None
+    return {"name": name, "prompt_template": template, "model": None, "api_key_env": None} | given
+
+
 def _lora(lora: Any) -> Any:
     """Convert `model.lora` to a mapping with all keys.
 
@@ -165,15 +195,18 @@ def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:
 
     The correction level becomes `token`, with bounded importance weights, if `trainer.max_staleness` is above 0,
     because answers may then come from a policy older than the actor before the update. The correction level becomes
-    null if no correction is needed for one of three reasons: answers are never stale, the old log-probs in the loss's
-    ratio are the engine's log-probs, or `algorithm.rejection` handles stale answers.
+    null if no correction is needed for one of four reasons: answers are never stale, the old log-probs in the loss's
+    ratio are the engine's log-probs, `algorithm.rejection` handles stale answers, or the policy learns only from a
+    distillation term in the loss, so that there is no policy-loss term.
     """
     correction = algorithm.get("correction")
     if not isinstance(correction, dict) or correction.get("level") != AUTO:
         return correction
     stale = isinstance(max_staleness, int) and max_staleness > 0
     rejects = algorithm["rejection"]["kl_estimator"] is not None
-    if not stale or rejects or algorithm["old_log_probs"] != "actor":
+    distillation = algorithm["distillation"]
+    no_policy_term = distillation["mode"] == "loss" and distillation["outcome_coef"] == 0
+    if not stale or rejects or no_policy_term or algorithm["old_log_probs"] != "actor":
         return correction | {"level": None}
     unbounded = correction["lower"] is None and correction["upper"] is None
     return correction | {"level": "token"} | ({"upper": STALE_UPPER} if unbounded else {})

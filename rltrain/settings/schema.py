@@ -707,6 +707,7 @@ class Config:
             needs_critic: whether the advantage estimator reads a critic's values, so that the run needs a critic.
         """
         models = [f"{REWARD_MODEL} {model.name}" for model in self.reward.models]
+        models += [teacher.role for teacher in self.algorithm.distillation.models]
         return ["actor", *["reference"] * self.algorithm.needs_reference, *["critic"] * needs_critic, *models]
 
     @property

@@ -326,6 +326,12 @@ class Collector:
                     self.step.seen[group.uid] = group
         self._changes.notify()
 
+    def prompts_of(self, batch: DataProto) -> list[Prompt]:
+        """Return the prompt of each row of a batch that `answers` returned."""
+        uids = batch.batch["uid"].tolist()
+        prompts = {uid: self._prompt(uid) for uid in dict.fromkeys(uids)}
+        return [prompts[uid] for uid in uids]
+
     def _prompt(self, uid: int) -> Prompt:
         """Return the prompt of the group in flight with the number `uid`.
 

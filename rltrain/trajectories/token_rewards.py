@@ -19,6 +19,7 @@ from rltrain.algorithms import (
     FixedKLController,
     apply_kl_in_reward,
     columns_of,
+    distilled_advantages,
     kl_estimate,
     knobs_of,
     loss_functions,
@@ -27,6 +28,7 @@ from rltrain.algorithms import (
     required_columns,
     uniform_draws,
 )
+from rltrain.algorithms.ratio import safe_log_ratio
 from rltrain.base.errors import EstimatorError, NumericsError, described
 from rltrain.batch.data_proto import COLUMNS, DataProto, offsets_of, positions
 from rltrain.batch.trajectory import sampled_lengths, sampled_tokens
@@ -69,7 +71,12 @@ def needs_actor_pass(config: Config) -> bool:
     everything = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
     if algorithm.kl_in_reward.full or "entropies" in everything:
         return True
-    reads = algorithm.kl_in_reward.kl_coef > 0 or "old_log_probs" in columns or algorithm.correction.needs_statistics
+    reads = (
+        algorithm.kl_in_reward.kl_coef > 0
+        or "old_log_probs" in columns
+        or algorithm.correction.needs_statistics
+        or algorithm.distillation.in_reward
+    )
     return algorithm.old_log_probs == "actor" and (reads or config.optimizer_steps_per_step > 1)
 
 
@@ -199,8 +206,8 @@ def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
 def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
     """Add the columns `advantages` and `returns` from the configured estimator.
 
-    If configured, the advantages are normalised and then clamped to [-c, c], with c = `advantage_clip`. Neither
-    normalising nor clamping the advantages changes the returns.
+    If configured, the advantages are normalised, combined with the log-ratios of the teachers, and then clamped to
+    [-c, c], with c = `advantage_clip`. None of these operations changes the returns.
 
     With `bootstrap_truncated`, gamma times `bootstrap_values` is added to the rewards of the last trained tokens that
     the estimator receives. With `bootstrap_truncated`, the estimator gae thus includes the value of the state after the
@@ -230,10 +237,11 @@ def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[D
     mask = batch.padded("response_mask")
     if algorithm.advantage_normalization.on:
         advantages = _normalized(batch, advantages, algorithm)
+    advantages, metrics = with_distillation(batch, advantages, algorithm)
     if algorithm.advantage_clip is not None:
         advantages = advantages.clamp(-algorithm.advantage_clip, algorithm.advantage_clip)
     trained = advantages[mask]
-    metrics = {"actor/advantage_abs_mean": float(trained.abs().mean()) if len(trained) else 0.0}
+    metrics["actor/advantage_abs_mean"] = float(trained.abs().mean()) if len(trained) else 0.0
     if "values" in batch and len(trained):
         values, targets = batch.padded("values")[mask], returns[mask]
         spread = float(targets.var(unbiased=False))
@@ -241,6 +249,35 @@ def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[D
             1 - float((targets - values).var(unbiased=False)) / spread if spread else 0.0
         )
     return batch.with_padded("responses", advantages=advantages, returns=returns), metrics
+
+
+def with_distillation(
+    batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
+) -> tuple[Tensor, dict[str, float]]:
+    """Multiply the advantages (B, T) by `outcome_coef`, and add the log-ratios of the teachers if mode=reward.
+
+    Returns:
+        The new advantages, and the KL from the policy to the teachers, estimated from the sampled tokens: for
+        mode=reward `actor/teacher_kl`, and with several teachers also `actor/teacher_kl/NAME` of each teacher. The
+        policy is the actor before the update if its log-probs are known, and the engine's policy otherwise.
+    """
+    config = algorithm.distillation
+    if config.mode is None:
+        return advantages, {}
+    teacher, mask = batch.batch["teacher"], batch.padded("response_mask")
+    taught, scores = mask & (teacher >= 0)[:, None], batch.padded("teacher_log_probs")
+    known = "old_log_probs" if "old_log_probs" in batch else "rollout_log_probs"
+    gap = safe_log_ratio(batch.padded(known), scores, taught)
+    groups = {f"actor/teacher_kl/{one.name}": teacher == n for n, one in enumerate(config.teachers)}
+    found = groups if len(groups) > 1 else {}
+    if config.in_reward:
+        found = found | {"actor/teacher_kl": teacher >= 0}
+        coefs = {"coef": config.coef, "outcome_coef": config.outcome_coef}
+        advantages = distilled_advantages(advantages, batch.padded("old_log_probs"), scores, taught, **coefs)
+    else:
+        advantages = config.outcome_coef * advantages
+    counted = {name: gap[taught & rows[:, None]] for name, rows in found.items()}
+    return advantages, {name: float(values.mean()) for name, values in counted.items() if len(values)}
 
 
 def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig) -> Tensor:
@@ -258,17 +295,22 @@ def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 
 
 def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Set `response_mask` to False for cut answers if `algorithm.mask_truncated` is set.
+    """Set `response_mask` to False for answers on which the update must not train.
 
-    With `algorithm.mask_truncated`, the update ignores the tokens of cut answers.
+    With `algorithm.mask_truncated`, the update ignores the tokens of cut answers. If the policy learns only from
+    teachers, the update ignores the tokens of answers that no teacher has scored.
 
     `choose_trained` must be called after the advantages are computed and before the batch is split into mini-batches.
     Tokens that rollout correction or rejection drops stay in `response_mask`: the update only removes the policy-loss
     term of these tokens.
     """
-    if not algorithm.mask_truncated:
+    if not (algorithm.mask_truncated or algorithm.distillation.alone):
         return batch
-    mask = batch.padded("response_mask") & ~truncated_rows(batch)[:, None]
+    mask = batch.padded("response_mask")
+    if algorithm.mask_truncated:
+        mask = mask & ~truncated_rows(batch)[:, None]
+    if algorithm.distillation.alone:
+        mask = mask & (batch.batch["teacher"] >= 0)[:, None]
     return batch.with_padded("responses", response_mask=mask)
 
 

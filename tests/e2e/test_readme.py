@@ -19,6 +19,7 @@ from rltrain.settings.algorithm_rules import check_algorithm
 from rltrain.settings.command_line import parse_args
 from rltrain.settings.compose import compose
 from rltrain.settings.config_groups import choices
+from tests.presets import preset
 
 ROOT = Path(__file__).parents[2]
 PRESETS = "config/algorithm/README.md"
@@ -156,7 +157,7 @@ def test_the_readmes_table_has_every_preset():
 
 def test_the_index_of_presets_says_what_each_is_made_of():
     rows = re.findall(r"^\| `(\w+)` \|.*?\| `(\w+)`[^|]*\| `(\w+)` \|", (ROOT / PRESETS).read_text(), re.M)
-    algorithms = {name: compose([f"algorithm={name}"])[0].algorithm for name in choices("algorithm")}
+    algorithms = {name: compose(preset(name))[0].algorithm for name in choices("algorithm")}
     assert sorted(rows) == [(name, a.advantage_estimator, a.loss_mode) for name, a in algorithms.items()]
 
 
@@ -168,7 +169,7 @@ def test_the_index_of_presets_names_the_papers_that_their_files_name():
 
 def test_the_methods_that_combine_other_parts_are_accepted():
     methods = re.findall(r"^\| (\w[^|]*) \| \[[^|]*\| `(algorithm=[^`|]*)` \|$", (ROOT / PRESETS).read_text(), re.M)
-    assert [name for name, _ in methods] == ["LitePPO", "LUSPO", "MIS, masked importance sampling"]
+    assert [name for name, _ in methods] == ["LitePPO", "LUSPO", "MIS, masked importance sampling", "SDFT"]
     for _, settings in methods:
         check_algorithm(compose(settings.split())[0])
 

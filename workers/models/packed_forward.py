@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from rltrain.algorithms import full_kl
+from rltrain.algorithms.ratio import as_float
 from rltrain.base import trace
 from rltrain.base.errors import ConfigError
 from rltrain.batch.data_proto import COLUMNS, DataProto, offsets_of, positions
@@ -36,7 +37,8 @@ from workers.models.sequence_parallel import (
 from workers.models.varlen_attention import kernel_for
 
 PACKED = "rltrain_packed"
-PACKED_COLUMNS = ("responses", "ref_hidden")  # Names of the batch columns that packs hold without padding.
+# Names of the batch columns that packs hold without padding.
+PACKED_COLUMNS = ("responses", "ref_hidden", "teacher_hidden")
 SLACK = 0.75  # In an attention batch, the shortest row has at least this fraction of the longest row's tokens.
 
 
@@ -266,6 +268,42 @@ def load_model(
 
 
 @dataclass(frozen=True)
+class TeacherStates:
+    """Outputs of the teachers for the R response tokens of a pack, from which the exact KL is computed.
+
+    Attributes:
+        numbers: (R,) int64, on the CPU: number of each token's teacher; -1 for a token without a teacher.
+        hidden: (R, H') last hidden state of the teacher at each token. H' is the width of the widest teacher.
+        heads: output head (V, H_k) of each teacher. For the logits of teacher k, the first H_k <= H' numbers of a
+            hidden state are multiplied by the head.
+    """
+
+    numbers: Tensor
+    hidden: Tensor
+    heads: list[Tensor]
+
+    def at(self, tokens: Tensor) -> "TeacherStates":
+        """Return the outputs for the response tokens that a bool mask (R,) selects."""
+        return TeacherStates(self.numbers[tokens.cpu()], self.hidden[tokens], self.heads)
+
+    def kl(self, states: Tensor, head: Tensor, **knobs: Any) -> Tensor:
+        """Return the exact KL(policy || teacher) at each token (R,), which is 0 at a token without a teacher.
+
+        Args:
+            states: (R, H) last hidden states of the policy.
+            head: (V, H) output head of the policy.
+            knobs: further arguments of `full_kl`.
+        """
+        kl = torch.zeros(len(states), dtype=as_float(states).dtype, device=states.device)
+        for number, own in enumerate(self.heads):
+            here = (self.numbers == number).nonzero()[:, 0].to(states.device)
+            if len(here):
+                found = full_kl(states[here], head, self.hidden[here, : own.size(1)], own, **knobs)
+                kl = kl.index_copy(0, here, found)
+        return kl
+
+
+@dataclass(frozen=True)
 class PolicyOutput:
     """Outputs of a policy for the R response tokens of a pack, in float32, or float64 if the model is in float64.
 
@@ -273,12 +311,14 @@ class PolicyOutput:
         log_probs: (R,) log-prob of each token under the policy's distribution softmax(logits / temperature), in nats.
         entropies: (R,) entropy of the policy's distribution, or None if not requested.
         full_kl: (R,) exact KL(policy || reference) over the vocabulary at each token, or None if not requested.
+        teacher_kl: (R,) exact KL(policy || teacher) over the vocabulary at each token, or None if not requested.
         hidden: (R, H) hidden states from which the last layer predicts the response tokens, or None if not requested.
     """
 
     log_probs: Tensor
     entropies: Tensor | None
     full_kl: Tensor | None
+    teacher_kl: Tensor | None
     hidden: Tensor | None
 
 
@@ -290,6 +330,7 @@ def policy_output(
     entropies: bool = False,
     hidden: bool = False,
     reference: tuple[Tensor, Tensor] | None = None,
+    teachers: TeacherStates | None = None,
 ) -> PolicyOutput:
     """Run one forward pass of a causal language model over a pack.
 
@@ -303,11 +344,13 @@ def policy_output(
         entropies: whether to compute entropies.
         hidden: whether to return the last hidden states.
         reference: last hidden states (R, H') and head (V, H') of the reference model for the exact KL, or None.
+        teachers: outputs of the teachers for the exact KL from the policy to the teachers, or None.
     """
     whole, sequence = packed, sequence_group_of(model)
     if sequence is not None:
         packed, here = split(whole, sequence)
         reference = None if reference is None else (reference[0][here], reference[1])
+        teachers = None if teachers is None else teachers.at(here)
     scale, states = logit_scale(model), list[Tensor]()
     knobs: dict[str, Any] = {"temperature": temperature / scale}
 
@@ -315,8 +358,9 @@ def policy_output(
         states.append(of_all[0])
         found = token_log_probs(states[0], weight, packed.targets, bias=bias, entropies=entropies, **knobs)
         kl = None if reference is None else full_kl(states[0], weight, *reference, **knobs)
+        teacher_kl = None if teachers is None else teachers.kl(states[0], weight, **knobs)
         probe = torch.full_like(found[0], PROBE)
-        return torch.stack([column / scale for column in (*found, kl, probe) if column is not None])
+        return torch.stack([column / scale for column in (*found, kl, teacher_kl, probe) if column is not None])
 
     with replaced_head(model, columns):
         out = model(
@@ -333,7 +377,14 @@ def policy_output(
     if packed.sequence is not None:
         log_probs, *others = (gather(column, whole, packed.sequence) for column in (log_probs, *others))
         kept = None if kept is None else gather(kept, whole, packed.sequence)
-    return PolicyOutput(log_probs, others[0] if entropies else None, None if reference is None else others[-1], kept)
+    rest = iter(others)
+    return PolicyOutput(
+        log_probs,
+        entropies=next(rest) if entropies else None,
+        full_kl=None if reference is None else next(rest),
+        teacher_kl=None if teachers is None else next(rest),
+        hidden=kept,
+    )
 
 
 def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:

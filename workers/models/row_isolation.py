@@ -24,21 +24,20 @@ LENGTHS = (4, 3, 4, 3)  # number of tokens in each test row
 TOLERANCE = 1e-4
 
 
-def load_policy(path: str) -> PreTrainedModel:
+def load_policy(path: str, where: str = "") -> PreTrainedModel:
     """Load a causal language model, and check that packed rows do not influence each other.
 
     Args:
         path: model directory in Hugging Face format.
+        where: start of error messages, `model.path=PATH` by default.
 
     Raises:
         ConfigError: the model cannot be loaded, or the model lets packed rows influence each other.
     """
-    model = load_model(AutoModelForCausalLM, path)
+    where = where or f"model.path={path}"
+    model = load_model(AutoModelForCausalLM, path, where=where)
     check_rows_apart(
-        model,
-        model.get_output_embeddings(),
-        lambda packed: policy_output(model, packed, temperature=1.0),
-        f"model.path={path}",
+        model, model.get_output_embeddings(), lambda packed: policy_output(model, packed, temperature=1.0), where
     )
     return model
 

@@ -19,6 +19,7 @@ from rltrain.algorithms import (
     rollout_correction,
     rollout_diagnostics,
     rollout_rejection,
+    sampled_teacher_kl,
     supervised_loss,
 )
 from rltrain.algorithms.ratio import safe_log_ratio
@@ -29,8 +30,9 @@ from rltrain.settings.algorithm_config import AlgorithmConfig, KLLossConfig
 from rltrain.settings.schema import Config
 from workers.cluster.progress import tick
 from workers.models.fsdp import Optimizer, device, full, shard
+from workers.models.fused_head import logit_scale
 from workers.models.lora import adapt
-from workers.models.packed_forward import Pack, microbatch, policy_output, row_pass, unpack
+from workers.models.packed_forward import Pack, TeacherStates, microbatch, policy_output, row_pass, unpack
 from workers.models.row_isolation import load_policy
 from workers.models.weight_shards import local_shard, weight_groups, whole_of
 from workers.sync.buckets import Bucket
@@ -62,13 +64,14 @@ class ActorWorker:
         # copied head is rounded to the compute dtype of the reference model, so that the KL divergence of a policy from
         # itself is 0. If the reference model is updated, `set_reference_head` replaces the head.
         self.ref_head: Tensor | None = None
+        self.teacher_heads: list[Tensor] = []  # output heads of the teachers, in the order of the config
+        head = self.model.get_output_embeddings()
+        if head.bias is not None and (algorithm.needs_full_kl or algorithm.distillation.full):
+            raise ConfigError(
+                f"model.path={path}: the exact KL (full=true) does not support this model, because its last layer "
+                "has a bias; use a KL estimator (full=false)"
+            )
         if algorithm.needs_full_kl:
-            head = self.model.get_output_embeddings()
-            if head.bias is not None:
-                raise ConfigError(
-                    f"model.path={path}: the exact KL (full=true) does not support this model, because its last layer "
-                    "has a bias; use a KL estimator (full=false)"
-                )
             self.ref_head = full(head.weight.detach()).to(device(), getattr(torch, config.model.dtype), copy=True)
 
     def _load_start(self) -> None:
@@ -116,6 +119,23 @@ class ActorWorker:
         """Return the reference model's hidden states (R, H) at the response tokens, and its output head (V, H)."""
         assert self.ref_head is not None, "the output head is copied if the config requests the exact KL"
         return part.values("ref_hidden").to(device()), self.ref_head
+
+    def add_teacher_head(self, head: Tensor) -> None:
+        """Keep the output head (V', H') of the next teacher of the config, as `TeacherWorker.output_head` returned it.
+
+        The exact KL to the teacher needs the head, because the teacher sends only hidden states. If the teacher's
+        vocabulary is longer than the policy's, the teacher's distribution is restricted to the policy's vocabulary.
+        """
+        words = self.model.get_output_embeddings().weight.size(0)
+        assert len(head) >= words, "the start of the run refuses a teacher with a smaller vocabulary"
+        # `policy_output` multiplies the products of hidden states and heads by the factor of the policy's own logits.
+        scaled = head[:words] / logit_scale(self.model)
+        self.teacher_heads.append(scaled.to(device(), getattr(torch, self.config.model.dtype)))
+
+    def _teachers(self, part: DataProto) -> TeacherStates:
+        """Return the outputs of the teachers for the response tokens of a micro-batch."""
+        numbers = part.batch["teacher"].repeat_interleave(part.lengths("responses"))
+        return TeacherStates(numbers, part.values("teacher_hidden").to(device()), self.teacher_heads)
 
     def update(self, batch: DataProto, minibatches: list[Minibatch], entropy_coef: float) -> UpdateResult:
         """Take one optimizer step for each mini-batch.
@@ -224,6 +244,7 @@ class ActorWorker:
             temperature=self.config.rollout.temperature,
             entropies=entropy_coef > 0 or algorithm.entropy_target is not None,
             reference=self._reference(part) if algorithm.kl_loss.full else None,
+            teachers=self._teachers(part) if algorithm.distillation.full else None,
         )
         columns["log_probs"] = unpack(output.log_probs, mask)
         # A batch for a single optimizer step has no `old_log_probs`, which would equal the current log-probs.
@@ -232,6 +253,10 @@ class ActorWorker:
             columns["entropy"] = unpack(output.entropies, mask)
         if output.full_kl is not None:
             columns["full_kl"] = unpack(output.full_kl, mask)
+        if algorithm.distillation.in_loss:
+            columns["taught"] = mask & (part.batch["teacher"] >= 0).to(device())[:, None]
+        if output.teacher_kl is not None:
+            columns["teacher_kl"] = unpack(output.teacher_kl, mask)
         loss, parts, sums = actor_loss(
             columns,
             algorithm,
@@ -361,7 +386,7 @@ def actor_loss(
     statistics: CorrectionStatistics | None = None,
     **counts: int,
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Compute the loss of one micro-batch: policy loss + KL term + squared-log-ratio term - entropy bonus.
+    """Compute the loss of one micro-batch: policy loss + KL terms + squared-log-ratio term - entropy bonus.
 
     Args:
         columns: padded columns (B, T) by name: `response_mask`, `log_probs`, `advantages` and the columns that the loss
@@ -394,6 +419,12 @@ def actor_loss(
         parts["kl_loss"] = term.detach()
         sums["ref_kl"] = torch.where(mask, kl.detach(), 0).sum()
         loss = loss + algorithm.kl_loss.kl_loss_coef * term
+    if algorithm.distillation.in_loss:
+        kl, taught = teacher_kl(columns), mask & columns["taught"]
+        term = aggregate(kl)
+        parts["distillation_loss"] = term.detach()
+        sums |= {"teacher_kl": torch.where(taught, kl.detach(), 0).sum(), "taught_fraction": taught.sum()}
+        loss = loss + algorithm.distillation.coef * term
     if algorithm.squared_log_ratio_coef > 0:
         squares = safe_log_ratio(columns["log_probs"], columns["rollout_log_probs"], mask).square()
         term = aggregate(squares)
@@ -451,6 +482,17 @@ def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
         return columns["full_kl"]
     old = columns["old_log_probs"] if config.ratio_weighted else None
     return kl_estimate(columns["log_probs"], columns["ref_log_probs"], config.kl_estimator, old_log_probs=old)
+
+
+def teacher_kl(columns: Mapping[str, Tensor]) -> Tensor:
+    """Return the reverse KL from the policy to the row's teacher at each token (B, T), exact or from the sampled token.
+
+    The KL is 0 in rows that no teacher has scored.
+    """
+    if "teacher_kl" in columns:
+        return columns["teacher_kl"]
+    policies = columns["log_probs"], columns["old_log_probs"], columns["teacher_log_probs"]
+    return sampled_teacher_kl(*policies, columns["taught"])
 
 
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:

@@ -165,7 +165,8 @@ def collect_rows(parts: Sequence[DataProto], assigned: Sequence[Sequence[Rows]])
 def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     """Combine the results of all ranks into the metrics of one update. The returned metrics include no timings.
 
-    Token metrics are means over trained tokens. Losses, `grad_norm` and `lr` are means over optimizer steps, and
+    Token metrics are means over trained tokens, and `teacher_kl` is the mean over the trained tokens of answers that a
+    teacher has scored. Losses, `grad_norm` and `lr` are means over optimizer steps, and
     `grad_norm_max` is the maximum over optimizer steps. `skipped_updates` is the number of skipped optimizer steps.
     Skipped optimizer steps are excluded from all means except the mean of `lr`. If all steps were skipped, the token
     metrics, losses and gradient norms are NaN.
@@ -180,6 +181,10 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
         tokens = count = math.nan
     metrics = {name: sum(r.sums[name] for r in results) / tokens for name in first.sums}
     metrics |= {name: sum(r.losses[name] for r in results) / count for name in first.losses}
+    # The KL to the teachers is averaged only over the tokens of answers that a teacher has scored.
+    if "taught_fraction" in metrics:
+        taught, kl = metrics.pop("taught_fraction"), metrics.pop("teacher_kl")
+        metrics |= {"teacher_kl": kl / taught} if taught else {}
     first_tokens = sum(r.first_tokens for r in results)
     begun = {name: sum(r.first[name] for r in results) for name in first.first}
     if "same_policy" in begun:

@@ -1,4 +1,4 @@
-"""The reference model for KL terms: a sharded copy of the initial policy, frozen or updated during training."""
+"""The reference model for KL terms and self-distillation: a sharded copy of the initial policy, frozen or updated."""
 
 from collections.abc import Sequence
 
@@ -13,10 +13,11 @@ from workers.models.packed_forward import Pack, policy_output, row_pass
 from workers.models.row_isolation import load_policy
 from workers.models.weight_shards import local_shard, move_weights, weight_groups
 from workers.training.rank_state import RankState, Saved
+from workers.training.teacher import TeacherWorker
 
 
-class ReferenceWorker:
-    """One rank of the reference model.
+class ReferenceWorker(TeacherWorker):
+    """One rank of the reference model, which may also be a teacher.
 
     The weights of the reference model never change, unless `algorithm.reference.refresh_every` is above 0.
 
@@ -26,7 +27,7 @@ class ReferenceWorker:
     """
 
     def __init__(self, config: Config, path: str) -> None:
-        self.config, self.path = config, path
+        self.config, self.path, self.where = config, path, f"model.path={path}"
         self._load_start()
 
     def _load_start(self) -> None:
@@ -35,7 +36,7 @@ class ReferenceWorker:
         A moving average of weights is kept in float32, because bfloat16 would round small updates away.
         """
         averages = self.config.algorithm.reference.refresh_coef < 1
-        self.model = frozen(load_policy(self.path), self.config, torch.float32 if averages else None)
+        self.model = frozen(load_policy(self.path, self.where), self.config, torch.float32 if averages else None)
         self.groups = weight_groups(self.model)
         self.state = RankState("reference", self.model, None)
         self.changed = False

@@ -28,6 +28,8 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
         columns += columns_of(function)
     if algorithm.kl_loss.kl_loss_coef > 0:
         columns.append("ref_hidden" if algorithm.kl_loss.full else "ref_log_probs")
+    if algorithm.distillation.in_loss:
+        columns += ["teacher", "teacher_hidden" if algorithm.distillation.full else "teacher_log_probs"]
     return list(dict.fromkeys(columns))
 
 

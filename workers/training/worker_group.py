@@ -65,17 +65,28 @@ class WorkerGroup(Generic[W_co]):
         columns: Sequence[str],
         *,
         max_tokens: int,
+        only: Sequence[int] | None = None,
     ) -> DataProto:
-        """Compute new columns for all rows of a batch, split over the ranks, and return them in the batch's row order.
+        """Compute new columns for the rows of a batch, split over the ranks, and return them in the batch's row order.
 
         Args:
             method: the role's method that computes the new columns on one rank.
             batch: the batch whose rows the ranks process.
             columns: names of the columns that the method reads.
             max_tokens: maximum number of tokens of a micro-batch on one rank.
+            only: indices of the rows to process, at least one, in ascending order. If `only` is None, all rows are
+                processed.
         """
         lengths, work = self.costs(batch)
-        parts = split_rows(lengths, self.size, max_tokens * self.sequence_ranks, work=work)
+        chosen = range(len(batch)) if only is None else only
+        parts = split_rows(
+            [lengths[row] for row in chosen],
+            self.size,
+            max_tokens * self.sequence_ranks,
+            work=[work[row] for row in chosen],
+        )
+        if only is not None:
+            parts = [[[chosen[row] for row in rows] for rows in rank] for rank in parts]
         shared = self.shared.share(batch, columns, self.ranks[0].process)
         return collect_rows(
             await self._collect([r.start(method, shared, part) for r, part in self._split(parts)]), parts

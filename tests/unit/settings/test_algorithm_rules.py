@@ -10,6 +10,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.settings.algorithm_rules import ALIASES, check_algorithm, needs_critic
 from rltrain.settings.compose import compose
 from rltrain.settings.config_groups import choices
+from tests.presets import preset
 
 
 def config_of(*overrides):
@@ -36,7 +37,7 @@ def test_the_budget_of_a_critic_counts_where_there_is_one():
 
 @pytest.mark.parametrize("name", choices("algorithm"))
 def test_every_preset_passes(name):
-    check_algorithm(compose([f"algorithm={name}"])[0])
+    check_algorithm(compose(preset(name))[0])
 
 
 @pytest.mark.parametrize("loss", POLICY_LOSSES.names())

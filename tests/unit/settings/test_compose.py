@@ -18,6 +18,7 @@ from rltrain.settings.config_groups import choices, config_dir, group_names
 from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys
 from rltrain.trajectories.token_rewards import with_all_knobs
+from tests.presets import NEEDED, preset
 
 
 def refusal(*overrides):
@@ -89,7 +90,8 @@ def test_free_text_that_cannot_be_used_is_refused():
 
 @pytest.mark.parametrize("choice", [f"{group}={choice}" for group in group_names() for choice in choices(group)])
 def test_every_choice_of_every_group_composes(choice):
-    compose([choice, "rollout=hf"] if choice == "placement=inprocess" else [choice])
+    needed = NEEDED.get(choice.removeprefix("algorithm="), [])
+    compose([choice, "rollout=hf"] if choice == "placement=inprocess" else [choice, *needed])
 
 
 def values_of(values, prefix=""):
@@ -102,8 +104,9 @@ def values_of(values, prefix=""):
 
 
 def algorithm_values(name):
-    _, text = compose([f"algorithm={name}"])
-    return values_of(yaml.safe_load(text)["algorithm"])
+    _, text = compose(preset(name))
+    values = values_of(yaml.safe_load(text)["algorithm"])
+    return values | ({"distillation.teachers": []} if name in NEEDED else {})
 
 
 WHITENED = {"advantage_normalization.mean_level": "batch", "advantage_normalization.std_level": "batch"}
@@ -123,6 +126,10 @@ PRESETS = {
     "decoupled_ppo": {
         "advantage_estimator": "reinforce", **NO_CAP, **WHITENED, "correction.level": "token",
         "correction.mode": "mask", "correction.upper": 5.0,
+    },
+    "distill": {
+        "loss_mode": "reinforce", **EACH_ANSWER, "distillation.mode": "loss", "distillation.kl": "full",
+        "distillation.outcome_coef": 0.0,
     },
     "dppo_kl": {**DR_GRPO, "loss_mode": "dppo_kl", "old_log_probs": "rollout"},
     "dppo_tv": {**DR_GRPO, "loss_mode": "dppo_tv", "old_log_probs": "rollout"},
@@ -145,6 +152,10 @@ PRESETS = {
     "kl_cov": {"loss_mode": "kl_cov"},
     "m2po": {"loss_mode": "m2po", "correction.level": "token", "correction.upper": 1000.0},
     "maxrl": {"advantage_estimator": "maxrl", **WHOLE_ANSWER, **NO_CAP},
+    "mopd": {
+        "loss_mode": "reinforce", **EACH_ANSWER, "correction.level": "token", "correction.mode": "mask",
+        "correction.lower": 0.5, "correction.upper": 5.0, "distillation.mode": "reward",
+    },
     "opo": {"advantage_estimator": "opo", **WHOLE_ANSWER, **NO_CAP},
     "otb": {"advantage_estimator": "optimal_token_baseline", **NO_CAP},
     "ppo": {"advantage_estimator": "gae", "advantage.gamma": 1.0, "advantage.lam": 0.95, **NO_CAP, **WHITENED},
@@ -198,14 +209,14 @@ def test_a_preset_starts_from_grpo_and_states_only_what_differs(name):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_the_dual_clip_is_on_in_grpo_and_where_the_authors_program_has_it(name):
-    knobs = with_all_knobs(compose([f"algorithm={name}"])[0]).algorithm.loss
+    knobs = with_all_knobs(compose(preset(name))[0]).algorithm.loss
     own = {"grpo": (3.0,), "aspo": (3.0,), "ce_gppo": (10.0,)}
     assert knobs.get("clip_ratio_c") in own.get(name, (None, math.inf))
 
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_passes_every_check_before_a_run(name, tmp_path):
-    check(compose([f"algorithm={name}", "rollout=hf", f"trainer.output_dir={tmp_path / 'run'}"])[0])
+    check(compose(preset(name, "rollout=hf", f"trainer.output_dir={tmp_path / 'run'}"))[0])
 
 
 @pytest.mark.parametrize("name", choices("algorithm"))
@@ -257,10 +268,11 @@ def test_without_stale_answers_auto_is_off_and_bounds_have_nothing_to_bound():
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_with_a_correction_of_its_own_keeps_it_and_the_others_get_one(name):
-    stale, fresh = (correction_of(f"algorithm={name}", f"trainer.max_staleness={age}") for age in (3, 0))
-    own = {"tis", "icepop", "decoupled_ppo", "m2po"} | {"sequence_masking", "dppo_tv", "dppo_kl", "topr", "vespo"}
+    stale, fresh = (correction_of(*preset(name, f"trainer.max_staleness={age}")) for age in (3, 0))
+    corrected = {"tis", "icepop", "decoupled_ppo", "m2po", "mopd"}
+    own = corrected | {"sequence_masking", "dppo_tv", "dppo_kl", "topr", "vespo", "distill"}
     assert stale == (fresh if name in own else TIS)
-    assert (fresh == OFF) is (name not in {"tis", "icepop", "decoupled_ppo", "m2po"})
+    assert (fresh == OFF) is (name not in corrected)
 
 
 def test_the_resolved_yaml_says_what_auto_came_to():

@@ -17,6 +17,9 @@ EVERY = tuple(declared_keys(Config))
 # A resumed run may not change a key that is missing in CHANGEABLE.
 CHANGEABLE = {
     "actor.max_tokens_per_microbatch",
+    "algorithm.distillation.max_concurrent",
+    "algorithm.distillation.retries",
+    "algorithm.distillation.timeout_s",
     "critic.max_tokens_per_microbatch",
     "data.val",
     "data.val_sets",
@@ -142,8 +145,11 @@ def test_every_key_and_section_has_a_meaning_that_is_a_sentence():
 
 
 def test_the_declared_keys_are_the_keys_that_a_user_can_set():
-    inside = (*(f"{path}." for path in OPTIONAL), "reward.functions[].", "reward.models[].")
-    whole = {*OPTIONAL, "reward.functions", "reward.models"}
+    inside = (
+        *(f"{path}." for path in OPTIONAL), "reward.functions[].", "reward.models[].",
+        "algorithm.distillation.teachers[].",
+    )  # fmt: skip
+    whole = {*OPTIONAL, "reward.functions", "reward.models", "algorithm.distillation.teachers"}
     leaves = {
         one.path for one in EVERY if (one.section is None or one.path in whole) and not one.path.startswith(inside)
     }

@@ -20,7 +20,9 @@ COMPLETE = ("train", "algorithm/grpo", "model/builtin", "data/median", "data/sor
 COMPLETE = [
     f"{name}.yaml" for name in (*COMPLETE, "rollout/vllm", "placement/local", "profile/demo", "profile/instruct")
 ]
-INSIDE = re.compile(rf"({'|'.join(map(re.escape, OPTIONAL))})\.|reward\.\w+\[\]\.")
+INSIDE = re.compile(
+    rf"({'|'.join(map(re.escape, OPTIONAL))})\.|reward\.\w+\[\]\.|algorithm\.distillation\.teachers\[\]\."
+)
 
 
 def rows():
@@ -91,11 +93,14 @@ def test_a_row_tells_the_meaning_that_the_schema_declares():
 
 def test_what_applies_where_an_entry_leaves_a_key_out_is_what_compose_fills_in():
     files = ["reward.functions=[a.b:c]", "reward.models=[path/to/judge]", "model.lora={rank: 4}", "data.difficulty={}"]
+    files += ["algorithm=distill", "algorithm.distillation.teachers=[path/to/expert]"]
     config = compose(files)[0]
     (function,), (model,) = config.reward.functions, config.reward.models
+    (teacher,) = config.algorithm.distillation.teachers
     for prefix, entry in (
         ("reward.functions[]", function),
         ("reward.models[]", model),
+        ("algorithm.distillation.teachers[]", teacher),
         ("model.lora", config.model.lora),
         ("data.difficulty", config.data.difficulty),
     ):
@@ -103,7 +108,7 @@ def test_what_applies_where_an_entry_leaves_a_key_out_is_what_compose_fills_in()
             told = one.key.if_left_out.partition(";")[0]
             if path.startswith(f"{prefix}.") and told.startswith("`"):
                 assert getattr(entry, path.rpartition(".")[2]) == yaml.safe_load(told.strip("`")), path
-    assert (function.name, model.name, config.model.lora.alpha) == ("c", "judge", 8)
+    assert (function.name, model.name, teacher.name, config.model.lora.alpha) == ("c", "judge", "expert", 8)
 
 
 def test_the_keys_inside_of_entries_say_what_applies_without_them_and_no_other_keys_do():

@@ -1,0 +1,288 @@
+"""The driver's part of distillation: the teacher and the context of each row, and the columns that teachers compute."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rltrain.base.background_tasks import BackgroundTasks
+from rltrain.base.errors import ConfigError
+from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.data.chat_templates import ChatTemplates
+from rltrain.data.model_directory import longest_row
+from rltrain.data.prompt_encoding import Overlong, PromptEncoder, SpecialTokens
+from rltrain.data.prompt_form import RowError, filled, template_parts
+from rltrain.data.prompts import Prompt
+from rltrain.settings.distillation_config import DistillationConfig, TeacherConfig
+from rltrain.settings.schema import Config
+from rltrain.trajectories.teacher_endpoint import TeacherEndpoint
+from workers.training.shared_columns import FORWARD
+from workers.training.teacher import TeacherWorker
+from workers.training.worker_group import WorkerGroup
+
+logger = logging.getLogger(__name__)
+Columns = dict[str, Tensor]
+_NOBODY = -1  # Value of the column `teacher` in a row that no teacher has scored.
+
+
+class TeacherPrompts:
+    """Makes the prompts that a teacher with a `prompt_template` sees instead of the policy's prompts.
+
+    Args:
+        teacher: settings of the teacher.
+        tokenizer: the policy's tokenizer.
+        special_tokens: how prompts that contain the name of a control token are encoded.
+    """
+
+    def __init__(self, teacher: TeacherConfig, tokenizer: Any, special_tokens: SpecialTokens) -> None:
+        assert teacher.prompt_template is not None, "a teacher without a template sees the policy's prompts"
+        key = f"prompt_template of the teacher '{teacher.name}'"
+        parts = template_parts(teacher.prompt_template, key=key)
+        self.fields = [name for _, name in parts if name is not None and name != "prompt"]
+        self._write = filled(parts, key)
+        self._encoder = PromptEncoder(tokenizer, special_tokens=special_tokens, templates=ChatTemplates())
+
+    def text(self, prompt: Prompt) -> Any:
+        """Return the teacher's prompt: text, or chat messages in which the last user message is changed.
+
+        Raises:
+            RowError: a column of the template has no value, or the chat messages have no user message.
+        """
+        if prompt.messages is None:
+            return self._write(prompt.columns | {"prompt": prompt.text})
+        last = max((n for n, one in enumerate(prompt.messages) if one["role"] == "user"), default=None)
+        if last is None:
+            raise RowError("the chat messages have no user message, into which the teacher's template could be written")
+        said = self._write(prompt.columns | {"prompt": prompt.messages[last]["content"]})
+        messages = [*prompt.messages]
+        messages[last] = {**prompt.messages[last], "content": said}
+        return messages
+
+    def ids(self, prompt: Prompt, limit: int | None) -> list[int] | str:
+        """Return the token ids of the teacher's prompt, or a text that says why there are none.
+
+        Args:
+            prompt: the policy's prompt, with the columns of its row.
+            limit: maximum number of tokens; None for no limit.
+        """
+        longest = limit if limit is not None else 1 << 62
+        try:
+            ((_, found),) = self._encoder.encode({0: self.text(prompt)}, lambda _: "the teacher's prompt", longest)
+        except (ConfigError, RowError) as error:
+            return str(error)
+        return f"the teacher's prompt has more than {limit} tokens" if isinstance(found, Overlong) else found
+
+
+class Teacher:
+    """One teacher: its rows are scored on the training ranks, or by an endpoint.
+
+    Args:
+        config: the run's whole config.
+        teacher: settings of this teacher.
+        group: worker group of the teacher; None if the teacher is an endpoint.
+        tokenizer: the policy's tokenizer.
+    """
+
+    def __init__(
+        self, config: Config, teacher: TeacherConfig, group: WorkerGroup[TeacherWorker] | None, tokenizer: Any
+    ) -> None:
+        self.config, self.teacher, self.group = config, teacher, group
+        self.endpoint = TeacherEndpoint(teacher, config.algorithm.distillation) if group is None else None
+        self.longest = longest_row(teacher.path) if teacher.is_model else None
+        self.prompts = None
+        if teacher.prompt_template is not None:
+            self.prompts = TeacherPrompts(teacher, tokenizer, config.data.special_tokens)
+
+    async def score(self, batch: DataProto, rows: list[int], prompts: Sequence[Prompt]) -> tuple[DataProto, list[str]]:
+        """Score the responses of some rows.
+
+        Args:
+            batch: the whole batch.
+            rows: indices of this teacher's rows, in ascending order.
+            prompts: the policy's prompt of each of these rows.
+
+        Returns:
+            A batch of the teacher's columns with one row for each of `rows`, and for each of `rows` the reason why the
+            teacher has not scored it, or "". The columns of a row that was not scored are undefined.
+        """
+        if self.prompts is None and self.group is not None:
+            return await self._on_ranks(self.group, batch, rows), [""] * len(rows)
+        seen, why = self._in_context(batch[rows].select(FORWARD), prompts)
+        if self.group is not None:
+            return await self._on_ranks(self.group, seen, list(range(len(seen)))), why
+        return await self._at_endpoint(seen, why)
+
+    def _in_context(self, own: DataProto, prompts: Sequence[Prompt]) -> tuple[DataProto, list[str]]:
+        """Replace the policy's prompts by the teacher's.
+
+        Returns:
+            The batch `own` with the teacher's prompts, and the reason for each row that keeps the policy's prompt
+            because there is no prompt for the teacher, or "".
+        """
+        if self.prompts is None:
+            return own, [""] * len(own)
+        ids, why = list[list[int]](), list[str]()
+        for row, (prompt, response) in enumerate(zip(prompts, own.lengths("responses").tolist(), strict=True)):
+            found = self.prompts.ids(prompt, None if self.longest is None else self.longest - response)
+            ids.append(batch_ids(own, row, "prompts") if isinstance(found, str) else found)
+            why.append(found if isinstance(found, str) else "")
+        return DataProto.from_dict({"prompts": jagged(ids, torch.int64)}).union(own.select(["responses"])), why
+
+    async def _on_ranks(self, group: WorkerGroup[TeacherWorker], batch: DataProto, rows: list[int]) -> DataProto:
+        longest = max(batch.lengths("prompts")[rows] + batch.lengths("responses")[rows]).item()
+        budget = max(self.config.actor.max_tokens_per_microbatch, int(longest))
+        only = None if len(rows) == len(batch) else rows
+        return await group.rows(TeacherWorker.score_responses, batch, FORWARD, max_tokens=budget, only=only)
+
+    async def _at_endpoint(self, batch: DataProto, why: list[str]) -> tuple[DataProto, list[str]]:
+        assert self.endpoint is not None, "a teacher that is not on the training ranks is an endpoint"
+        asked = [row for row, reason in enumerate(why) if not reason]
+        sent = [(batch_ids(batch, row, "prompts"), batch_ids(batch, row, "responses")) for row in asked]
+        answers = dict(zip(asked, await self.endpoint.log_probs(sent), strict=True))
+        why = [answer if isinstance(answer := answers.get(row), str) else reason for row, reason in enumerate(why)]
+        lengths = batch.lengths("responses").tolist()
+        values = [
+            torch.tensor(answer) if isinstance(answer := answers.get(row), list) else torch.zeros(length)
+            for row, length in enumerate(lengths)
+        ]
+        columns = batch.with_values("responses", teacher_log_probs=torch.cat(values))
+        return columns.select(["teacher_log_probs"]), why
+
+
+class Teachers:
+    """All teachers of a run.
+
+    Args:
+        config: the run's whole config.
+        groups: worker groups of the teachers on the training ranks, by the name of the teacher.
+        tokenizer: the policy's tokenizer.
+        tasks: the run's background tasks. If the run is interrupted, the wait for endpoints ends.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        groups: Mapping[str, WorkerGroup[TeacherWorker]],
+        tokenizer: Any,
+        tasks: BackgroundTasks,
+    ) -> None:
+        self.config, self.tasks = config.algorithm.distillation, tasks
+        self.teachers = [Teacher(config, one, groups.get(one.name), tokenizer) for one in self.config.teachers]
+        self._numbers = {one.name: number for number, one in enumerate(self.config.teachers)}
+
+    async def scored(self, batch: DataProto, prompts: Sequence[Prompt]) -> tuple[DataProto, dict[str, float]]:
+        """Add the columns `teacher`, `teacher_log_probs` and, for the exact KL, `teacher_hidden` to a batch.
+
+        In a row that its teacher could not score, `teacher` is -1. The reasons are logged and the rows are counted.
+
+        Args:
+            batch: the batch, with the columns `prompts` and `responses`.
+            prompts: the policy's prompt of each row.
+
+        Returns:
+            The batch with the new columns, and the metric `actor/teacher_missing_fraction`.
+        """
+        numbers = [teacher_number(prompt, self.config) for prompt in prompts]
+        found: list[tuple[list[int], DataProto]] = []
+        for number, teacher in enumerate(self.teachers):
+            rows = [row for row, own in enumerate(numbers) if own == number]
+            if not rows:
+                continue
+            columns, why = await self._score(teacher, batch, rows, [prompts[row] for row in rows])
+            found.append((rows, columns))
+            for row, reason in zip(rows, why, strict=True):
+                numbers[row] = _NOBODY if reason else number
+            self._report(teacher.teacher.name, why)
+        missing = numbers.count(_NOBODY) / len(numbers)
+        batch = batch.with_values("responses", **merged(batch, found))
+        batch = batch.union(DataProto.from_dict({"teacher": torch.tensor(numbers)}))
+        return batch, {"actor/teacher_missing_fraction": missing}
+
+    async def _score(
+        self, teacher: Teacher, batch: DataProto, rows: list[int], prompts: Sequence[Prompt]
+    ) -> tuple[DataProto, list[str]]:
+        """Score the rows of one teacher. A wait for an endpoint ends if the run is interrupted."""
+        scoring = teacher.score(batch, rows, prompts)
+        return await (scoring if teacher.endpoint is None else self.tasks.until(scoring))
+
+    def _report(self, name: str, why: list[str]) -> None:
+        reasons = Counter(reason for reason in why if reason)
+        if reasons:
+            (reason, _), *_ = reasons.most_common(1)
+            logger.warning(
+                "teacher '%s': %d of %d answers have no distillation term: %s", name, reasons.total(), len(why), reason
+            )
+
+
+def teacher_number(prompt: Prompt, config: DistillationConfig) -> int:
+    """Return the number of a prompt's teacher in the config.
+
+    Raises:
+        ConfigError: the prompt's row names no teacher of the config.
+    """
+    if config.teacher_column is None:
+        return 0
+    named = prompt.columns.get(config.teacher_column)
+    return number_of(named, config, f"training prompt {prompt.index}")
+
+
+def number_of(named: Any, config: DistillationConfig, place: str) -> int:
+    """Return the number of the teacher that a row's value in the teacher column names.
+
+    Args:
+        named: the row's value.
+        config: the teachers and the name of the column.
+        place: location of the row, for the error message.
+
+    Raises:
+        ConfigError: the value is not the name of a teacher.
+    """
+    names = [teacher.name for teacher in config.teachers]
+    if named in names:
+        return names.index(named)
+    shown = "has no value" if named is None else f"is {str(named)[:60]!r}"
+    raise ConfigError(
+        f"{place}: the column '{config.teacher_column}' {shown}, but must name one of the teachers "
+        f"{', '.join(names)}; correct the row, or add the teacher to algorithm.distillation.teachers"
+    )
+
+
+def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Columns:
+    """Merge the columns that teachers computed for their rows to columns (N, ...) of the whole batch.
+
+    Hidden states of teachers of different widths are filled up with zeros to the largest width.
+
+    Args:
+        batch: the whole batch.
+        found: for each teacher, the indices of its rows in ascending order, and its columns for these rows.
+    """
+    lengths = batch.lengths("responses")
+    names = {name for _, columns in found for name in columns.keys()}  # noqa: SIM118 (iterating a batch gives rows)
+    result: Columns = {}
+    for name in sorted(names):
+        parts = [(rows, columns.values(name)) for rows, columns in found]
+        if len(parts) == 1 and len(parts[0][0]) == len(batch):
+            result[name] = parts[0][1]
+            continue
+        width = [max(values.size(1) for _, values in parts)] if name == "teacher_hidden" else []
+        whole = torch.zeros(int(lengths.sum()), *width, dtype=parts[0][1].dtype)
+        for rows, values in parts:
+            own = torch.zeros(len(batch), dtype=torch.bool)
+            own[rows] = True
+            at = own.repeat_interleave(lengths).nonzero()[:, 0]
+            if width:
+                whole[at, : values.size(1)] = values
+            else:
+                whole[at] = values
+        result[name] = whole
+    return result
+
+
+def batch_ids(batch: DataProto, row: int, column: str) -> list[int]:
+    """Return the token ids of one row of a column."""
+    begin, end = batch.offsets(column)[row : row + 2].tolist()
+    ids: list[int] = batch.values(column)[begin:end].tolist()
+    return ids

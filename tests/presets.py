@@ -1,0 +1,9 @@
+"""Presets of `config/algorithm` with the settings that a preset leaves to the user."""
+
+TEACHERS = ["algorithm.distillation.teachers=[reference]"]
+NEEDED = {"distill": TEACHERS, "mopd": TEACHERS}  # Without these settings, a preset is refused.
+
+
+def preset(name: str, *overrides: str) -> list[str]:
+    """Return the overrides that select a preset, with the settings that the preset needs."""
+    return [f"algorithm={name}", *NEEDED.get(name, []), *overrides]

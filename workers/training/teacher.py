@@ -1,0 +1,63 @@
+"""A teacher: a frozen, sharded language model that scores the tokens of the policy's answers."""
+
+import torch
+from torch import Tensor
+
+from rltrain.base.errors import ConfigError
+from rltrain.batch.data_proto import DataProto
+from rltrain.settings.schema import Config
+from workers.models.fsdp import frozen, full
+from workers.models.fused_head import logit_scale
+from workers.models.packed_forward import Pack, policy_output, row_pass
+from workers.models.row_isolation import load_policy
+
+
+class TeacherWorker:
+    """One rank of a teacher, whose weights never change.
+
+    Args:
+        config: the run's whole config.
+        path: model directory in Hugging Face format.
+        where: start of error messages, `teacher PATH` by default.
+    """
+
+    def __init__(self, config: Config, path: str, where: str = "") -> None:
+        self.config, self.where = config, where or f"teacher {path}"
+        self.model = frozen(load_policy(path, self.where), config)
+
+    def score_responses(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
+        """Compute the teacher's columns for the responses of a batch, with rows in the order of `microbatches`.
+
+        The column `prompts` contains the teacher's own context, which may differ from the policy's prompt.
+
+        Returns:
+            A batch with the column `teacher_log_probs`, over the teacher's whole vocabulary, and with `teacher_hidden`
+            (the last hidden states) if the exact KL to the teacher is added to the loss.
+        """
+        temperature, exact = self.config.rollout.temperature, self.config.algorithm.distillation.full
+
+        def columns(_: DataProto, packed: Pack) -> dict[str, Tensor]:
+            output = policy_output(self.model, packed, temperature=temperature, hidden=exact)
+            found = {"teacher_log_probs": output.log_probs}
+            return found if output.hidden is None else found | {"teacher_hidden": output.hidden}
+
+        return row_pass(self.model, columns, batch, microbatches)
+
+    def output_head(self) -> Tensor | None:
+        """Return the weight (V, H) of the last layer, times the factor by which the model multiplies its logits.
+
+        All ranks must call this method. Only rank 0 returns the weight, and all other ranks return None.
+
+        Raises:
+            ConfigError: the last layer has a bias, which the exact KL does not support.
+        """
+        head = self.model.get_output_embeddings()
+        if head.bias is not None:
+            raise ConfigError(
+                f"{self.where}: the exact KL does not support this model, because its last layer has a bias; use "
+                "algorithm.distillation.kl=sampled"
+            )
+        weight, scale = full(head.weight.detach()), logit_scale(self.model)
+        if torch.distributed.get_rank() != 0:
+            return None
+        return (weight if scale == 1 else weight * scale).cpu()
