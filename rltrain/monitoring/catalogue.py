@@ -285,6 +285,19 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "nats squared",
         ),
         Metric(
+            "actor/positive_nll",
+            "mean negative log-likelihood of the trained tokens of correct answers, before "
+            "`algorithm.positive_nll_coef`; a mini-batch without correct answers counts as 0",
+            "nats per token",
+            "falls",
+        ),
+        Metric(
+            "actor/positive_fraction",
+            "share of trained tokens that belong to correct answers; present only with `algorithm.positive_nll_coef`",
+            "share",
+            "rises",
+        ),
+        Metric(
             "actor/ref_kl",
             "mean KL from the policy to the reference policy; the estimator `k3` is limited to 10 nats per token",
             "nats per token",

@@ -14,6 +14,7 @@ from rltrain.algorithms import (
     kl_estimate,
     loss_functions,
     own_knobs,
+    positive_nll,
     required_columns,
     rollout_correction,
     rollout_diagnostics,
@@ -77,7 +78,7 @@ class ActorWorker:
         self.optimizer = Optimizer(
             [p for p in self.model.parameters() if p.requires_grad],
             config.actor,
-            config.optimizer_steps,
+            config.actor_optimizer_steps,
             max_skipped=config.trainer.max_skipped_updates,
         )
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
@@ -160,6 +161,7 @@ class ActorWorker:
             columns,
             algorithm,
             entropy_coef=entropy_coef,
+            num_positive_tokens=minibatch.num_positive_tokens,
             num_tokens=minibatch.num_tokens,
             num_sequences=minibatch.num_sequences,
             max_response_length=self.config.rollout.max_response_length,
@@ -251,15 +253,24 @@ def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig)
 
 
 def actor_loss(
-    columns: Mapping[str, Tensor], algorithm: AlgorithmConfig, *, entropy_coef: float, **counts: int
+    columns: Mapping[str, Tensor],
+    algorithm: AlgorithmConfig,
+    *,
+    entropy_coef: float,
+    num_positive_tokens: int | None = None,
+    **counts: int,
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Compute the loss of one micro-batch: policy loss + KL term + squared-log-ratio term - entropy bonus.
+    """Compute the loss of one micro-batch.
+
+    The loss is policy loss + KL term + squared-log-ratio term + language-model loss of correct answers - entropy bonus.
 
     Args:
         columns: padded columns (B, T) by name: `response_mask`, `log_probs`, `advantages` and the columns that the loss
             reads.
         algorithm: settings of the loss, the aggregation and the coefficients.
         entropy_coef: coefficient of the entropy bonus in this training step.
+        num_positive_tokens: number of trained tokens in correct answers of the whole mini-batch; None to count those of
+            this micro-batch.
         counts: `num_tokens`, `num_sequences` and `max_response_length` of the whole mini-batch.
 
     Returns:
@@ -285,6 +296,12 @@ def actor_loss(
         term = aggregate(squares)
         parts["squared_log_ratio"] = term.detach()
         loss = loss + algorithm.squared_log_ratio_coef * term
+    if algorithm.positive_nll_coef > 0:
+        positive = columns["positive_mask"] & mask
+        term = positive_nll(columns["log_probs"], mask, positive, num_positive_tokens=num_positive_tokens)
+        parts["positive_nll"] = term.detach()
+        sums["positive_fraction"] = positive.sum()
+        loss = loss + algorithm.positive_nll_coef * term
     if "entropy" in columns:
         sums["entropy"] = torch.where(mask, columns["entropy"].detach(), 0).sum()
         loss = loss - entropy_coef * aggregate(columns["entropy"])

@@ -27,6 +27,8 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
         columns += columns_of(function)
     if algorithm.kl_loss.kl_loss_coef > 0:
         columns.append("ref_hidden" if algorithm.kl_loss.full else "ref_log_probs")
+    if algorithm.positive_nll_coef > 0:
+        columns.append("positive_mask")
     return list(dict.fromkeys(columns))
 
 
