@@ -555,6 +555,7 @@ def plan(
     from rltrain.rewards.loading import load_function
     from rltrain.rewards.signatures import trainer_of
     from rltrain.run.plan import Facts, show_plan
+    from rltrain.trajectories.token_rewards import with_all_knobs
 
     loss = POLICY_LOSSES.metadata(config.algorithm.loss_mode)
     adapters = None
@@ -588,6 +589,7 @@ def plan(
         },
         uses_ratio=loss.get("uses_ratio", True),
         aggregations=loss.get("aggregations", ()),
+        alpha=with_all_knobs(config).algorithm.advantage.get("alpha"),
         defaults={} if config.profile == "demo" else profile_defaults(args.overrides, args.files),
     )
     show_plan(console, config, facts)

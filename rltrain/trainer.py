@@ -7,7 +7,7 @@ A training step has six phases, of which the last is optional:
    are computed.
 3. Convert the scores of answers to token rewards and advantages, and choose the tokens to train on.
 4. Update the critic and the actor on mini-batches. If the run has a supervised loss, the actor's mini-batches also
-   contain the supervised answers to their prompts.
+   contain the supervised answers to their prompts. During the critic's warm-up, update the critic alone.
 5. Send the new weights to the rollout engines.
 6. Update the reference model with the weights of the actor.
 
@@ -44,10 +44,12 @@ from rltrain.trajectories.token_rewards import (
     choose_trained,
     entropy_controller,
     estimate_advantages,
+    held,
     kl_controller,
     needs_actor_pass,
     states_to_value,
     with_critic_values,
+    with_positive_examples,
     with_random_draws,
 )
 from workers.training.actor import ActorWorker
@@ -153,7 +155,8 @@ class Trainer:
             with trace.span(f"step {self.step + 1}"):
                 metrics, batch = await self.train_step()
             self.tracker.log_step(self.step, metrics, batch, self.dropped, self.reused)
-            if self.step == first:
+            # The first steps of a critic's warm-up have no metrics of the actor.
+            if self.step == max(first, self.config.critic.warmup_steps + 1):
                 self.checkpoints.require_best(self.tracker.names())
             for alarm in self.alarms.look(self.step, metrics):
                 self.tracker.log_alarm(self.step, alarm)
@@ -244,6 +247,15 @@ class Trainer:
         self.checkpoints.restored(checkpoint)
         self.origin = checkpoint
 
+    @property
+    def trains_actor(self) -> bool:
+        """Whether the current step updates the actor. During the critic's warm-up, a step updates only the critic.
+
+        A step of the warm-up counts like any other: it raises the version number of the weights and ends with a weight
+        sync, although the weights are the same.
+        """
+        return self.step >= self.config.critic.warmup_steps
+
     def last_good(self) -> Checkpoint | None:
         """Return the newest undamaged checkpoint of the run.
 
@@ -292,9 +304,13 @@ class Trainer:
         metrics["rollout/entropy"] = entropy_estimate(batch)
         async with self.saved_on_error():
             with timer("advantages"):
-                batch, reward_metrics = assign_rewards(batch, config, self.kl_controller)
-                batch, advantage_metrics = estimate_advantages(batch, config.algorithm)
+                controller = self.kl_controller if self.trains_actor else held(self.kl_controller)
+                batch, reward_metrics = assign_rewards(batch, config, controller)
+                batch, advantage_metrics = estimate_advantages(
+                    batch, config.algorithm, monte_carlo=not self.trains_actor
+                )
                 batch = choose_trained(batch, config.algorithm)
+                batch = with_positive_examples(batch, config.algorithm)
                 batch = with_random_draws(batch, config, self.step)
                 minibatches = self.minibatches(batch)
                 finished = self.collector.take()
@@ -302,9 +318,10 @@ class Trainer:
         if self.critic is not None:
             with timer("update_critic"):
                 metrics |= await self.update_critic(batch, minibatches, self.critic)
-        with timer("update_actor"):
-            await self.collector.rollout.hold_weights()
-            metrics |= await self.update_actor(batch, minibatches)
+        if self.trains_actor:
+            with timer("update_actor"):
+                await self.collector.rollout.hold_weights()
+                metrics |= await self.update_actor(batch, minibatches)
         self.step += 1
         with timer("sync_weights"):
             await self.sync_weights()

@@ -6,6 +6,7 @@ that every registered function follows.
 
 from rltrain.algorithms import advantages as _advantages
 from rltrain.algorithms import policy_losses as _policy_losses
+from rltrain.algorithms.advantages.returns import returns_to_go
 from rltrain.algorithms.aggregation import aggregate_loss
 from rltrain.algorithms.controllers import (
     AdaptiveEntropyController,
@@ -25,6 +26,7 @@ from rltrain.algorithms.draws import uniform_draws
 from rltrain.algorithms.full_kl import full_kl
 from rltrain.algorithms.kl import apply_kl_in_reward, kl_estimate
 from rltrain.algorithms.normalization import combine_rewards, normalize_advantages, normalize_rewards
+from rltrain.algorithms.positive_nll import positive_nll
 from rltrain.algorithms.registry import (
     ADVANTAGE_ESTIMATORS,
     KL_ESTIMATORS,
@@ -68,7 +70,9 @@ __all__ = [
     "normalize_rewards",
     "overlong_penalty",
     "own_knobs",
+    "positive_nll",
     "required_columns",
+    "returns_to_go",
     "rollout_correction",
     "rollout_diagnostics",
     "rollout_rejection",

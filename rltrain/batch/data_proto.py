@@ -51,6 +51,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
         "response",
         "random in [0, 1), keyed by (seed, step, row, sampled token); 0 in observations",
     ),
+    "positive_mask": (
+        "response",
+        "bool; True = the token was sampled in a correct answer, whose negative log-likelihood is added to the loss",
+    ),
     "policy_version": ("response", "weight version (step) that sampled the token, int64; -1 in observations"),
     "token_level_rewards": ("response", "reward of each token, after shaping, normalisation and KL-in-reward"),
     "values": ("response", "critic's value of the state in which the token was chosen"),

@@ -354,11 +354,24 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "falls",
         ),
         Metric(
+            "actor/positive_nll",
+            "mean negative log-likelihood of the trained tokens of correct answers, before "
+            "`algorithm.positive_nll_coef`; a mini-batch without correct answers counts as 0",
+            "nats per token",
+            "falls",
+        ),
+        Metric(
             "actor/sft_tokens",
             "number of tokens of supervised answers in all optimizer steps of the training step; present only with "
             "`algorithm.sft_coef`",
             "tokens",
             "above 0",
+        ),
+        Metric(
+            "actor/positive_fraction",
+            "share of trained tokens that belong to correct answers; present only with `algorithm.positive_nll_coef`",
+            "share",
+            "rises",
         ),
         Metric(
             "actor/ref_kl",

@@ -16,9 +16,14 @@ def with_epochs_as_steps(config: Config, prompts: int) -> Config:
     Args:
         config: the whole config.
         prompts: number of training prompts.
+
+    Raises:
+        ConfigError: the critic's warm-up takes all of the steps.
     """
     trainer = config.trainer
     if trainer.total_epochs is None:
         return config
     steps = math.ceil(trainer.total_epochs * prompts / (trainer.prompts_per_step - trainer.reused_groups))
-    return replace(config, trainer=replace(trainer, total_steps=steps))
+    config = replace(config, trainer=replace(trainer, total_steps=steps))
+    config.require_actor_steps()
+    return config

@@ -45,6 +45,7 @@ class Facts:
         signatures: for each reward function that was written for another trainer, the name of that trainer.
         uses_ratio: whether the gradient of the loss depends on the old log-probs.
         aggregations: values of `algorithm.loss_agg_mode` for which the loss is defined; () means all values.
+        alpha: knob of the advantage estimator length_adaptive_gae; None for other estimators.
         defaults: values that come from the profile (a set of default settings), by config key; keys that the user has
             set are left out.
     """
@@ -66,6 +67,7 @@ class Facts:
     signatures: Mapping[str, str] = field(default_factory=dict)
     uses_ratio: bool = True
     aggregations: tuple[str, ...] = ()
+    alpha: float | None = None
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -82,6 +84,7 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
         *([("teachers", _teachers(config, facts))] if config.algorithm.distillation.teachers else []),
         *([("off-policy", _off_policy(config, facts))] if config.trainer.max_staleness else []),
         *([("note", _aggregation(config.algorithm, facts))] if _is_other_aggregation(config.algorithm, facts) else []),
+        *([("note", _short_answers(config.rollout))] if _lambda_is_zero(config.rollout, facts) else []),
         ("model", _model(config, facts)),
         *([("defaults", _defaults(facts))] if facts.defaults else []),
         ("answers", _answers(config)),
@@ -138,7 +141,7 @@ def batch_line(config: Config) -> str:
 def _run(config: Config, facts: Facts) -> str:
     trainer = config.trainer
     parts = [
-        f"{_count(trainer.total_steps, 'step')}{_epochs(trainer)}, {_count(config.optimizer_steps, 'optimizer step')}",
+        f"{_count(trainer.total_steps, 'step')}{_epochs(trainer)}, {_optimizer_steps(config)}",
         f"seed {trainer.seed}",
         f"{config.data.train}: {_sampling_of_prompts(config.data, facts)}",
         _evaluation(config, facts),
@@ -164,6 +167,16 @@ def _reuse(trainer: TrainerConfig, reuse: ReuseConfig) -> str:
     return (
         f"up to {reuse.groups} of the {_count(trainer.prompts_per_step, 'prompt group')} of a step are groups of "
         f"{of_steps} that are trained on again, if their answers have different outcomes"
+    )
+
+
+def _optimizer_steps(config: Config) -> str:
+    warmup = config.critic.warmup_steps
+    if not warmup:
+        return _count(config.optimizer_steps, "optimizer step")
+    return (
+        f"the first {warmup:,} of them for the critic alone; {_count(config.optimizer_steps, 'optimizer step')} of the "
+        f"critic, {config.actor_optimizer_steps:,} of the actor"
     )
 
 
@@ -266,6 +279,19 @@ def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
     )
 
 
+def _lambda_is_zero(rollout: RolloutConfig, facts: Facts) -> bool:
+    """Return whether the lambda of the estimator length_adaptive_gae, 1 - 1 / (alpha * length), is 0 in all answers."""
+    return facts.alpha is not None and facts.alpha * rollout.max_response_length <= 1
+
+
+def _short_answers(rollout: RolloutConfig) -> str:
+    longest = rollout.max_response_length
+    return (
+        f"answers have at most {longest:,} tokens, so lambda is 0 in all of them, and the advantage of a token depends "
+        f"on two values of the critic alone; algorithm.advantage.alpha above {1 / longest:.3g} looks further ahead"
+    )
+
+
 def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
     """Return descriptions of the features that are off by default and that the config turns on."""
     shaping, target = algorithm.reward_shaping, algorithm.entropy_target
@@ -293,6 +319,7 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         f"squared log-ratio to the engine's policy {algorithm.squared_log_ratio_coef:g}": (
             algorithm.squared_log_ratio_coef > 0
         ),
+        f"NLL of correct answers {algorithm.positive_nll_coef:g}": algorithm.positive_nll_coef > 0,
         "old log-probs of the engine": algorithm.old_log_probs == "rollout",
         _weights(correction): correction.level is not None,
         f"rejection of {'bad ' if rejection.only_negative else ''}{rejected} by {rejection.kl_estimator}"

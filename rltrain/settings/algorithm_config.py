@@ -392,6 +392,13 @@ class AlgorithmConfig:
         "the tokens of the supervised answers (data.sft_response) to the mini-batch's prompts. 0: no supervised loss.",
         at_least=0,
     )
+    positive_nll_coef: float = key(
+        "Coefficient of a loss term for the tokens of correct answers: their mean negative log-likelihood (VAPO, "
+        "arXiv:2504.05118 section 4.3). An answer is correct if a reward function says so (success); with "
+        "suppress_truncated, a cut answer is not. The term stays where the policy-loss term is dropped. 0: no such "
+        "term.",
+        at_least=0,
+    )
     correction: CorrectionConfig = key(
         "Importance weights of the policy-loss term: the ratio of the actor's policy before the update to the "
         "engine's policy. The KL and entropy terms are not weighted."

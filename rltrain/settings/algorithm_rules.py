@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rltrain.base.errors import ConfigError
+from rltrain.rewards.loading import builtin_path
 from rltrain.settings.algorithm_config import FULL_KL, AlgorithmConfig
 from rltrain.settings.distillation_config import REFERENCE
 from rltrain.settings.schema import Config
@@ -66,6 +67,8 @@ def check_algorithm(config: Config) -> None:
     _check_rewards_act(config)
     _check_bootstrap(algorithm)
     _check_supervised(config)
+    _check_warmup(config)
+    _check_positive_examples(config)
 
 
 def _columns(algorithm: AlgorithmConfig) -> tuple[str, ...]:
@@ -451,4 +454,29 @@ def _check_supervised(config: Config) -> None:
         coef > 0 or response is None,
         f"data.sft_response={response} with algorithm.sft_coef=0: nothing would be learned from supervised answers; "
         "set algorithm.sft_coef above 0, or data.sft_response=null",
+    )
+
+
+def _check_warmup(config: Config) -> None:
+    """Raise ConfigError if the config asks for a warm-up of a critic that the run does not have."""
+    steps, estimator = config.critic.warmup_steps, config.algorithm.advantage_estimator
+    require(
+        steps == 0 or needs_critic(config.algorithm),
+        f"critic.warmup_steps={steps} with {estimator}: this estimator has no critic to warm up; use "
+        "critic.warmup_steps=0, or algorithm=ppo",
+    )
+
+
+def _check_positive_examples(config: Config) -> None:
+    """Raise ConfigError if the loss needs correct answers, and no reward function can declare an answer as correct.
+
+    A reward function of the user may return `RewardResult.success`, which is known only after the first answers.
+    """
+    coefficient, reward = config.algorithm.positive_nll_coef, config.reward
+    decides = any(component.success is not None for component in reward.components)
+    users = any(not builtin_path(function.path).startswith("rltrain.") for function in reward.functions)
+    require(
+        coefficient == 0 or decides or users,
+        f"algorithm.positive_nll_coef={coefficient:g}: no reward function or model decides whether an answer is "
+        "correct, so the term would be 0; set `success` for one of them, or use algorithm.positive_nll_coef=0",
     )

@@ -19,6 +19,10 @@ from rltrain.settings.typed import require
 AUTO = "auto"
 # This upper bound of importance weights is used with `algorithm.correction.level=auto`, as in tis.yaml.
 STALE_UPPER = 2.0
+# These estimators come with a critic that is trained before the policy (VC-PPO and VAPO). `critic.warmup_steps=auto`
+# gives such a critic WARMUP_STEPS training steps. Both papers warm up for 50 steps, of runs with thousands of steps.
+PRETRAINED = ("decoupled_gae", "length_adaptive_gae")
+WARMUP_STEPS = 5
 
 
 def expand(values: dict[str, Any]) -> None:
@@ -51,6 +55,9 @@ def expand(values: dict[str, Any]) -> None:
         algorithm["correction"] = _correction(algorithm, trainer.get("max_staleness"))
     if isinstance(algorithm, dict) and isinstance(rollout, dict):
         _set_overlong_buffer(algorithm.get("reward_shaping"), rollout.get("max_response_length"))
+    critic = values.get("critic")
+    if isinstance(algorithm, dict) and isinstance(trainer, dict) and isinstance(critic, dict):
+        _set_critic_warmup(critic, algorithm.get("advantage_estimator"), trainer.get("total_steps"))
 
 
 def _reward_functions(functions: Any) -> list[Any]:
@@ -188,6 +195,18 @@ def _set_overlong_buffer(shaping: Any, max_response_length: Any) -> None:
     """Replace `overlong_buffer: auto` by a fifth of the maximum answer length, as in DAPO (4,096 of 20,480 tokens)."""
     if isinstance(shaping, dict) and shaping.get("overlong_buffer") == AUTO and isinstance(max_response_length, int):
         shaping["overlong_buffer"] = max_response_length // 5
+
+
+def _set_critic_warmup(critic: dict[str, Any], estimator: Any, total_steps: Any) -> None:
+    """Replace `warmup_steps: auto` by a number of training steps.
+
+    The number is `WARMUP_STEPS`, or half of the run if that is less, for an estimator in `PRETRAINED`. For other
+    estimators, it is 0.
+    """
+    if critic.get("warmup_steps") != AUTO:
+        return
+    most = total_steps // 2 if isinstance(total_steps, int) else WARMUP_STEPS
+    critic["warmup_steps"] = max(0, min(WARMUP_STEPS, most)) if estimator in PRETRAINED else 0
 
 
 def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:

@@ -294,13 +294,23 @@ class OptimizerConfig:
 
 @section
 class CriticConfig(OptimizerConfig):
-    """Settings of the critic's optimizer and of the clipping of its values."""
+    """Settings of the critic's optimizer, of the clipping of its values, and of its warm-up."""
 
     clip_range_value: float = key(
         "Maximum distance between a token's new value and old value. The value loss is clipped if the distance is "
         "larger.",
         above=0,
     )
+    warmup_steps: int = key(
+        "Number of training steps at the start of the run in which only the critic is trained, on Monte-Carlo returns, "
+        "while the actor stays unchanged (value pretraining, VC-PPO, arXiv:2503.01491). These steps are part of "
+        "trainer.total_steps. auto: 5, at most half of trainer.total_steps, with the estimators decoupled_gae and "
+        "length_adaptive_gae; otherwise 0.",
+        values="whole number >= 0, or `auto`",
+    )
+
+    def __post_init__(self) -> None:
+        require(self.warmup_steps >= 0, f"warmup_steps must be >= 0, got {self.warmup_steps}")
 
 
 @section
@@ -634,6 +644,8 @@ class Config:
             f"algorithm.reward_shaping.overlong_buffer={buffer} is above rollout.max_response_length={limit}: the "
             f"penalty grows over the last tokens before that limit; use at most {limit} (DAPO uses a fifth), or 0",
         )
+        if self.trainer.total_epochs is None:  # With epochs, the number of steps is known once the prompts are counted.
+            self.require_actor_steps()
         kl, sequences = self.algorithm.kl_in_reward, self.sequences_per_step
         require(
             kl.controller == "fixed" or sequences < 5 * kl.horizon,
@@ -663,6 +675,15 @@ class Config:
                 f"or {name}={way}",
             )
 
+    def require_actor_steps(self) -> None:
+        """Raise ConfigError if the critic's warm-up is as long as the run, so that the actor would not be trained."""
+        warmup, total = self.critic.warmup_steps, self.trainer.total_steps
+        require(
+            warmup < total,
+            f"critic.warmup_steps={warmup} with trainer.total_steps={total}: the critic's warm-up is part of the run, "
+            f"so the actor would not be trained; use at most {total - 1}, or a longer run",
+        )
+
     def require_budget(self, role: str) -> None:
         """Raise ConfigError if the longest possible row (prompt and answer) does not fit in a micro-batch of a role.
 
@@ -680,11 +701,16 @@ class Config:
 
     @property
     def optimizer_steps(self) -> int:
-        """Total number of optimizer steps in the run.
-
-        The learning-rate schedules end exactly at the last optimizer step of the run.
-        """
+        """Number of optimizer steps of the whole run, at the last of which the critic's learning-rate schedule ends."""
         return self.trainer.total_steps * self.optimizer_steps_per_step
+
+    @property
+    def actor_optimizer_steps(self) -> int:
+        """Number of optimizer steps of the actor, at the last of which the actor's learning-rate schedule ends.
+
+        During the critic's warm-up, the actor takes no optimizer steps, and its schedule does not advance.
+        """
+        return (self.trainer.total_steps - self.critic.warmup_steps) * self.optimizer_steps_per_step
 
     @property
     def optimizer_steps_per_step(self) -> int:

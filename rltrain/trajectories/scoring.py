@@ -217,8 +217,8 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
     have if each reward function had given 0. The length penalty is subtracted after the scores of cut answers are
     lowered, so the penalty applies to cut answers too. The length reward of `group_length_weight` is added last. The
     length penalty and the length reward count the sampled tokens of an answer and not the observations between them.
-    The lowered scores of cut answers affect only the estimator gae, which also reads rows that are excluded from the
-    statistics.
+    The lowered scores of cut answers affect only estimators with a critic, which also read rows that are excluded from
+    the statistics.
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -244,23 +244,40 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
 def _length_rewards(batch: DataProto, counted: Tensor, algorithm: AlgorithmConfig) -> Tensor:
     """Compute the length reward of each row by comparison with the other answers of its group: (B,).
 
-    A row of which no reward function decides whether the answer is correct gets 0 and is not compared with. With
-    `suppress_truncated`, a cut answer counts as wrong.
+    A row of which no reward function decides whether the answer is correct gets 0 and is not compared with.
 
     Raises:
         RewardError: no reward function decides whether any answer is correct.
     """
-    right: Tensor = batch.batch["successes"]
-    if bool(counted.any()) and bool(right[counted].isnan().all()):
-        raise RewardError(
-            f"algorithm.reward_shaping.group_length_weight={algorithm.reward_shaping.group_length_weight}: no reward "
-            "function decides whether an answer is correct, which the length reward depends on; set `success` for a "
-            "reward function, or return RewardResult.success"
-        )
-    known = ~right.isnan()
-    correct = (right > 0) & ~truncated_rows(batch) if algorithm.suppress_truncated else right > 0
+    setting = f"algorithm.reward_shaping.group_length_weight={algorithm.reward_shaping.group_length_weight}"
+    correct = correct_rows(batch, counted, algorithm, setting=setting, user="the length reward")
+    known = ~batch.batch["successes"].isnan()
     rewards = group_length_reward(sampled_lengths(batch), batch.batch["uid"], correct, counted & known)
     return torch.where(known, rewards, 0.0)
+
+
+def correct_rows(batch: DataProto, rows: Tensor, algorithm: AlgorithmConfig, *, setting: str, user: str) -> Tensor:
+    """Return for each row whether a reward function decides that the answer is correct: (B,) bool.
+
+    With `suppress_truncated`, a cut answer counts as wrong.
+
+    Args:
+        batch: the batch of scored answers.
+        rows: mask (B,) of the rows of which at least one must be decided.
+        algorithm: section `algorithm` of the config.
+        setting: the config key and value, for the error message, that need to know which answers are correct.
+        user: what depends on the correctness of answers, for the error message.
+
+    Raises:
+        RewardError: no reward function decides whether any answer in `rows` is correct.
+    """
+    right: Tensor = batch.batch["successes"]
+    if bool(rows.any()) and bool(right[rows].isnan().all()):
+        raise RewardError(
+            f"{setting}: no reward function decides whether an answer is correct, which {user} depends on; set "
+            "`success` for a reward function, or return RewardResult.success"
+        )
+    return (right > 0) & ~truncated_rows(batch) if algorithm.suppress_truncated else right > 0
 
 
 def _shaped(scores: Tensor, shaping: RewardShapingConfig) -> Tensor:

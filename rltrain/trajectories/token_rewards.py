@@ -26,6 +26,7 @@ from rltrain.algorithms import (
     normalize_advantages,
     normalize_rewards,
     required_columns,
+    returns_to_go,
     uniform_draws,
 )
 from rltrain.algorithms.ratio import safe_log_ratio
@@ -34,7 +35,14 @@ from rltrain.batch.data_proto import COLUMNS, DataProto, offsets_of, positions
 from rltrain.batch.trajectory import sampled_lengths, sampled_tokens
 from rltrain.settings.algorithm_config import AlgorithmConfig, KLInRewardConfig
 from rltrain.settings.schema import Config
-from rltrain.trajectories.scoring import flat_rows, on_last_token, shaped_scores, truncated_rows, zero_spread
+from rltrain.trajectories.scoring import (
+    correct_rows,
+    flat_rows,
+    on_last_token,
+    shaped_scores,
+    truncated_rows,
+    zero_spread,
+)
 
 
 def with_all_knobs(config: Config) -> Config:
@@ -94,6 +102,14 @@ def kl_controller(config: KLInRewardConfig) -> FixedKLController:
     if config.controller == "adaptive":
         return AdaptiveKLController(config.kl_coef, config.target, config.horizon)
     return FixedKLController(config.kl_coef)
+
+
+def held(controller: FixedKLController) -> FixedKLController:
+    """Return a controller that keeps the current coefficient of another one.
+
+    While the actor does not change, the KL that is measured says nothing about the coefficient.
+    """
+    return FixedKLController(controller.value)
 
 
 def assign_rewards(
@@ -203,15 +219,20 @@ def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
     return positions(lengths) < batch.lengths("responses").repeat_interleave(lengths)
 
 
-def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[DataProto, dict[str, float]]:
+def estimate_advantages(
+    batch: DataProto, algorithm: AlgorithmConfig, *, monte_carlo: bool = False
+) -> tuple[DataProto, dict[str, float]]:
     """Add the columns `advantages` and `returns` from the configured estimator.
+
+    With `monte_carlo`, the returns are Monte-Carlo returns instead of the estimator's: the discounted sums of the
+    rewards to come. The critic learns them during its warm-up.
 
     If configured, the advantages are normalised, combined with the log-ratios of the teachers, and then clamped to
     [-c, c], with c = `advantage_clip`. None of these operations changes the returns.
 
     With `bootstrap_truncated`, gamma times `bootstrap_values` is added to the rewards of the last trained tokens that
-    the estimator receives. With `bootstrap_truncated`, the estimator gae thus includes the value of the state after the
-    last token (arXiv 1712.00378): delta = r + gamma V(end) - V. The column `token_level_rewards` of the batch does not
+    the estimator receives. With `bootstrap_truncated`, GAE thus includes the value of the state after the last token
+    (arXiv 1712.00378): delta = r + gamma V(end) - V. The column `token_level_rewards` of the batch does not
     change.
 
     Returns:
@@ -221,9 +242,8 @@ def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[D
         EstimatorError: the estimator raised an exception.
     """
     estimator = ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)
-    seen = batch
+    seen, gamma = batch, (knobs_of(estimator) | algorithm.advantage).get("gamma", 1.0)
     if algorithm.bootstrap_truncated:
-        gamma = (knobs_of(estimator) | algorithm.advantage).get("gamma", 1.0)
         rewards = batch.values("token_level_rewards") + on_last_token(batch, gamma * batch.batch["bootstrap_values"])
         seen = batch.with_values("responses", token_level_rewards=rewards)
     columns = [
@@ -235,6 +255,8 @@ def estimate_advantages(batch: DataProto, algorithm: AlgorithmConfig) -> tuple[D
         name = algorithm.advantage_estimator
         raise EstimatorError(f"algorithm.advantage_estimator={name} raised {described(error)}") from error
     mask = batch.padded("response_mask")
+    if monte_carlo:
+        returns = returns_to_go(seen.padded("token_level_rewards"), mask, gamma=gamma)
     if algorithm.advantage_normalization.on:
         advantages = _normalized(batch, advantages, algorithm)
     advantages, metrics = with_distillation(batch, advantages, algorithm)
@@ -312,6 +334,20 @@ def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     if algorithm.distillation.alone:
         mask = mask & (batch.batch["teacher"] >= 0)[:, None]
     return batch.with_padded("responses", response_mask=mask)
+
+
+def with_positive_examples(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
+    """Add the column `positive_mask` if the loss contains the negative log-likelihood of correct answers.
+
+    Raises:
+        RewardError: no reward function decides whether any of the trained answers is correct.
+    """
+    if algorithm.positive_nll_coef == 0:
+        return batch
+    mask = batch.padded("response_mask")
+    setting = f"algorithm.positive_nll_coef={algorithm.positive_nll_coef:g}"
+    correct = correct_rows(batch, mask.any(-1), algorithm, setting=setting, user="this loss term")
+    return batch.with_padded("responses", positive_mask=mask & correct[:, None])
 
 
 def with_random_draws(batch: DataProto, config: Config, step: int) -> DataProto:

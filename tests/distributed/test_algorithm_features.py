@@ -1,4 +1,4 @@
-"""Tests that training with token selectors or the exact KL does not depend on the number of ranks or token budget."""
+"""Tests that features of algorithms give the same training for any number of ranks and any token budget."""
 
 import pytest
 import torch
@@ -72,6 +72,34 @@ async def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks
     for history, others in found[1:]:
         for got, expected in zip(history, first, strict=True):
             assert got["selected_fraction"] == expected["selected_fraction"]
+            for key, value in expected.items():
+                assert key in OVERHEAD_METRICS or got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
+        for key, tensor in weights.items():
+            assert (others[key] - tensor).abs().max() < 1e-4, key
+
+
+# Tests of the language-model loss of correct answers
+
+
+async def test_A1_A2_the_loss_of_correct_answers_is_that_of_one_process_whatever_ranks_and_budget(start):
+    """The correct answers are unevenly distributed over ranks and micro-batches: most of them are of one prompt."""
+    config = config_of("algorithm.positive_nll_coef=0.5")
+    correct = torch.isin(torch.arange(24), torch.tensor([1, 4, 5, 6, 7, 13, 23]))
+    found = []
+    for ranks, budget in SPLITS:
+        actor, history = (await workers_of(ranks, config, start))["actor"], []
+        for step in range(2):
+            batch = replayed(step)
+            row = correct.repeat_interleave(batch.lengths("responses"))
+            batch = batch.with_values("responses", positive_mask=row)
+            plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
+            columns = update_columns(config.algorithm)
+            history.append(await actor.update(ActorWorker.update, batch, columns, plan, budget, 0.0))
+        found.append((history, await weights_of(actor)))
+    first, weights = found[0]
+    assert all(step["positive_nll"] > 0 and 0 < step["positive_fraction"] < 1 for step in first)
+    for history, others in found[1:]:
+        for got, expected in zip(history, first, strict=True):
             for key, value in expected.items():
                 assert key in OVERHEAD_METRICS or got[key] == pytest.approx(value, rel=1e-4, abs=1e-6), key
         for key, tensor in weights.items():

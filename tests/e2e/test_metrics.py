@@ -18,6 +18,7 @@ TINY = [
 RUNS = {
     "ppo": ["trainer.eval_samples=2", "algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_loss.kl_loss_coef=0.01"],
     "grpo": ["algorithm.entropy_target=1.0"],
+    "vapo": [],
     "reinforce_plus_plus_baseline": ["algorithm.reference.refresh_every=1"],
     "cispo": [
         "algorithm.sft_coef=0.1",

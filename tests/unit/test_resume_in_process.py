@@ -58,7 +58,7 @@ async def new_run(model, folder, *overrides, prompts=64, steps=4):
     await end_runs()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "parity.py").write_text(REWARD)
-    reward = f"reward.functions=[{{name: parity, path: '{folder}/parity.py:score', weight: 1.0}}]"
+    reward = f"reward.functions=[{{name: parity, path: '{folder}/parity.py:score', weight: 1.0, success: 1.0}}]"
     config = compose([*BASE, *COMMON, reward, f"trainer.total_steps={steps}", *overrides])[0]
     checkpoints = Checkpoints(Folder(str(folder / "checkpoints")), "", keep=0, best=None)
     tracker = Tracker(folder, Silent(), ["parity"])
@@ -147,6 +147,12 @@ VARIANTS = {
     "ppo with an adaptive kl": [
         "algorithm=ppo", "algorithm.kl_in_reward.kl_coef=0.05", "algorithm.kl_in_reward.controller=adaptive",
     ],
+    "ppo that resumes in the critic's warm-up": [
+        "algorithm=ppo", "critic.warmup_steps=3", "algorithm.kl_in_reward.kl_coef=0.05",
+        "algorithm.kl_in_reward.controller=adaptive",
+    ],
+    "ppo that resumes at the end of the critic's warm-up": ["algorithm=ppo", "critic.warmup_steps=2"],
+    "vapo": ["algorithm=vapo", "critic.warmup_steps=1"],
     "dynamic sampling, entropy target, kl": [
         "algorithm.dynamic_sampling=3", "algorithm.entropy_target=0.5", "algorithm.entropy_coef=0.003",
         "algorithm.kl_loss.kl_loss_coef=0.01", "trainer.prompts_per_minibatch=4",

@@ -15,6 +15,7 @@ from rltrain.algorithms import (
     kl_estimate,
     loss_functions,
     own_knobs,
+    positive_nll,
     required_columns,
     rollout_correction,
     rollout_diagnostics,
@@ -85,7 +86,7 @@ class ActorWorker:
         self.optimizer = Optimizer(
             [p for p in self.model.parameters() if p.requires_grad],
             config.actor,
-            config.optimizer_steps,
+            config.actor_optimizer_steps,
             max_skipped=config.trainer.max_skipped_updates,
         )
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
@@ -262,6 +263,7 @@ class ActorWorker:
             algorithm,
             entropy_coef=entropy_coef,
             statistics=statistics,
+            num_positive_tokens=minibatch.num_positive_tokens,
             num_tokens=minibatch.num_tokens,
             num_sequences=minibatch.num_sequences,
             max_response_length=self.config.rollout.max_response_length,
@@ -384,9 +386,13 @@ def actor_loss(
     *,
     entropy_coef: float,
     statistics: CorrectionStatistics | None = None,
+    num_positive_tokens: int | None = None,
     **counts: int,
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Compute the loss of one micro-batch: policy loss + KL terms + squared-log-ratio term - entropy bonus.
+    """Compute the loss of one micro-batch.
+
+    The loss is policy loss + KL terms + squared-log-ratio term + language-model loss of correct answers - entropy
+    bonus.
 
     Args:
         columns: padded columns (B, T) by name: `response_mask`, `log_probs`, `advantages` and the columns that the loss
@@ -394,6 +400,8 @@ def actor_loss(
         algorithm: settings of the loss, the aggregation and the coefficients.
         entropy_coef: coefficient of the entropy bonus in this training step.
         statistics: statistics of the importance weights of the whole mini-batch, or None if the settings need none.
+        num_positive_tokens: number of trained tokens in correct answers of the whole mini-batch; None to count those of
+            this micro-batch.
         counts: `num_tokens`, `num_sequences` and `max_response_length` of the whole mini-batch.
 
     Returns:
@@ -430,6 +438,12 @@ def actor_loss(
         term = aggregate(squares)
         parts["squared_log_ratio"] = term.detach()
         loss = loss + algorithm.squared_log_ratio_coef * term
+    if algorithm.positive_nll_coef > 0:
+        positive = columns["positive_mask"] & mask
+        term = positive_nll(columns["log_probs"], mask, positive, num_positive_tokens=num_positive_tokens)
+        parts["positive_nll"] = term.detach()
+        sums["positive_fraction"] = positive.sum()
+        loss = loss + algorithm.positive_nll_coef * term
     if "entropy" in columns:
         sums["entropy"] = torch.where(mask, columns["entropy"].detach(), 0).sum()
         loss = loss - entropy_coef * aggregate(columns["entropy"])

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
+from torch import Tensor
 
 from rltrain.algorithms import effective_sample_size
 from rltrain.batch.data_proto import DataProto
@@ -25,12 +26,15 @@ class Minibatch:
             rank still runs forward and backward, with a loss of weight zero.
         num_tokens: number of trained tokens in the whole mini-batch.
         num_sequences: number of rows in the whole mini-batch with at least one trained token.
+        num_positive_tokens: number of trained tokens in correct answers of the whole mini-batch, which the
+            language-model loss of correct answers is divided by; 0 if the batch has no column `positive_mask`.
     """
 
     rows: Rows
     microbatches: list[Rows]
     num_tokens: int
     num_sequences: int
+    num_positive_tokens: int = 0
 
 
 @dataclass
@@ -121,15 +125,25 @@ def split_minibatches(
     Rows without a trained token are in no micro-batch, because they would add exactly zero to the gradient.
     The docstring of `assign_minibatch` explains the argument `work`.
     """
-    trained = torch.segment_reduce(batch.values("response_mask").float(), "sum", offsets=batch.offsets("response_mask"))
+    trained = _row_sums(batch, batch.values("response_mask"))
+    positive = torch.zeros_like(trained)
+    if "positive_mask" in batch:
+        positive = _row_sums(batch, batch.values("positive_mask") & batch.values("response_mask"))
     by_rank: list[list[Minibatch]] = [[] for _ in range(ranks)]
     for rows in minibatches:
         counts = trained[rows]
         needed = [row for row, count in zip(rows, counts.tolist(), strict=True) if count]
         parts = assign_minibatch(lengths, needed, ranks, max_tokens, work=work)
         for minibatches_of_rank, part in zip(by_rank, parts, strict=True):
-            minibatches_of_rank.append(Minibatch(rows, part, int(counts.sum()), int((counts > 0).sum())))
+            minibatches_of_rank.append(
+                Minibatch(rows, part, int(counts.sum()), int((counts > 0).sum()), int(positive[rows].sum()))
+            )
     return by_rank
+
+
+def _row_sums(batch: DataProto, mask: Tensor) -> Tensor:
+    """Return the number of response tokens of each row (B,) at which `mask` (N,) is True."""
+    return torch.segment_reduce(mask.float(), "sum", offsets=batch.offsets("response_mask"))
 
 
 def overhead_metrics(

@@ -30,6 +30,8 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
         columns.append("ref_hidden" if algorithm.kl_loss.full else "ref_log_probs")
     if algorithm.distillation.in_loss:
         columns += ["teacher", "teacher_hidden" if algorithm.distillation.full else "teacher_log_probs"]
+    if algorithm.positive_nll_coef > 0:
+        columns.append("positive_mask")
     return list(dict.fromkeys(columns))
 
 

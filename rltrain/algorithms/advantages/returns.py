@@ -57,3 +57,16 @@ def discounted_suffix_sum(values: Tensor, discount: float) -> Tensor:
         values = torch.cat((longer, values[:, -span:]), dim=-1)
         span *= 2
     return values
+
+
+def discounted_suffix_sum_by_row(values: Tensor, discounts: Tensor) -> Tensor:
+    """Compute `discounted_suffix_sum` of `values` (B, T) with a discount of its own for each row, `discounts` (B,).
+
+    The powers of the discounts are computed in the dtype of `discounts`, and then rounded to the dtype of `values`.
+    """
+    span, length, weights = 1, values.shape[-1], discounts[:, None]
+    while span < length and bool((weights > 0).any()):
+        longer = values[:, :-span] + weights.to(values.dtype) * values[:, span:]
+        values = torch.cat((longer, values[:, -span:]), dim=-1)
+        span, weights = 2 * span, weights.square()
+    return values

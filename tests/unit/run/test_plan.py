@@ -5,6 +5,7 @@ import pytest
 from rich.console import Console
 
 from rltrain.algorithms import POLICY_LOSSES
+from rltrain.base.errors import ConfigError
 from rltrain.run.epochs import with_epochs_as_steps
 from rltrain.run.plan import Facts, batch_line, plan_lines, plan_rows, show_plan
 from rltrain.settings.compose import compose
@@ -33,6 +34,13 @@ def test_epochs_are_converted_to_steps_of_which_the_last_may_be_partly_filled():
     assert config.trainer.total_steps == 4  # 1.5 epochs of 65 prompts are 97.5 prompts.
     assert dict(plan_rows(config, FACTS))["run"].startswith("4 steps (trainer.total_epochs=1.5), 8 optimizer steps; ")
     assert with_epochs_as_steps(config_of("trainer.total_steps=9"), 65).trainer.total_steps == 9
+
+
+def test_a_warm_up_is_compared_with_the_number_of_steps_that_the_epochs_come_to():
+    config = config_of("algorithm=ppo", "trainer.total_epochs=2", "critic.warmup_steps=200")
+    assert with_epochs_as_steps(config, 64 * 101).trainer.total_steps == 202
+    with pytest.raises(ConfigError, match=r"^critic\.warmup_steps=200 with trainer\.total_steps=200: "):
+        with_epochs_as_steps(config, 64 * 100)
 
 
 def test_one_of_a_thing_is_singular():
@@ -67,6 +75,7 @@ def test_the_algorithm_shows_knobs_kl_and_entropy():
     assert "; advantages limited to +-5; " in row("algorithm", "algorithm.advantage_clip=5")
     squares = row("algorithm", "algorithm.squared_log_ratio_coef=0.001")
     assert "; squared log-ratio to the engine's policy 0.001; " in squares
+    assert "; NLL of correct answers 0.1; " in row("algorithm", "algorithm.positive_nll_coef=0.1")
     assert "(clip_ratio_high 0.28, clip_ratio_c inf)" in row("algorithm", "algorithm=dapo")
 
 
@@ -189,6 +198,22 @@ def test_it_says_where_a_loss_of_whole_answers_is_not_aggregated_as_it_is_define
 def test_it_says_nothing_where_a_loss_is_aggregated_as_it_is_defined(loss, mode):
     settings = [f"algorithm.loss_mode={loss}", f"algorithm.loss_agg_mode={mode}"]
     assert "note" not in dict(plan_rows(config_of(*settings), facts_of(loss)))
+
+
+def test_it_says_how_long_the_critic_is_trained_alone_and_how_many_optimizer_steps_are_left_for_the_actor():
+    assert row("run", "algorithm=ppo", "critic.warmup_steps=20").startswith(
+        "120 steps, the first 20 of them for the critic alone; 480 optimizer steps of the critic, 400 of the actor; "
+    )
+
+
+def test_it_says_where_answers_are_too_short_for_the_length_adaptive_lambda():
+    short, settings = replace(FACTS, alpha=0.05), ["algorithm=vapo", "rollout.max_response_length=20"]
+    assert row("note", *settings, facts=short) == (
+        "answers have at most 20 tokens, so lambda is 0 in all of them, and the advantage of a token depends on two "
+        "values of the critic alone; algorithm.advantage.alpha above 0.05 looks further ahead"
+    )
+    assert "note" not in dict(plan_rows(config_of(*settings), replace(FACTS, alpha=0.051)))
+    assert "note" not in dict(plan_rows(config_of(*settings), FACTS))  # another estimator
 
 
 STALE = "trainer.max_staleness=4"

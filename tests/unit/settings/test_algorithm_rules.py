@@ -14,7 +14,8 @@ from tests.presets import preset
 
 
 def config_of(*overrides):
-    return compose([text if text.startswith("rollout.") else f"algorithm.{text}" for text in overrides])[0]
+    whole = ("rollout.", "critic.", "reward.")
+    return compose([text if text.startswith(whole) else f"algorithm.{text}" for text in overrides])[0]
 
 
 def refusal(*overrides):
@@ -381,6 +382,52 @@ def test_a_cut_answer_that_is_in_no_statistic_may_end_with_a_value():
     accepted("bootstrap_truncated=true", "advantage_estimator=gae", "exclude_truncated=true", reward)
 
 
+# Tests of the critic's warm-up, and of the loss of correct answers
+
+
+def test_H1_a_warm_up_without_a_critic_is_refused():
+    assert refusal("critic.warmup_steps=3") == (
+        "critic.warmup_steps=3 with grpo: this estimator has no critic to warm up; use critic.warmup_steps=0, or "
+        "algorithm=ppo"
+    )
+    for estimator in ("gae", "decoupled_gae", "length_adaptive_gae"):
+        accepted(f"advantage_estimator={estimator}", "critic.warmup_steps=3")
+
+
+NLL = "positive_nll_coef=0.1"
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        ["reward.functions=[length_penalty]"],
+        ["reward.functions=[json_schema,rltrain.rewards.length:length_penalty]"],
+        ["reward.functions=[]", "reward.models=[rm]"],
+        ["reward.functions=[{path: exact_answer, success: null}]"],
+    ],
+)
+def test_H1_the_loss_of_correct_answers_is_refused_if_nothing_can_say_which_answers_are_correct(reward):
+    assert refusal(NLL, *reward) == (
+        "algorithm.positive_nll_coef=0.1: no reward function or model decides whether an answer is correct, so the "
+        "term would be 0; set `success` for one of them, or use algorithm.positive_nll_coef=0"
+    )
+    accepted(*reward)
+
+
+@pytest.mark.parametrize(
+    "reward",
+    [
+        [],
+        ["reward.functions=[exact_answer,length_penalty]"],
+        ["reward.functions=[{path: json_schema, success: 1}]"],
+        ["reward.functions=[my.py:score]"],  # this function may return RewardResult.success
+        ["reward.functions=[]", "reward.models=[{path: rm, success: 0.5}]"],
+    ],
+)
+def test_the_loss_of_correct_answers_is_accepted_if_something_may_say_which_answers_are_correct(reward):
+    accepted(NLL, *reward)
+
+
 # Tests of the rejection's bounds on the log-prob difference between engine and actor
 
 
@@ -504,7 +551,7 @@ def test_only_estimators_that_read_values_need_a_critic():
         for name in ADVANTAGE_ESTIMATORS.names()
         if needs_critic(config_of(f"advantage_estimator={name}").algorithm)
     ]
-    assert found == ["gae"]
+    assert found == ["decoupled_gae", "gae", "length_adaptive_gae"]
 
 
 def test_a_loss_that_reads_the_engines_log_probs_is_refused_with_top_p_or_top_k():

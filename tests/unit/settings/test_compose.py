@@ -179,6 +179,10 @@ PRESETS = {
         "advantage_estimator": "reinforce", "loss_mode": "topr", **EACH_ANSWER, "old_log_probs": "rollout",
         "reward_shaping.bias": -0.5, "reward_shaping.scale": 2.0,
     },
+    "vapo": {
+        "advantage_estimator": "length_adaptive_gae", "advantage.gamma": 1.0, "advantage.alpha": 0.05,
+        "advantage.lam_critic": 1.0, **CLIP_HIGHER, **WHITENED, "positive_nll_coef": 0.1,
+    },
     "vespo": {"loss_mode": "vespo", "old_log_probs": "rollout"},
     "w_reinforce": {
         "advantage_estimator": "w_reinforce", "advantage.positive_weight": 0.1, "advantage.negative_weight": 1.0,
@@ -291,6 +295,35 @@ def test_the_length_penalty_of_dapo_grows_over_the_last_fifth_of_the_limit(limit
     config, text = compose(["algorithm=dapo", f"rollout.max_response_length={limit}"])
     assert config.algorithm.reward_shaping.overlong_buffer == buffer
     assert f"overlong_buffer: {buffer}\n" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "steps"),
+    [
+        ([], 0),
+        (["algorithm=ppo"], 0),
+        (["algorithm=ppo", "critic.warmup_steps=7"], 7),
+        (["algorithm=vapo"], 5),
+        (["algorithm=vapo", "trainer.total_steps=6"], 3),
+        (["algorithm=vapo", "trainer.total_steps=1"], 0),
+        (["algorithm=vapo", "critic.warmup_steps=0"], 0),
+        (["algorithm=ppo", "algorithm.advantage_estimator=decoupled_gae"], 5),
+    ],
+)
+def test_a_critic_is_warmed_up_if_the_run_asks_for_it_or_the_papers_of_the_estimator_do(overrides, steps):
+    config, text = compose(overrides)
+    assert config.critic.warmup_steps == yaml.safe_load(text)["critic"]["warmup_steps"] == steps
+    assert config.optimizer_steps == 4 * config.trainer.total_steps
+    assert config.actor_optimizer_steps == 4 * (config.trainer.total_steps - steps)
+
+
+def test_a_warm_up_as_long_as_the_run_is_refused():
+    assert refusal("algorithm=ppo", "critic.warmup_steps=120") == (
+        "critic.warmup_steps=120 with trainer.total_steps=120: the critic's warm-up is part of the run, so the actor "
+        "would not be trained; use at most 119, or a longer run"
+    )
+    assert refusal("algorithm=ppo", "critic.warmup_steps=-1") == "critic.warmup_steps must be >= 0, got -1"
+    assert refusal("algorithm=ppo", "critic.warmup_steps=long").startswith("critic.warmup_steps=long")
 
 
 def test_a_model_of_ones_own_has_the_numbers_for_instruct_models_unless_it_says_otherwise():

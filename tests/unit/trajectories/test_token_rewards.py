@@ -9,18 +9,20 @@ from rltrain.algorithms import (
     FixedEntropyController,
     FixedKLController,
 )
-from rltrain.base.errors import EstimatorError, NumericsError
+from rltrain.base.errors import EstimatorError, NumericsError, RewardError
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
 from rltrain.trajectories.token_rewards import (
     assign_rewards,
     entropy_controller,
     estimate_advantages,
+    held,
     kl_controller,
     penalize_kl,
     states_to_value,
     with_all_knobs,
     with_critic_values,
+    with_positive_examples,
 )
 
 
@@ -444,3 +446,83 @@ def test_an_estimator_that_raises_is_named(monkeypatch):
     monkeypatch.setitem(ADVANTAGE_ESTIMATORS._entries, "grpo", (broken, {"statistics": "group"}))
     with pytest.raises(EstimatorError, match=r"^algorithm.advantage_estimator=grpo raised KeyError: 'baseline'$"):
         estimate_advantages(batch([1.0, 0.0]), algorithm())
+
+
+# Tests of Monte-Carlo returns, on which the critic is warmed up
+
+
+@pytest.mark.parametrize("estimator", ["gae", "decoupled_gae", "length_adaptive_gae"])
+def test_monte_carlo_returns_are_discounted_rewards_and_the_advantages_stay_those_of_the_estimator(estimator):
+    made = batch([4.0, 1.0], lengths=[3, 1])
+    made = made.with_values("responses", values=torch.tensor([0.3, 0.2, 0.9, 0.5]))
+    chosen = algorithm(f"algorithm.advantage_estimator={estimator}", "algorithm.advantage={gamma: 0.5}")
+    plain, metrics = estimate_advantages(made, chosen)
+    warm, found = estimate_advantages(made, chosen, monte_carlo=True)
+    assert warm.padded("returns").tolist() == [[1, 2, 4], [1, 0, 0]]
+    assert torch.equal(warm.values("advantages"), plain.values("advantages"))
+    lower = "lam" if estimator == "gae" else "lam_critic"
+    other = algorithm(f"algorithm.advantage_estimator={estimator}", f"algorithm.advantage={{gamma: 0.5, {lower}: 0.5}}")
+    assert not torch.equal(estimate_advantages(made, other)[0].values("returns"), warm.values("returns"))
+    assert torch.equal(estimate_advantages(made, other, monte_carlo=True)[0].values("returns"), warm.values("returns"))
+    targets, values = warm.values("returns"), made.values("values")
+    expected = 1 - (targets - values).var(unbiased=False) / targets.var(unbiased=False)
+    assert found["critic/explained_variance"] == pytest.approx(float(expected))
+    assert metrics.keys() == found.keys()
+
+
+def test_a_monte_carlo_return_of_a_cut_answer_ends_with_the_critics_value():
+    made = batch([4.0, 1.0], lengths=[2, 1], reasons=["length", "stop"])
+    made = made.with_values("responses", values=torch.zeros(3))
+    made = made.union(DataProto.from_dict({"bootstrap_values": torch.tensor([2.0, 0.0])}))
+    chosen = algorithm("algorithm=ppo", "algorithm.bootstrap_truncated=true", "algorithm.advantage.gamma=0.5")
+    warm, _ = estimate_advantages(made, chosen, monte_carlo=True)
+    assert warm.padded("returns").tolist() == [[2.5, 5], [1, 0]]
+
+
+def test_a_held_controller_keeps_the_coefficient_of_the_adaptive_one():
+    config = algorithm("algorithm.kl_in_reward.kl_coef=0.2", "algorithm.kl_in_reward.controller=adaptive").kl_in_reward
+    adaptive = kl_controller(config)
+    adaptive.update(5.0, 100)
+    constant = held(adaptive)
+    constant.update(5.0, 100)
+    assert constant.value == adaptive.value > 0.2
+
+
+# Tests of the answers whose negative log-likelihood is added to the loss
+
+
+def judged(successes, **options):
+    made = batch([1.0] * len(successes), **options)
+    return made.union(DataProto.from_dict({"successes": torch.tensor(successes)}))
+
+
+NLL = "algorithm.positive_nll_coef=0.1"
+
+
+def test_the_trained_tokens_of_correct_answers_are_positive_examples():
+    made = judged([1.0, 0.0, torch.nan, 1.0], lengths=[2, 1, 2, 3])
+    mask = torch.tensor([True, False, True, True, True, True, False, True])
+    made = made.with_values("responses", response_mask=mask)
+    found = with_positive_examples(made, algorithm(NLL)).values("positive_mask")
+    assert found.tolist() == [True, False, False, False, False, True, False, True]
+    assert with_positive_examples(made, algorithm()) is made
+
+
+def test_a_cut_answer_is_a_positive_example_unless_it_counts_as_wrong():
+    made = judged([1.0, 1.0], reasons=["length", "stop"])
+    cut = {
+        name: with_positive_examples(made, algorithm(NLL, f"algorithm.{name}_truncated=true")).padded("positive_mask")
+        for name in ("suppress", "exclude")
+    }
+    assert cut["suppress"].any(-1).tolist() == [False, True]
+    assert cut["exclude"].any(-1).tolist() == [True, True]
+
+
+def test_where_no_reward_function_says_which_answers_are_correct_the_run_ends():
+    said = (
+        r"^algorithm\.positive_nll_coef=0\.1: no reward function decides whether an answer is correct, which this loss"
+    )
+    with pytest.raises(RewardError, match=said):
+        with_positive_examples(judged([torch.nan, torch.nan]), algorithm(NLL))
+    nothing = judged([torch.nan, torch.nan], valid=[False, False])
+    assert not bool(with_positive_examples(nothing, algorithm(NLL)).values("positive_mask").any())

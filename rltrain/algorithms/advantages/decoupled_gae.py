@@ -1,0 +1,104 @@
+"""Decoupled generalised advantage estimation: the critic's returns and the policy's advantages have their own lambda.
+
+VC-PPO uses one lambda for the advantages of all answers, and VAPO a lambda that grows with the length of the answer.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.advantages.returns import (
+    check_discount,
+    discounted_suffix_sum_by_row,
+    from_left,
+    places,
+    to_left,
+)
+from rltrain.algorithms.ratio import as_float, as_mask, masked
+from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register("decoupled_gae", statistics="none")
+def decoupled_gae(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    values: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    lam_critic: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute GAE with one lambda for the advantages and another for the returns; VC-PPO, arXiv 2503.01491 section 4.2.
+
+        A_t = sum_l (gamma lam)^l delta_{t+l},    R_t = V_t + sum_l (gamma lam_critic)^l delta_{t+l},
+        delta_t = r_t + gamma V_{t+1} - V_t
+
+    With `lam_critic` 1, the returns R are Monte-Carlo returns, so that a reward at the end of a long answer reaches the
+    critic's first tokens undiminished. With `lam` below 1, the advantages have less variance.
+
+    The index t counts only trained tokens, so tool-output tokens cause no discount. The value V is 0 after the last
+    trained token. All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in
+    masked slots. The results have no gradient.
+
+    Raises:
+        ValueError: if gamma, lam or lam_critic is outside [0, 1].
+    """
+    check_discount("lam", lam)
+    rows = values.new_full((len(values),), lam, dtype=torch.float64)
+    return _decoupled(token_level_rewards, response_mask, values, gamma=gamma, lam=rows, lam_critic=lam_critic)
+
+
+@ADVANTAGE_ESTIMATORS.register("length_adaptive_gae", statistics="none")
+def length_adaptive_gae(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    values: Tensor,
+    *,
+    gamma: float = 1.0,
+    alpha: float = 0.05,
+    lam_critic: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute `decoupled_gae` with a lambda that depends on the answer's length; VAPO, arXiv 2504.05118 section 4.2.
+
+        lam = max(0, 1 - 1 / (alpha l))
+
+    l is the number of trained tokens of the answer. The weights lam^0 + lam^1 + ... of the errors delta sum to alpha l,
+    so the advantages of an answer look ahead over the same share of the answer, however long the answer is. In an
+    answer of at most 1 / alpha tokens (20 with the default), the formula of the paper gives a lambda of at most 0; it
+    is then 0 here, so that A_t = delta_t, which depends on the critic's values and on the reward of the token alone.
+
+    The returns R do not depend on l: their lambda is `lam_critic`. Shapes, masks and gradients are those of
+    `decoupled_gae`.
+
+    Raises:
+        ValueError: if alpha is not finite and above 0, or if gamma or lam_critic is outside [0, 1].
+    """
+    if not 0 < alpha < math.inf:
+        raise ValueError(
+            f"alpha={alpha} must be finite and > 0: lambda is 1 - 1 / (alpha * length); use 0.05, or decoupled_gae for "
+            "a lambda that does not depend on the length"
+        )
+    lengths = as_mask(response_mask).sum(-1).double()
+    lam = (1 - 1 / (alpha * lengths.clamp(min=1))).clamp(min=0)
+    return _decoupled(token_level_rewards, response_mask, values, gamma=gamma, lam=lam, lam_critic=lam_critic)
+
+
+def _decoupled(
+    token_level_rewards: Tensor, response_mask: Tensor, values: Tensor, *, gamma: float, lam: Tensor, lam_critic: float
+) -> tuple[Tensor, Tensor]:
+    """Compute advantages with the lambda `lam` (B,) of each row, and returns with `lam_critic`."""
+    check_discount("gamma", gamma)
+    check_discount("lam_critic", lam_critic)
+    mask = as_mask(response_mask)
+    baseline = as_float(values.detach())
+    place = places(mask)
+    aligned_rewards = to_left(as_float(token_level_rewards.detach()), mask, place)
+    aligned_values = to_left(baseline, mask, place)
+    next_values = torch.nn.functional.pad(aligned_values[:, 1:], (0, 1))
+    delta = aligned_rewards + gamma * next_values - aligned_values
+    # One scan computes the sums for the policy in the first B rows, and the sums for the critic in the last B rows.
+    discounts = gamma * torch.cat((lam, torch.full_like(lam, lam_critic)))
+    for_policy, for_critic = discounted_suffix_sum_by_row(torch.cat((delta, delta)), discounts).chunk(2)
+    returns = masked(from_left(for_critic, mask, place) + baseline, mask)
+    return from_left(for_policy, mask, place), returns
