@@ -181,6 +181,19 @@ def fail(message: str, status: int, *, verbose: bool) -> int:
     return status
 
 
+def locked_folder(config: Config, args: Args, lock: RunLock, tokenizer: Any) -> Path:
+    """Lock the output folder of the run, write the files that describe the run, and return the path of the folder."""
+    from rltrain.run.command import describe
+
+    output_dir, text = output_folder(config.trainer), resolved_yaml(config)
+    lock.take()
+    # The file config.yaml is replaced atomically, so that the file is complete even if the run is killed at this point.
+    (output_dir / "config.yaml.partial").write_text(text, "utf-8")
+    (output_dir / "config.yaml.partial").replace(output_dir / "config.yaml")
+    describe(output_dir, args, tokenizer)
+    return output_dir
+
+
 def _traceback() -> str:
     try:
         return traceback.format_exc()
@@ -196,7 +209,6 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     If the command line asks only for the plan of the run, no workers are started and no files are written.
     """
     from rltrain.monitoring.console import summary
-    from rltrain.run.command import describe
     from rltrain.run.resume import beginning, require_usable
     from rltrain.trajectories.token_rewards import with_all_knobs
 
@@ -220,12 +232,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (reward processes cannot print: output dropped)
     if args.action == "plan":
         return 0
-    output_dir, text = output_folder(config.trainer), resolved_yaml(config)
-    lock.take()
-    # The file config.yaml is replaced atomically, so that the file is complete even if the run is killed at this point.
-    (output_dir / "config.yaml.partial").write_text(text, "utf-8")
-    (output_dir / "config.yaml.partial").replace(output_dir / "config.yaml")
-    describe(output_dir, args, tokenizer)
+    output_dir = locked_folder(config, args, lock, tokenizer)
     try:
         if local:
             join_cluster(config)

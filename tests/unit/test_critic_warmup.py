@@ -140,6 +140,7 @@ async def test_D1_the_checks_of_log_probs_pass_in_the_warm_up_and_after_it(tasks
 
 async def test_the_metric_of_the_best_checkpoint_may_come_from_updates_of_the_actor(tasks, start, reward, tmp_path):
     """The first step of the warm-up has no metrics of an update, so that a known name must not be refused there."""
+    (tmp_path / "run").mkdir()
     settings = ["critic.warmup_steps=2", "trainer.total_steps=3", "trainer.save_every=1"]
     parts = {
         "tracker": Tracker(tmp_path / "run", Silent(), ["parity"]),

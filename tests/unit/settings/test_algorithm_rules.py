@@ -400,7 +400,7 @@ NLL = "positive_nll_coef=0.1"
 @pytest.mark.parametrize(
     "reward",
     [
-        ["reward.functions=[length_penalty]"],
+        ["reward.functions=[{path: length_penalty, outcome: true}]"],
         ["reward.functions=[json_schema,rltrain.rewards.length:length_penalty]"],
         ["reward.functions=[]", "reward.models=[rm]"],
         ["reward.functions=[{path: exact_answer, success: null}]"],
@@ -597,4 +597,4 @@ def test_a_supervised_loss_needs_answers_and_answers_need_a_supervised_loss():
 
 @pytest.mark.parametrize("name", choices("algorithm"))
 def test_every_preset_goes_with_a_supervised_loss(name):
-    check_algorithm(compose([f"algorithm={name}", "algorithm.sft_coef=0.1", "data.sft_response=answer"])[0])
+    check_algorithm(compose(preset(name, "algorithm.sft_coef=0.1", "data.sft_response=answer"))[0])
