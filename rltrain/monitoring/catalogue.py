@@ -531,8 +531,8 @@ def page() -> str:
         "for each evaluation. Shares and means over tokens count all trained tokens, including the tokens that the",
         "config sections `correction` and `rejection` drop. No metric under `reward/`, `actor/` or `critic/` depends",
         "on the time that a step takes. The value `kl` in the progress line is `actor/ppo_kl`, or the KL to the",
-        "reference if the run has a KL term. The metric names of a named evaluation set (`data.val_sets`) contain the",
-        "name of the set after `eval/`, as in `eval/aime/sampled_reward`.",
+        "reference or to the teachers if the run has such a term. The metric names of a named evaluation set",
+        "(`data.val_sets`) contain the name of the set after `eval/`, as in `eval/aime/sampled_reward`.",
     ]
     for title, metrics in SECTIONS.items():
         lines += ["", f"## {title}", "", "| name | meaning | unit | healthy |", "|---|---|---|---|"]

@@ -217,7 +217,8 @@ def downloading(console: Console, what: str) -> Iterator[Callable[[int, int], No
 
 def step_text(metrics: dict[str, float]) -> str:
     """Return the most important metrics of a training step as text for the progress bar."""
-    kl = metrics.get("actor/ref_kl", metrics.get("reward/kl", metrics.get("actor/ppo_kl", 0.0)))
+    kls = ("actor/ref_kl", "reward/kl", "actor/teacher_kl", "actor/ppo_kl")
+    kl = next((metrics[name] for name in kls if name in metrics), 0.0)
     parts = _parts(metrics)
     scores = [f"{name} {metrics[f'reward/{name}/mean']:.2f}" for name in parts[:SHOWN_PARTS]]
     accuracy = [f"acc {metrics['reward/accuracy']:.0%}"] if "reward/accuracy" in metrics else []

@@ -21,6 +21,7 @@ _OF_TOKENS = (
     "rollout_log_probs",
     "old_log_probs",
     "ref_log_probs",
+    "teacher_log_probs",
     "entropies",
     "policy_version",
     "advantages",

@@ -15,6 +15,9 @@ TINY = [
     "placement=inprocess", "rollout=hf", "trainer.total_steps=2", "trainer.prompts_per_step=4",
     "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=4", "data.val_size=4", "trainer.sample_every=0",
 ]  # fmt: skip
+HINT = "path: reference, prompt_template: '{answer}{prompt}'"
+# Each row of the built-in task has the teacher whose name is the row's answer, a digit.
+TEACHERS = ", ".join(f"{{name: '{digit}', {HINT}}}" for digit in range(10))
 RUNS = {
     "ppo": ["trainer.eval_samples=2", "algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_loss.kl_loss_coef=0.01"],
     "grpo": ["algorithm.entropy_target=1.0"],
@@ -33,6 +36,8 @@ RUNS = {
     "dapo": [],
     "icepop": [],
     "sequence_masking": [],
+    "mopd": [f"algorithm.distillation.teachers=[{TEACHERS}]", "algorithm.distillation.teacher_column=answer"],
+    "distill": [f"algorithm.distillation.teachers=[{{{HINT}}}]"],
 }
 EACH = """
 import json, sys

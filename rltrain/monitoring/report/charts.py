@@ -18,6 +18,8 @@ CHARTS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("answer length", ("rollout/length_mean", "eval/sampled_length", "eval/greedy_length")),
     ("truncated answers", ("rollout/truncated_fraction",)),
     ("KL", ("actor/ref_kl", "reward/kl", "actor/ppo_kl")),
+    ("KL to the teachers", ("actor/teacher_kl",)),
+    ("", ("actor/teacher_kl/*",)),
     ("entropy", ("rollout/entropy", "actor/entropy")),
     ("clip fraction", ("actor/clip_fraction", "actor/clip_fraction_c", "actor/weight_clip_fraction")),
     ("groups without a signal", ("reward/zero_spread_fraction", "reward/same_outcome_fraction")),

@@ -53,6 +53,22 @@ def test_batches_in_which_no_group_has_a_spread_are_told_once_they_persist():
     assert steps_with(found) == [3 + PERSISTENT_STEPS, 13 + PERSISTENT_STEPS]
 
 
+TEACHER = "algorithm.distillation.teachers=[m]"
+
+
+def test_answers_without_a_distillation_term_are_told_and_what_becomes_of_them():
+    for name, effect in (("mopd", "are trained on rewards alone"), ("distill", "are not trained on")):
+        found = looks(alarms(f"algorithm={name}", TEACHER), "actor/teacher_missing_fraction", [0.0, 0.05, 0.25, 1.0, 0])
+        assert steps_with(found) == [3]
+        assert found[2][0].startswith(f"step 3: 25% of the answers have no distillation term, above 5%, and {effect}: ")
+
+
+def test_equal_outcomes_are_no_alarm_where_teachers_teach_alone():
+    equal = [1.0] * 20
+    assert not steps_with(looks(alarms("algorithm=distill", TEACHER), "reward/same_outcome_fraction", equal))
+    assert steps_with(looks(alarms("algorithm=mopd", TEACHER), "reward/same_outcome_fraction", equal))
+
+
 def test_a_group_of_one_never_has_a_spread_and_that_is_no_alarm():
     one = alarms("algorithm=ppo", "rollout.samples_per_prompt=1")
     assert not steps_with(looks(one, "reward/same_outcome_fraction", [1.0] * 20))

@@ -17,7 +17,8 @@ from rltrain.monitoring.trackers.background import BackgroundSink
 from rltrain.monitoring.tracking import Tracker
 
 NAN = math.nan
-PASSES = ["old_log_probs", "ref_log_probs", "entropies"]  # Only some training steps compute these columns of the batch.
+# Only some training steps compute these columns of the batch.
+PASSES = ["old_log_probs", "ref_log_probs", "teacher_log_probs", "entropies"]
 PARTS = ["right", "short"]
 
 

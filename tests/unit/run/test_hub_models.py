@@ -53,6 +53,22 @@ def test_the_config_gets_the_pinned_names_of_the_model_and_of_reward_models(hub,
     assert said == "downloading org/model\ndownloading org/judge@main\n"
 
 
+def test_teachers_are_pinned_too_and_endpoints_and_the_reference_are_left_alone(hub, tmp_path):
+    math, url = push(hub, tmp_path, b"1", "org/math"), "http://127.0.0.1:1/v1"
+    teachers = f"algorithm.distillation.teachers=[org/math,reference,{url}]"
+    words = ["algorithm=mopd", teachers, "algorithm.distillation.teacher_column=domain"]
+    config, said = fetched(*words)
+    assert [one.path for one in config.algorithm.distillation.teachers] == [f"org/math@{math}", "reference", url]
+    assert [one.name for one in config.algorithm.distillation.teachers] == ["math", "reference", "127.0.0.1:1"]
+    assert said == "downloading org/math\n"
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text(to_yaml(config))
+    push(hub, tmp_path, b"2", "org/math")
+    again, _ = fetched(*words, f"trainer.output_dir={run}", "trainer.resume=auto")
+    assert again.algorithm.distillation.teachers[0].path == f"org/math@{math}"
+
+
 def test_a_config_without_names_is_left_alone_and_asks_nobody(hub, tmp_path):
     config, said = fetched("model.path=builtin")
     assert config == compose(["model.path=builtin", f"trainer.output_dir={config.trainer.output_dir}"])[0]

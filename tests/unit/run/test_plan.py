@@ -311,6 +311,29 @@ def test_memory_is_over_the_ranks_that_share_one_copy_of_the_model():
     ).startswith("a rank: actor 8.0 GB + reward_model helpful 4.0 GB = 12.0 GB;")
 
 
+def test_teachers_have_a_line_and_their_memory():
+    words = ["algorithm=mopd", "algorithm.distillation.teacher_column=domain", "algorithm.distillation.coef=0.5",
+             "algorithm.distillation.teachers=[/t/math,{name: code, path: 'http://h:1/v1'},reference]"]  # fmt: skip
+    facts = Facts(path="m", parameters=2**30, teachers={"math": 2**31})
+    assert row("teachers", *words, facts=facts) == (
+        "math = /t/math (2.15B parameters), code = http://h:1/v1 (endpoint), reference = the starting weights (with a "
+        "prompt of its own); chosen by the column domain; reverse KL of sampled tokens in the advantages, coefficient "
+        "0.5; advantages of rewards x 1"
+    )
+    assert row("memory", *words, facts=facts).startswith(
+        "a rank: actor 16.0 GB + reference 4.0 GB + teacher math 8.0 GB = 28.0 GB;"
+    )
+    exact = ["algorithm=distill", "algorithm.distillation.teachers=[/t/math]"]
+    assert row("teachers", *exact) == (
+        "math = /t/math; exact reverse KL in the loss, coefficient 1; rewards only measured"
+    )
+    assert row("off-policy", *exact, "trainer.max_staleness=1") == (
+        "answers up to 1 weight version old are contexts in which the teachers are matched, without weights"
+    )
+    assert "(actor, reference, teacher math)" in row("processes", *words)
+    assert "teachers" not in dict(plan_rows(config_of(), FACTS))
+
+
 def test_an_engine_holds_its_shard_in_its_own_dtype():
     gib = Facts(path="m", parameters=2**30, on_gpu=True)
     overrides = ["model.dtype=bfloat16", "rollout.vllm.tensor_parallel_size=2"]

@@ -71,3 +71,21 @@ def test_reward_models_count(tmp_path):
     (tmp_path / "model.safetensors").write_bytes(b"a")
     words = [f"reward.models=[{{path: '{tmp_path}', name: judge}}]"]
     assert f"reward.models: {tmp_path}" in found(*words)
+
+
+def test_teachers_on_the_ranks_count_and_endpoints_do_not(tmp_path):
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(b"a")
+    teachers = f"algorithm.distillation.teachers=[{{path: '{tmp_path}', name: math}},http://127.0.0.1:1/v1]"
+    words = ["algorithm=mopd", teachers, "algorithm.distillation.teacher_column=domain"]
+    key = f"algorithm.distillation.teachers: path of 'math'={tmp_path}"
+    before = found(*words)
+    assert sorted(before) == sorted([key, "data.train=builtin:median"])
+    file.write_bytes(b"b")
+    assert found(*words)[key] != before[key]
+
+
+def test_weights_of_the_model_stay_if_the_reference_is_a_teacher(tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(b"a")
+    words = ["algorithm=distill", "algorithm.distillation.teachers=[reference]", f"model.path={tmp_path}"]
+    assert f"model.path={tmp_path}" in found(*words)
