@@ -29,6 +29,7 @@ from rltrain.algorithms import (
     value_loss,
 )
 from rltrain.algorithms.aggregation import LOSS_AGG_MODES
+from rltrain.algorithms.ratio import safe_log_ratio
 
 ROOT = Path(__file__).parents[2]
 TERMS = (
@@ -39,6 +40,7 @@ TERMS = (
     "entropy",
     "value",
     "supervised",
+    "squared_log_ratio",
 )
 SPLITS = {  # for 1, 2 and 3 ranks, several lists with the rows of each rank; row 3 has no trained token
     1: [[[0, 1, 2, 3, 4, 5, 6, 7]]],
@@ -93,6 +95,8 @@ def token_terms(term, batch, weight):
         return (logits.softmax(-1) * logits.log_softmax(-1)).sum(-1), {}
     if kind == "supervised":
         return supervised_loss(batch["log_probs"], batch["response_mask"]), {}
+    if kind == "squared_log_ratio":
+        return safe_log_ratio(batch["log_probs"], batch["rollout_log_probs"], batch["response_mask"]).square(), {}
     if kind == "value":
         return value_loss(logits.sum(-1), batch["old_values"], batch["returns"], batch["response_mask"])
     old = batch["old_log_probs"] if kind == "weighted_kl" else None

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow
 STEPS = 4
 RUN = [
     *SMALL, "rollout=hf", f"trainer.total_steps={STEPS}", "trainer.deterministic=true", "trainer.save_every=1",
-    "placement.actor_ranks=2", "placement.threads_per_worker=1", "data.val=null", "actor.lr=3e-3",
+    "placement.threads_per_worker=1", "data.val=null", "actor.lr=3e-3",
     "algorithm.kl_loss.kl_loss_coef=0.1", "algorithm.kl_loss.kl_estimator=full",
     "algorithm.reference.refresh_every=1", "algorithm.reference.refresh_coef=0.5",
 ]  # fmt: skip
@@ -43,8 +43,8 @@ def kill(process, output, name, *, after):
 
 
 def test_F4_a_reference_in_processes_of_its_own_that_dies_comes_back_as_it_was_to_the_last_bit(tmp_path):
-    """The undisturbed run has actor and reference in one process of a rank, and the other run has them in two."""
-    undisturbed, output = train(tmp_path / "undisturbed", *RUN), tmp_path / "run"
+    """The undisturbed run has all roles in one process, and the other run has a process for each role."""
+    undisturbed, output = train(tmp_path / "undisturbed", *RUN, "placement=inprocess"), tmp_path / "run"
     assert undisturbed.status == 0, undisturbed.stderr
     process = start(output, *RUN, "placement.share_ranks=false", program=("-c", EIGHT_CORES))
     kill(process, output, "reference rank 0", after=2)

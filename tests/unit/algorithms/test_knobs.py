@@ -11,6 +11,7 @@ from rltrain.algorithms import (
     normalize_advantages,
     normalize_rewards,
     rollout_correction,
+    rollout_rejection,
     value_loss,
 )
 
@@ -77,6 +78,17 @@ def test_H1_rollout_correction(level, mode, knob, make_batch):
     batch = make_batch(seed=1, spread=0.5, length=5)
     columns = batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"]
     assert differs(rollout_correction, columns, {"level": level, "mode": mode, "lower": 0.1, "upper": 10.0}, **knob)
+
+
+@pytest.mark.parametrize(
+    "knob", [{"upper": 0.02}, {"lower": -0.02}, {"level": "token"}, {"level": "max"}, {"kl_estimator": "k2"}]
+)
+def test_H1_rollout_rejection(knob, make_batch):
+    batch = make_batch(seed=1, spread=0.5, length=5)
+    columns = batch["log_probs"], batch["rollout_log_probs"], batch["response_mask"]
+    base = {"kl_estimator": "k1", "level": "sequence", "upper": 0.3}
+    assert differs(rollout_rejection, columns, base, **knob)
+    assert differs(rollout_rejection, columns, base, advantages=batch["advantages"])
 
 
 def test_H1_value_loss_and_whitening(make_batch):

@@ -8,6 +8,7 @@ import torch
 
 from rltrain.algorithms import KL_ESTIMATORS, POLICY_LOSSES, aggregate_loss, kl_estimate, supervised_loss, value_loss
 from rltrain.algorithms.aggregation import LOSS_AGG_MODES
+from rltrain.algorithms.ratio import safe_log_ratio
 
 TERMS = (
     *(f"policy:{name}" for name in POLICY_LOSSES.names()),
@@ -16,6 +17,7 @@ TERMS = (
     "entropy",
     "value",
     "supervised",
+    "squared_log_ratio",
 )
 VOCABULARY = 5
 
@@ -54,6 +56,8 @@ def token_terms(term, batch, call):
         return (log_softmax.exp() * log_softmax).sum(-1), {}
     if kind == "supervised":
         return supervised_loss(batch["log_probs"], batch["response_mask"]), {}
+    if kind == "squared_log_ratio":
+        return safe_log_ratio(batch["log_probs"], batch["rollout_log_probs"], batch["response_mask"]).square(), {}
     return value_loss(batch["logits"].sum(-1), batch["old_values"], batch["returns"], batch["response_mask"])
 
 

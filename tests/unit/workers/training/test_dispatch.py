@@ -112,6 +112,23 @@ def test_updates_of_two_ranks_add_up():
     )
 
 
+def test_the_supervised_loss_is_a_mean_over_the_tokens_of_all_ranks_and_of_steps_that_were_not_skipped():
+    nan, ranks = float("nan"), [UpdateResult(), UpdateResult()]
+    steps = [(0.0, 6, (9.0, 3.0)), (1.0, 50, (nan, 1.0)), (0.0, 0, (0.0, 0.0)), (0.0, 4, (1.0, 7.0))]
+    for skipped, tokens, losses in steps:
+        for result, loss in zip(ranks, losses, strict=True):
+            part = UpdateResult(supervised_loss=loss, supervised_tokens=tokens)
+            assert part.finite is not math.isnan(loss)
+            result.add(part, 1, {"grad_norm": 1.0, "lr": 0.1, "skipped": skipped})
+    metrics = sum_updates(ranks)
+    assert (metrics["sft_loss"], metrics["sft_tokens"]) == ((9 + 3 + 1 + 7) / (6 + 4), 10)
+    nothing = UpdateResult()
+    nothing.add(UpdateResult(supervised_tokens=0), 1, {"grad_norm": 1.0, "lr": 0.1, "skipped": 0.0})
+    found = sum_updates([nothing])
+    assert found["sft_tokens"] == 0
+    assert "sft_loss" not in found
+
+
 def test_a_skipped_step_is_counted_and_in_no_mean():
     nan, good = (
         float("nan"),

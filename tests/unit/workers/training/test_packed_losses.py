@@ -22,7 +22,9 @@ SIZES = {
 PROMPTS = [[5, 6, 7], [9], [3, 4, 5, 6, 7, 8], [11, 12], [30, 31]]
 RESPONSES = [[20, 21, 22, 23], [30], [], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [1, 2, 3]]
 TOKENS = sum(map(len, RESPONSES))
-TERMS = ["algorithm.kl_loss.kl_loss_coef=0.5", "algorithm.entropy_coef=0.3"]
+TERMS = [
+    "algorithm.kl_loss.kl_loss_coef=0.5", "algorithm.entropy_coef=0.3", "algorithm.squared_log_ratio_coef=0.2",
+]  # fmt: skip
 # names of all attention functions that rltrain registers in transformers
 ATTENTIONS = [name for name in ALL_ATTENTION_FUNCTIONS if name.startswith("rltrain")]
 # PACKS has one plan of a single micro-batch, and one plan of two micro-batches

@@ -325,6 +325,9 @@ SETTINGS = {
     "self-normalised rows": [
         "correction.level=sequence", "correction.mode=mask", "correction.upper=1.1", "correction.batch_normalize=true",
     ],
+    "rejected answers, and the squared log-ratio": [
+        "rejection.kl_estimator=k3", "rejection.level=max", "rejection.upper=0.2", "squared_log_ratio_coef=0.3",
+    ],
     "rejected tokens": ["rejection.kl_estimator=abs", "rejection.level=token", "rejection.upper=0.3"],
 }  # fmt: skip
 

@@ -46,6 +46,10 @@ class Worker:
         steps = [{"lr": 1.0, "grad_norm": 2.0, "skipped": 0.0}] * len(minibatches)
         return UpdateResult({"tokens_share": float(sum(tokens))}, {}, total, steps)
 
+    def update_with_supervised(self, batch, minibatches, answers, answer_minibatches, extra):
+        self.seen.append((batch, minibatches, answers, answer_minibatches, extra))
+        return UpdateResult({}, {}, 1, [{"lr": 1.0, "grad_norm": 2.0, "skipped": 0.0}], supervised_tokens=0)
+
     def greet(self, name):
         return f"{name} from {self.rank}"
 
@@ -116,6 +120,34 @@ async def test_an_update_covers_every_row_of_the_plan_once_over_all_ranks(size):
     for number, rows in enumerate([[0, 3], [1, 2, 4]]):
         given = [row for worker in workers for part in worker.seen[0][1][number].microbatches for row in part]
         assert sorted(given) == rows
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+async def test_each_supervised_answer_goes_to_one_rank_in_the_mini_batches_of_its_group(size):
+    """The answers have 2, 1 and 4 tokens; no row of the plan's second mini-batch belongs to a group with an answer."""
+    (group, workers), made = group_of(size), batch().union(DataProto.from_dict({"uid": torch.tensor([7, 7, 8, 9, 6])}))
+    answers = DataProto.from_dict(
+        {"prompts": jagged([[9], [9, 9], [9]], torch.int64), "responses": jagged([[1, 2], [3], [4] * 4], torch.int64),
+         "uid": torch.tensor([9, 7, 6])}
+    ).with_values("responses", response_mask=torch.ones(7, dtype=torch.bool))  # fmt: skip
+    plan = [[0, 1, 3], [2], [4, 0, 1]]
+    metrics = await group.update_with_supervised(
+        Worker.update_with_supervised, made, UPDATE, plan, answers, 100, "extra"
+    )
+    assert metrics["sft_tokens"] == 0
+    for number, (rows, tokens, sequences) in enumerate((([0, 1], 3, 2), ([], 0, 0), ([1, 2], 5, 2))):
+        parts = [worker.seen[0][3][number] for worker in workers]
+        assert sorted(row for part in parts for rows in part.microbatches for row in rows) == rows
+        assert {(part.num_tokens, part.num_sequences) for part in parts} == {(tokens, sequences)}
+        policy = [row for worker in workers for one in worker.seen[0][1][number].microbatches for row in one]
+        assert sorted(policy) == sorted(plan[number])
+    for worker in workers:
+        policy, _, supervised, _, extra = worker.seen[0]
+        assert (sorted(policy.keys()), extra) == (sorted(UPDATE), "extra")
+        assert sorted(supervised.keys()) == ["prompts", "response_mask", "responses"]
+        assert supervised.values("responses").tolist() == [1, 2, 3, 4, 4, 4, 4]
+    # the batch and the answers are put into the object store once each
+    assert sum(rank.process.shared for rank in group.ranks) == 2
 
 
 async def test_rows_go_to_ranks_by_the_work_of_the_groups_own_model():
