@@ -168,7 +168,7 @@ class Collector:
         """
         batches = self.config.algorithm.dynamic_sampling
         if not self.step.open:  # a step that is open when a run is resumed continues with its saved state
-            self._open_step(version)
+            self._open_step()
         self.step.version = version
         self._draw(version)
         while True:
@@ -183,10 +183,10 @@ class Collector:
         self._require_fresh(version, self.step.reused, self.config.trainer.max_staleness)
         return answers_of([*groups, *self.step.reused])
 
-    def _open_step(self, version: int) -> None:
-        """Begin the step after weight version `version`, and choose the groups on which the step trains again."""
+    def _open_step(self) -> None:
+        """Begin a training step, and choose the groups on which the step trains again."""
         trainer, batches = self.config.trainer, self.config.algorithm.dynamic_sampling
-        reused = self.buffer.choose(version) if self.buffer else []
+        reused = self.buffer.choose() if self.buffer else []
         self.groups.reuse(len(reused))
         places, refills = trainer.prompts_per_step - len(reused), max(0, batches - 1) * trainer.prompts_per_step
         self.step = _Step(places=places, refills=refills, reused=reused)

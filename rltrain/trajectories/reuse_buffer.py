@@ -45,15 +45,13 @@ class ReuseBuffer:
         self.groups, self.steps = groups, steps
         self._kept: dict[int, _Kept] = {}
 
-    def choose(self, version: int) -> list[Group]:
-        """Return the groups that the step after weight version `version` trains on again, without removing them."""
-        allowed = [one for one in self._kept.values() if version - one.first <= self.steps]
-        allowed.sort(key=lambda one: (one.times, -one.group.uid))
-        return [one.group for one in allowed[: self.groups]]
+    def choose(self) -> list[Group]:
+        """Return the groups that the next step trains on again, without removing them."""
+        ordered = sorted(self._kept.values(), key=lambda one: (one.times, -one.group.uid))
+        return [one.group for one in ordered[: self.groups]]
 
     def finish(self, version: int, trained: Sequence[Group], useful: Collection[int]) -> None:
-        """Record that the step after weight version `version` has trained on groups, and forget groups that are too
-        old.
+        """Record that a step has trained on groups, and forget the groups that the next step may not take any more.
 
         Args:
             version: weight version before the step.

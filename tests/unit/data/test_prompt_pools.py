@@ -107,6 +107,13 @@ def test_a_worked_example_of_empty_pools():
     assert pools.metrics()["difficulty/fallback_fraction"] == 0.4
 
 
+def test_normal_prompts_come_before_unseen_ones_where_a_pool_is_empty():
+    """Draw 3 is for a hard prompt and draw 8 for an easy one, of which there are none."""
+    pools = pools_of([2] * 10 + [None] * 10)
+    pools._first = 0
+    assert ["nu"[index // 10] for index in pools.next(10)] == list("nunnnnunnu")
+
+
 def test_without_normal_and_unseen_prompts_hard_and_easy_ones_are_taken_as_often_as_they_occur():
     pools, counts = pools_of([0] * 30 + [4] * 10), Counter()
     for position in range(1000):
