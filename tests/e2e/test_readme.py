@@ -169,7 +169,11 @@ def test_the_index_of_presets_names_the_papers_that_their_files_name():
 
 def test_the_methods_that_combine_other_parts_are_accepted():
     methods = re.findall(r"^\| (\w[^|]*) \| \[[^|]*\| `(algorithm=[^`|]*)` \|$", (ROOT / PRESETS).read_text(), re.M)
-    assert [name for name, _ in methods] == ["LitePPO", "LUSPO", "MIS, masked importance sampling", "SDFT"]
+    assert [name for name, _ in methods] == [
+        "LitePPO", "VC-PPO", "LUSPO", "INTELLECT-3 (IcePop with a mean over all tokens of the batch)",
+        "self-normalised importance sampling", "TR-DPO's reference updates, in GRPO", "MIS, masked importance sampling",
+        "SDFT",
+    ]  # fmt: skip
     for _, settings in methods:
         check_algorithm(compose(settings.split())[0])
 
