@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rltrain.settings.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
-from rltrain.settings.distillation_config import REFERENCE, TEACHER
+from rltrain.settings.distillation_config import REFERENCE
 from rltrain.settings.sampling_config import ReuseConfig
 from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config, DataConfig, RolloutConfig, TrainerConfig
 
@@ -456,8 +456,8 @@ def _memory(config: Config, facts: Facts) -> str:
         by_role["actor"] = shard * _MASTER + of_adapters * (_MASTER + _GRADIENT + _ADAM)
     for name, parameters in facts.reward_models.items():
         by_role[f"{REWARD_MODEL} {name}"] = (parameters or 0) / shards * frozen
-    for name, parameters in facts.teachers.items():
-        by_role[f"{TEACHER} {name}"] = (parameters or 0) / shards * frozen
+    for teacher in config.algorithm.distillation.models:
+        by_role[teacher.role] = (facts.teachers.get(teacher.name) or 0) / shards * frozen
     roles = config.roles(needs_critic=facts.needs_critic)
     ranks = [f"{role} {_bytes(by_role[role])}" for role in roles]
     total = (

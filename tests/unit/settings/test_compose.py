@@ -323,7 +323,9 @@ def test_a_warm_up_as_long_as_the_run_is_refused():
         "would not be trained; use at most 119, or a longer run"
     )
     assert refusal("algorithm=ppo", "critic.warmup_steps=-1") == "critic.warmup_steps must be >= 0, got -1"
-    assert refusal("algorithm=ppo", "critic.warmup_steps=long").startswith("critic.warmup_steps=long")
+    assert refusal("algorithm=ppo", "critic.warmup_steps=long").startswith(
+        "critic.warmup_steps='long': must be a whole"
+    )
 
 
 def test_a_model_of_ones_own_has_the_numbers_for_instruct_models_unless_it_says_otherwise():
