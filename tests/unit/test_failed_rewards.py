@@ -74,10 +74,10 @@ async def test_an_evaluation_whose_rewards_fail_loses_nothing_that_was_trained(f
 
 @pytest.mark.parametrize("error", [EstimatorError("it raised KeyError"), NumericsError("3 of 4 are not finite")])
 async def test_what_fails_between_the_scores_and_the_update_loses_nothing_that_was_trained(monkeypatch, error):
-    def fails(batch, algorithm):
+    def fails(batch, algorithm, **options):
         if made.step:
             raise error
-        return estimate_advantages(batch, algorithm)
+        return estimate_advantages(batch, algorithm, **options)
 
     made, log = trainer()
     monkeypatch.setattr("rltrain.trainer.estimate_advantages", fails)

@@ -25,7 +25,8 @@ TELLERS = {*(ROOT / "rltrain/settings").glob("*.py"), ROOT / "rltrain/run/plan.p
 HANDED_WHOLE = {
     "reward_normalization": (normalize_rewards, {"eps", "counted"}, set()),
     "advantage_normalization": (normalize_advantages, {"eps"}, set()),
-    "correction": (rollout_correction, set(), set()),
+    # the keys `normalize` and `batch_normalize` select functions that change the weights of `rollout_correction`
+    "correction": (rollout_correction, set(), {"normalize", "batch_normalize"}),
     # the key `only_negative` selects a column, and is not an argument of the function
     "rejection": (rollout_rejection, set(), {"only_negative"}),
 }

@@ -8,7 +8,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rltrain.algorithms import ADVANTAGE_ESTIMATORS
+from rltrain.algorithms import ADVANTAGE_ESTIMATORS, columns_of
 from rltrain.base.errors import EstimatorError
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.trajectory import Trajectory, Turn, sampled_lengths, sampled_tokens
@@ -36,7 +36,7 @@ SETTINGS = [
     "algorithm.exclude_truncated=true", "algorithm.mask_truncated=true", f"rollout.max_response_length={LIMIT}",
     "reward.functions=[x:y, x:z]",
 ]  # fmt: skip
-CRITIC = ["algorithm=ppo", "algorithm.bootstrap_truncated=true", "algorithm.advantage.gamma=0.9"]
+CRITIC = ["algorithm=ppo", "algorithm.bootstrap_truncated=true"]
 
 turns = st.lists(
     st.tuples(
@@ -121,9 +121,11 @@ def with_values(batch, algorithm) -> DataProto:
 
 def outcome_of(rows, name, *, tools) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return all metrics of a step before the update, and the columns for sampled tokens and for rows."""
-    config = config_of(*(CRITIC if name == "gae" else [f"algorithm.advantage_estimator={name}"]))
+    needs_values = "values" in columns_of(ADVANTAGE_ESTIMATORS.get(name))
+    discount = ["algorithm.advantage.gamma=0.9"] if name == "gae" else []
+    config = config_of(*(CRITIC if needs_values else []), *discount, f"algorithm.advantage_estimator={name}")
     batch = scored(rows, config, tools=tools)
-    if name == "gae":
+    if needs_values:
         batch = with_values(batch, config.algorithm)
     metrics = sample_metrics(batch, ["y", "z"]) | staleness_metrics(batch, STEP) | log_prob_gap(batch)
     metrics["entropy"] = entropy_estimate(batch)
