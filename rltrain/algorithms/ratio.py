@@ -19,7 +19,7 @@ def as_mask(mask: Tensor) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` as floats, with masked slots set to 0 without gradient, even if they hold NaN or inf."""
+    """Return `values` as floats, with each masked slot set to 0 without gradient, even if the slot holds NaN or inf."""
     values = as_float(values)
     return torch.where(mask, values, torch.zeros_like(values))
 
