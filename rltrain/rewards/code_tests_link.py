@@ -343,7 +343,7 @@ def _made(link: Link, what: str, *words: Any) -> Any:
         case _:
             found = None
     if found is None:
-        raise pickle.UnpicklingError("no such description")
+        raise pickle.UnpicklingError("the description of an object is not valid")
     return found
 
 
