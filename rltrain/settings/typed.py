@@ -59,7 +59,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """Return the ConfigError for a key that does not exist. The message of this error names the most similar key."""
+    """Return the ConfigError for a key that does not exist. The error message names the most similar key."""
     hint = f"; the nearest known key is '{max(known, key=lambda name: _likeness(key, name))}'" if known else ""
     return ConfigError(f"unknown config key '{key}'{hint}")
 
@@ -115,7 +115,7 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     return float(value) if hint is float else value
 
 
-LARGEST_INT = 2**63 - 1  # This is the largest number that an int64 tensor can hold.
+LARGEST_INT = 2**63 - 1  # Largest number that an int64 tensor can hold.
 
 _KINDS: dict[Any, str] = {
     int: "a whole number below 2^63",
