@@ -78,8 +78,8 @@ def _persistently(model: str, revision: str | None) -> Path:
         try:
             return snapshot(model, revision, tqdm_class=_progress_class())
         except (HfHubHTTPError, LocalEntryNotFoundError, ValueError):
-            # A further attempt would not help: the hub has answered, or huggingface_hub has already tried several
-            # times.
+            # A further attempt would not help: the hub has answered with an error, or huggingface_hub has already tried
+            # several times.
             raise
         except Exception as error:
             if attempt == _ATTEMPTS or _is_of_disk(error):

@@ -26,7 +26,7 @@ from rltrain.settings.typed import require
 # No data column may have one of these names, because reward functions get parts of the scored answer under these names.
 RESERVED_COLUMNS = ("response", "finish_reason", "prompt_messages", "response_ids")
 _BATCH = 1024  # Maximum number of prompts that are tokenized in one call.
-_ROUND_TRIPS = 64  # Number of prompts whose decoded token ids are compared with the original text.
+_ROUND_TRIPS = 64  # Number of prompts whose token ids are decoded and compared with the original text.
 
 
 @dataclass(frozen=True)
