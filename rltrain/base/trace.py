@@ -197,7 +197,7 @@ def add(name: str, track: str, start_ns: int, **args: Any) -> None:
 
     Args:
         name: label of the event in the timeline.
-        track: name of the timeline rows; events that overlap in time get separate rows of this name.
+        track: name of the timeline rows; events that overlap in time get separate rows with the same name.
         start_ns: wall-clock time of the start, in nanoseconds since 1970.
         args: details of the event, as plain JSON values.
     """

@@ -150,8 +150,8 @@ def _in_cache(name: HubName) -> Path | None:
     from rltrain.data.hub_download import snapshot
 
     try:
-        # `get_cached_repo_tree` raises an error if the cache has no list of the commit's files. Without such a list,
-        # `snapshot` would accept any cached folder as complete.
+        # `get_cached_repo_tree` raises an error if the cache has no list of the commit's files. Without a list of the
+        # commit's files, `snapshot` would accept any cached folder as complete.
         get_cached_repo_tree(name.model, revision=name.revision)
         return snapshot(name.model, name.revision, local_files_only=True)
     except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):

@@ -38,8 +38,8 @@ def main(model: str, revision: str | None) -> None:
 def snapshot(model: str, revision: str | None, **options: Any) -> Path:
     """Download those files of a model that a run needs, and return the model's snapshot folder in the cache.
 
-    The weights are downloaded as safetensors files. Older torch files are used only if the model has no safetensors
-    files.
+    The weights are downloaded as safetensors files. Torch files, an older format, are used only if the model has no
+    safetensors files.
 
     Args:
         model: the model's name on the hub, without its revision.

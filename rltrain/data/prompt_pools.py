@@ -22,7 +22,8 @@ among any m consecutive draws, a pool with fraction f is chosen about m f times,
 If the chosen pool is empty, the draw takes a normal prompt. If the normal pool is empty too, the draw takes an unseen
 prompt. If the normal and the unseen pool are both empty, the draw takes a random prompt from the hard and easy pools.
 After all prompts have left the normal pool, the sampling is therefore almost the same as passes through the whole data.
-If the draw took only hard prompts in this case, the policy would be trained only on prompts that it fails to solve.
+If the draw took only hard prompts while the normal and the unseen pool are empty, the policy would be trained only on
+prompts that it fails to solve.
 
 Within a pool, prompts are drawn without replacement: a pass through a pool is a random permutation of its prompts, and
 a drawn prompt can be drawn again in the next pass at the earliest. A prompt is *in flight* from its draw until the
@@ -58,7 +59,7 @@ class _Pool:
 
     Attributes:
         passes: number of passes through the pool that have begun.
-        left: prompt indices that the current pass has not drawn yet. The last index is drawn next.
+        left: prompt indices that the current pass has not drawn yet. The index at the end of `left` is drawn next.
         returned: prompt indices of the next pass, in the order in which they were returned to the pool.
     """
 
@@ -235,7 +236,8 @@ def most_in_flight(prompts_per_step: int, steps_ahead: int, dynamic_sampling: in
     Args:
         prompts_per_step: number of groups of a training step (P).
         steps_ahead: number of training steps for which groups are generated in advance.
-        dynamic_sampling: `algorithm.dynamic_sampling`: a step generates at most this multiple of P groups.
+        dynamic_sampling: value of `algorithm.dynamic_sampling`: a step generates at most `dynamic_sampling` times P
+            groups.
     """
     return prompts_per_step * (steps_ahead + max(1, dynamic_sampling))
 

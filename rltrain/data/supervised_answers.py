@@ -1,7 +1,7 @@
 """Supervised answers: answers in the training data that the supervised loss trains on, as token ids.
 
 The config key `data.sft_response` names the column with the answers, or is a template of columns such as
-`{solution} #### {answer}`. A row without a value in one of these columns has no supervised answer.
+`{solution} #### {answer}`. A row that has no value in a column that `data.sft_response` names has no supervised answer.
 
 The token ids of a supervised answer are ids that the model itself could sample after the prompt. The text of a sampled
 answer is decoded from the answer's ids alone, so the text of a supervised answer is encoded alone too, never together
@@ -40,8 +40,8 @@ class SupervisedOptions:
         max_length: maximum number of tokens in an answer, including the end token.
         end_ids: ids of the tokens that end an answer of the model.
         stop: strings that end an answer of the model.
-        overlong: what happens to answers with more than `max_length` tokens. "refuse" raises an error for answers that
-            are too long. "filter" leaves out answers that are too long, but keeps their prompts.
+        overlong: what happens to answers with more than `max_length` tokens. "refuse" raises an error for an answer
+            that is too long. "filter" leaves out each answer that is too long, but keeps its prompt.
     """
 
     response: str
@@ -231,7 +231,7 @@ class AnswerEncoder:
     def _as_text(self, text: str, name: str, place: str) -> list[int]:
         """Encode an answer so that the names of control tokens stay ordinary text."""
         what = f"{place}: the supervised answer contains {name}, the name of a control token"
-        allow = "set data.special_tokens=allow to encode such text as control tokens"
+        allow = "set data.special_tokens=allow to encode the names of control tokens as control tokens"
         require(
             self._special_tokens == "text",
             f"{what}, which data.special_tokens=refuse forbids; change the answer, set data.special_tokens=text to "

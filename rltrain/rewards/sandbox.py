@@ -119,10 +119,11 @@ def run(
         code: Python source of the program.
         stdin: text that the program can read from standard input.
         judge: source of a second program that runs next to the first program. Two pipes connect the program and the
-            judge, the second program in the sandbox. The program and the judge each read from and write to these pipes
-            at the file descriptors `sandbox_inside.LINK`, a tuple (read, write). The program cannot access the judge's
-            memory, source or output, except in the weak form of the sandbox if the current user is root. If a judge is
-            given, the run ends when the judge ends, and the result has the exit code and the status of the judge.
+            judge, the second program in the sandbox. The program and the judge each use the file descriptors
+            `sandbox_inside.LINK`, a tuple (read, write), to read from one pipe and write to the other pipe. The program
+            cannot access the judge's memory, source or output, except in the weak form of the sandbox if the current
+            user is root. If a judge is given, the run ends when the judge ends, and the result has the exit code and
+            the status of the judge.
         timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.

@@ -394,8 +394,9 @@ class AlgorithmConfig:
     positive_nll_coef: float = key(
         "Coefficient of a loss term for the tokens of correct answers: their mean negative log-likelihood (VAPO, "
         "arXiv:2504.05118 section 4.3). An answer is correct if a reward function says so (success); with "
-        "suppress_truncated, an answer that was cut at the length limit never counts as correct. A token whose "
-        "policy-loss term is dropped keeps this term. 0: the loss has no such term.",
+        "suppress_truncated, an answer that was cut at the length limit never counts as correct. Tokens whose "
+        "policy-loss term is dropped keep their negative log-likelihood in the loss. 0: no loss term for correct "
+        "answers.",
         at_least=0,
     )
     correction: CorrectionConfig = key(

@@ -7,7 +7,7 @@ from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
 TEACHER = "teacher"  # The role name of a teacher on the training ranks is "teacher", a space, and the teacher's name.
-TEACHER_KEY = "algorithm.distillation.teachers: path of '{}'"  # Error messages name a teacher's key `path` like this.
+TEACHER_KEY = "algorithm.distillation.teachers: path of '{}'"  # Template of a teacher's key `path` in error messages.
 REFERENCE = "reference"  # A teacher whose `path` has this value is the run's reference model.
 # Default prompt template of a teacher whose path is `reference`, as in SDFT, arXiv 2601.19897 section 3.
 DEMONSTRATION_TEMPLATE = (

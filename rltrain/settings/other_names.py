@@ -149,8 +149,8 @@ NAMES = (
         "eps_clip_low_high",
     ),
     Name("algorithm.loss.clip_ratio_c", "delta", "actor_rollout_ref.actor.clip_ratio_c", "dual_clip"),
-    Name("algorithm.advantage.gamma", "gamma", "algorithm.gamma", "gamma", "for estimators that take it, such as gae"),
-    Name("algorithm.advantage.lam", "lam", "algorithm.lam", "lambd", "for estimators that take it, such as gae"),
+    Name("algorithm.advantage.gamma", "gamma", "algorithm.gamma", "gamma", "for estimators with gamma, such as gae"),
+    Name("algorithm.advantage.lam", "lam", "algorithm.lam", "lambd", "for estimators with lam, such as gae"),
     Name("algorithm.mask_truncated", "mask_truncated_completions"),
     Name(
         "algorithm.dynamic_sampling",

@@ -7,9 +7,9 @@ pages and the comments, and prints the names of the changed files:
     python -m rltrain.settings.reference
 
 A YAML file that inherits from another choice of its config group contains only the values that differ from that choice.
-The comments in an inheriting file are not replaced, because they explain why the file sets these values. A YAML file
-that does not inherit contains every key of its sections, and the comments of these keys are generated. The comment at
-the start of a YAML file, and comments above lines without a key, are kept.
+The comments in an inheriting file are not replaced, because they explain why the file sets particular values. A YAML
+file that does not inherit contains every key of its sections, and the comments of all keys are generated. The comment
+at the start of a YAML file, and comments above lines without a key, are kept.
 """
 
 import re

@@ -188,7 +188,7 @@ class TrainerConfig:
     def steps_ahead(self) -> int:
         """Number of training steps by which the engines may run ahead of training.
 
-        With `reuse`, a part of the staleness bound is left for the steps in which groups are trained on again.
+        With `reuse`, a part of the staleness bound is reserved for the steps in which groups are trained on again.
         """
         return self.max_staleness - (self.reuse.steps if self.reuse else 0)
 
@@ -252,12 +252,13 @@ class ModelConfig:
         changeable=True,
     )
     cpu_offload: bool = key(
-        "Keep parameters and optimizer state in CPU memory while they are not in use. On CPUs, this key has no effect.",
+        "Keep parameters and optimizer state in CPU memory while they are not in use. On CPUs, cpu_offload has no "
+        "effect.",
         changeable=True,
     )
     compile: bool = key(
         "Compile each layer with torch.compile. The first training steps become slower, and all later training steps "
-        "become faster. On CPUs, this key has no effect.",
+        "become faster. On CPUs, compile has no effect.",
         changeable=True,
     )
     lora: LoRAConfig | None = key(
@@ -282,11 +283,11 @@ class OptimizerConfig:
     beta2: float = key("AdamW's decay rate for the moving average of squared gradients.", at_least=0, below=1)
     weight_decay: float = key("Coefficient of AdamW's decoupled weight decay.", at_least=0)
     max_grad_norm: float = key(
-        "Maximum norm of a gradient. A gradient with a larger norm is scaled down to this norm.", above=0
+        "Maximum norm of a gradient. A gradient with a larger norm is scaled down to the maximum norm.", above=0
     )
     max_tokens_per_microbatch: int = key(
-        "Maximum number of prompt and response tokens in one forward pass. This key limits memory and does not change "
-        "the results.",
+        "Maximum number of prompt and response tokens in one forward pass. The maximum bounds the memory and does not "
+        "change the results.",
         at_least=1,
         changeable=True,
     )
@@ -428,11 +429,11 @@ class VLLMConfig:
     )
     tensor_parallel_size: int = key("Number of shards of one engine. Each shard runs on a separate device.", at_least=1)
     kv_cache_mb: int = key(
-        "Size of one engine's KV cache on CPUs. On GPUs, this key has no effect.", unit="MB", at_least=1
+        "Size of one engine's KV cache on CPUs. On GPUs, kv_cache_mb has no effect.", unit="MB", at_least=1
     )
     gpu_memory_utilization: float = key(
-        "Fraction of a GPU's memory that an engine may use for weights, activations and KV cache. On CPUs, this key "
-        "has no effect.",
+        "Fraction of a GPU's memory that an engine may use for weights, activations and KV cache. On CPUs, "
+        "gpu_memory_utilization has no effect.",
         above=0,
         at_most=1,
     )
@@ -468,14 +469,14 @@ class RolloutConfig:
         refusal="{name} must be {rule}, got {value}: sampling needs randomness",
     )
     top_p: float = key(
-        "Sample each token only from the smallest set of most likely tokens whose probabilities sum to at least this "
-        "share. The loss still uses the whole distribution. 1: all tokens.",
+        "Sample each token only from the smallest set of most likely tokens whose probabilities sum to at least "
+        "top_p. The loss still uses the whole distribution. 1: all tokens.",
         above=0,
         at_most=1,
     )
     top_k: int = key(
-        "Sample each token only from this number of most likely tokens. The loss still uses the whole distribution. "
-        "0: all tokens.",
+        "Sample each token only from the top_k most likely tokens. The loss still uses the whole distribution. 0: all "
+        "tokens.",
         at_least=0,
         refusal="{name} must be {rule}, got {value}: 0 turns top-k sampling off",
     )

@@ -65,12 +65,13 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def _likeness(key: str, name: str) -> float:
-    # A key that the user wrote in a wrong section should still match well. Therefore, 0.9 times the similarity of the
-    # two key names without their sections also counts.
+    # A key that the user wrote in a wrong section should still match well, so 0.9 times the similarity of the two key
+    # names without their sections also counts.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
     # A user may write only the beginning of a long key name. By SequenceMatcher's ratio alone, an unrelated short name
-    # could be more similar. Therefore, a name that starts with the user's key has a likeness of at least 0.9.
+    # could be more similar to such a beginning than the long name, so a name that starts with the user's key has a
+    # likeness of at least 0.9.
     return max(whole, 0.9 * last, 0.9 * name.startswith(key))
 
 
