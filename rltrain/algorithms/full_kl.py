@@ -32,9 +32,10 @@ def full_kl(
     can have logits of -inf for the same words. If only the reference has a logit of -inf for a word, the KL is inf.
 
     At most `chunk_size` logits (positions times words) of each model are in memory at a time. The backward pass
-    recomputes the logits and keeps to the same bound. If `chunk_size` is None, `full_kl` uses a chunk size that suits
-    the device. The chunk size does not change the computed KL. Each matrix product is computed in the dtype of its
-    factors, as in the models. All other operations use float64 if the product is float64, and float32 otherwise.
+    recomputes the logits, with at most `chunk_size` logits of each model in memory. If `chunk_size` is None, `full_kl`
+    uses a chunk size that suits the device. The chunk size does not change the computed KL. Each matrix product is
+    computed in the dtype of its factors, as in the models. All other operations use float64 if the product is float64,
+    and float32 otherwise.
 
     `full_kl` takes no mask, so the caller must select the trained positions first. The KL covers the whole distribution
     at a position, so its mean over sampled contexts needs no importance ratio for the token that was sampled at the

@@ -45,7 +45,7 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
 def row_log_ratio(log_ratio: Tensor) -> Tensor:
     """Sum the safe log-ratios of each row, as (B, 1), clamped to [-20, 20] and without gradient.
 
-    The exponential of the sum is the ratio of the whole row, pi(y) / pi_old(y).
+    The exponential of the returned sum is the ratio of the whole row, pi(y) / pi_old(y).
     """
     return log_ratio.detach().sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 

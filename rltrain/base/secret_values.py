@@ -26,9 +26,9 @@ _LOOKS_LIKE_ONE = (
     rf"|{_PEM.format('BEGIN')}(?s:.*?)(?:{_PEM.format('END')}|\Z)"
 )
 _OPTION = re.compile(r"(?:^|_)(?:api_?key|secret|secret_key|password|passwd|(?:access|auth|bearer|api)_token)$", re.I)
-# repr() and JSON escape a backslash, and nested escapes multiply the backslashes. `_BACKSLASHES` therefore matches any
-# number of backslashes. The quantifier in `_BACKSLASHES` is possessive, and a match cannot start between two
-# backslashes, so that matching a text of only backslashes takes linear time.
+# repr() and JSON escape a backslash, and nested escapes multiply the backslashes, so `_BACKSLASHES` matches any number
+# of backslashes. The quantifier in `_BACKSLASHES` is possessive, and a match cannot start between two backslashes, so
+# that matching a text of only backslashes takes linear time.
 _BACKSLASHES = r"(?<!\\)\\++"
 _LINE_BREAK = rf"{_BACKSLASHES}(?:[nr]|x0[ad]|u000[ad])"
 _GAP = rf"(?:\s|{_LINE_BREAK}|{_BACKSLASHES}[tvf]|%20|%0[9adAD])*"

@@ -103,7 +103,7 @@ class Folder:
     def names(self) -> list[str]:
         """Return the names of all files and subfolders directly in the folder.
 
-        If the folder does not exist, the list is empty.
+        If the folder does not exist, the returned list is empty.
         """
         self.fs.invalidate_cache()
         try:

@@ -201,8 +201,8 @@ def _set_overlong_buffer(shaping: Any, max_response_length: Any) -> None:
 def _set_critic_warmup(critic: dict[str, Any], estimator: Any, total_steps: Any) -> None:
     """Replace `warmup_steps: auto` by a number of training steps.
 
-    For an estimator in `PRETRAINED`, the number of warm-up steps is `WARMUP_STEPS`, but at most half of the run. For
-    other estimators, the number is 0.
+    For an estimator in `PRETRAINED`, the number of warm-up steps is `WARMUP_STEPS`, but at most half of the run. For an
+    estimator outside `PRETRAINED`, the number of warm-up steps is 0.
     """
     if critic.get("warmup_steps") != AUTO:
         return

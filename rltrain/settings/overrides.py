@@ -161,7 +161,7 @@ def _load(path: Path, where: str) -> dict[str, Any]:
         # Hydra's YAML loader is used, which accepts only plain values.
         values = get_yaml_loader()(path.read_text("utf-8")).get_single_data()
     except FileNotFoundError:
-        raise ConfigError(f"{where}: no such file; check the path (it starts at {Path.cwd()})") from None
+        raise ConfigError(f"{where}: no such file; check the path (relative paths start at {Path.cwd()})") from None
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}); name a YAML file") from None
     except (yaml.YAMLError, ValueError) as error:
