@@ -1,7 +1,7 @@
 """Reinforcement-learning algorithms as pure functions on tensors, in a package that imports only torch.
 
-Importing the package `rltrain.algorithms` registers all algorithms by name. The module `registry` states the contract
-that every registered function follows.
+Importing the package `rltrain.algorithms` registers all algorithms by name. The module `rltrain.algorithms.registry`
+states the contract that every registered function follows.
 """
 
 from rltrain.algorithms import advantages as _advantages

@@ -26,7 +26,7 @@ def aggregate_loss(
         seq-mean-token-sum-norm  sum_bt l_bt / (num_sequences * max_response_length)      Dr GRPO, arXiv 2503.20783
 
     `num_tokens` is the number of trained tokens of the whole mini-batch, over all micro-batches and ranks.
-    `num_sequences` is the number of rows of the whole mini-batch that have a trained token. If `num_tokens` and
+    `num_sequences` is the number of rows with a trained token in the whole mini-batch. If `num_tokens` and
     `num_sequences` are counted over the whole mini-batch, the losses of the micro-batches add up to the loss of the
     mini-batch, for every split into micro-batches. A count (`num_tokens` or `num_sequences`) that is None is computed
     from `response_mask`. Masked tokens, and rows with no trained token, add exactly 0. If the batch has no trained

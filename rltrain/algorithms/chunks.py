@@ -8,8 +8,9 @@ from torch import Tensor
 
 from rltrain.algorithms.ratio import as_float
 
-LEAST_LOG = -1e4  # Finite replacement for -inf: exp gives 0 in every dtype, and 0 * LEAST_LOG is 0, not NaN.
-# Largest number of rows in a chunk; more rows would leave room for fewer columns without a faster matrix product.
+LEAST_LOG = -1e4  # Finite replacement for -inf: exp(LEAST_LOG) is 0 in every dtype, and 0 * LEAST_LOG is 0, not NaN.
+# Largest number of rows in a chunk. More rows would not make the matrix product faster, and would leave room for fewer
+# columns.
 MAX_ROWS = 2048
 # Number of logits per chunk, by device type.
 # On a CPU, a chunk must fit into the cache, because the computation reads the chunk several times. On other devices,

@@ -1,8 +1,8 @@
 """Controllers that adapt the coefficients of the KL penalty and of the entropy bonus to measurements.
 
-The attribute `value` of a KL or entropy controller is the current coefficient. The method `update` changes this
-coefficient after a measurement of the KL or entropy. The method `state_dict` returns what a checkpoint saves of the
-controller.
+The attribute `value` of a KL or entropy controller is the current coefficient. The method `update` changes the current
+coefficient after a measurement of the KL or entropy. The method `state_dict` returns the part of the controller's state
+that a checkpoint saves.
 """
 
 import math
@@ -97,7 +97,7 @@ class AdaptiveEntropyController(FixedEntropyController):
     constructor's `entropy_coef` (at 0 in the paper), and `value` equals this initial coefficient until the first
     measurement.
 
-    The controller differs from Skywork-OR1 in three ways:
+    `AdaptiveEntropyController` differs from the method of Skywork-OR1 in three ways:
 
     * c is never below 0. A negative c would turn the entropy bonus into a penalty when the entropy next falls below the
       target.

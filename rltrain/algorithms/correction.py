@@ -41,7 +41,7 @@ def rollout_correction(
     w is outside of [lower, upper]:
 
         truncate  w is clamped to the bounds and no token is dropped; lower=0 gives TIS (truncated importance sampling)
-        mask      tokens outside are dropped; tokens inside have weight w (IcePop, arXiv 2510.18855). At the levels
+        mask      a token whose w is outside is dropped; all others have weight w (IcePop, arXiv 2510.18855). At levels
                   sequence and geometric, all tokens of a row have the same w, so whole rows are dropped
 
     A value of None for `lower` or `upper` means no bound. If `advantages` A are given, the mode "mask" drops only
@@ -57,8 +57,8 @@ def rollout_correction(
     Log-ratios are clamped to [-20, 20]. The inputs in masked slots are ignored.
 
     Returns:
-        (weights, mask, metrics). The weights (B, T) are detached, and 0 outside of the mask. The mask (B, T) is bool
-        and a subset of `response_mask`. The sums over `response_mask` in the metrics are `weight_mean`,
+        (weights, mask, metrics). The weights (B, T) are detached, and are 0 outside of the mask. The mask (B, T) is
+        bool and a subset of `response_mask`. The sums over `response_mask` in the metrics are `weight_mean`,
         `outside_fraction`, `dropped_fraction` and `rollout_kl`, which estimates KL(pi_rollout || pi_old).
 
     Raises:
@@ -105,10 +105,10 @@ def rollout_rejection(
     no bound. The knob `level` defines which values are compared with the bounds, and whether tokens or rows are
     dropped:
 
-        token     each token's value; the token is dropped
-        sequence  the mean over the row's trained tokens (k1: log of the geometric mean of pi_rollout / pi); the row is
-                  dropped
-        max       each token's value; the row is dropped if any one of its tokens is outside
+        token     each token's value is compared; a token whose value is outside of the bounds is dropped
+        sequence  the mean value of the row's trained tokens is compared (for k1, this mean is the log of the geometric
+                  mean of pi_rollout / pi); a row whose mean is outside of the bounds is dropped
+        max       each token's value is compared; a row is dropped if the value of any token is outside of the bounds
 
     If `advantages` A are given, only tokens with A < 0 are dropped at level token, and only rows whose mean A over
     their trained tokens is < 0 are dropped at the levels sequence and max.
@@ -175,7 +175,7 @@ def rollout_diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, respon
 def effective_sample_size(
     weight_sum: float | Tensor, weight_squared_sum: float | Tensor, count: float | Tensor
 ) -> float | Tensor:
-    """Compute (sum w)^2 / (count * sum w^2), in (0, 1]: the effective share of `count` weighted samples.
+    """Compute (sum w)^2 / (count * sum w^2), the effective share of `count` weighted samples, which is in (0, 1].
 
     The effective share is 1 if all weights are equal (as when engine and actor agree) or if `count` is 0. The formula
     of the effective sample size is from Kish, Survey Sampling (1965). Each argument is a number or a 0-dim tensor.

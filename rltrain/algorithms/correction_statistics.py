@@ -13,8 +13,8 @@ class CorrectionStatistics:
     """Statistics of the importance weights and of the tokens that keep their policy loss, over a whole mini-batch.
 
     Attributes:
-        weight_mean: mean importance weight, where dropped tokens and rows count with weight 0. The mean is 1 if nothing
-            is kept, so that it can be a divisor.
+        weight_mean: mean importance weight, where dropped tokens and rows count with weight 0. If no token keeps its
+            policy loss, `weight_mean` is 1, so that a division by `weight_mean` is always possible.
         num_tokens: number of tokens that keep their policy loss.
         num_sequences: number of rows with at least one token that keeps its policy loss.
     """
@@ -33,12 +33,12 @@ def correction_statistics(weights: Tensor, kept: Tensor, response_mask: Tensor, 
         token                mean = sum_bt w_bt / N
         sequence, geometric  mean = sum_b w_b / S
 
-    Weights that are divided by their mean are self-normalised: their mean is 1, so a common factor of all weights has
-    no effect, and the weighted mean sum w l / sum w is consistent, although biased, also where the weights do not
-    average to 1 (weighted importance sampling; Owen, Monte Carlo theory, 2013, section 9.2).
+    Importance weights that are divided by their mean are self-normalised: their mean is 1, and a common factor of all
+    weights has no effect. The self-normalised estimate sum w l / sum w of a mean loss is biased but consistent, even if
+    the weights w do not average to 1 (weighted importance sampling; Owen, Monte Carlo theory, 2013, section 9.2).
 
-    The mean, and the counts of kept tokens and rows, must cover the whole mini-batch over all micro-batches and ranks.
-    Masked slots are ignored, whatever they hold.
+    The mean weight and the counts of kept tokens and rows must cover the whole mini-batch, over all micro-batches and
+    ranks. Values in masked slots are ignored, even NaN.
     """
     trained = as_mask(response_mask)
     kept = as_mask(kept) & trained

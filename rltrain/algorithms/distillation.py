@@ -1,8 +1,9 @@
 """Distillation on the policy's own answers: the reverse KL from the policy to a teacher, as an advantage or as a loss.
 
-The policy samples an answer, and a teacher scores the tokens of the answer. Both forms lower the reverse KL divergence
-KL(pi || pi_T) at each token, averaged over the contexts that the policy visits. `rltrain.algorithms.full_kl` computes
-the exact divergence over the vocabulary; the functions here need only the log-probs of the sampled tokens.
+The policy samples an answer, and a teacher scores the tokens of the answer. `distilled_advantages` and
+`sampled_teacher_kl` each lower the reverse KL divergence KL(pi || pi_T) at each token, averaged over the contexts that
+the policy visits. The functions of this module need only the log-probs of the sampled tokens, whereas
+`rltrain.algorithms.full_kl` computes the exact divergence over the vocabulary.
 """
 
 import torch
@@ -37,14 +38,15 @@ def distilled_advantages(
 
 
 def sampled_teacher_kl(log_probs: Tensor, old_log_probs: Tensor, teacher_log_probs: Tensor, taught: Tensor) -> Tensor:
-    """Estimate the reverse KL(pi || pi_T) from the sampled tokens, with the gradient of the reverse KL; (B, T).
+    """Estimate the reverse KL(pi || pi_T) from the sampled tokens, with the gradient of the reverse KL: (B, T).
 
         l_t = r_t d_t,   d_t = log(pi(y_t) / pi_T(y_t)),   r_t = pi(y_t) / pi_old(y_t)
         grad l_t = r_t d_t grad log pi(y_t)
 
     For tokens that were sampled from pi_old, the mean of l_t is the reverse KL divergence, and the mean of its gradient
     is the gradient of the reverse KL divergence (arXiv 2601.02780 eqs. 5 and 6). The importance ratio r_t is 1 in the
-    first optimizer step on the answers. d_t and log r_t are clamped to [-20, 20], also as the weights of the gradient.
+    first optimizer step on the answers. d_t and log r_t are clamped to [-20, 20], both in the value of l_t and in its
+    gradient.
 
     `taught` is True at the tokens of answers that a teacher has scored. At all other tokens, the estimate is exactly 0
     and has no gradient, whatever the other tensors hold.

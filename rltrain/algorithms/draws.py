@@ -7,7 +7,7 @@ from torch import Tensor
 def uniform_draws(lengths: Tensor, *, seed: int, step: int) -> Tensor:
     """Return one random number in [0, 1) for each token of each row, row after row, as (N,) float64.
 
-        u = h(h(h(h(seed) + step) + row) + token) / 2^64, its first 53 bits
+        u = h(h(h(h(seed) + step) + row) + token) / 2^64, rounded down to 53 bits
         h(x): the output of SplitMix64 at state x (doi 10.1145/2660193.2660195), a bijection on 64 bits
 
     `lengths` (B,) int64 holds the number of tokens of each row, which can be 0. N is the sum of `lengths`.
@@ -26,7 +26,7 @@ def stream_draws(streams: Tensor, tokens: Tensor) -> Tensor:
     """Return one random number in [0, 1) for each pair of a stream and a token index, as (N,) float64.
 
     `streams` (N,) holds the seeds of the streams, and `tokens` (N,) holds the token indices. The random number is
-    h(h(stream) + token) / 2^64, with h as in `uniform_draws`.
+    h(h(stream) + token) / 2^64, where h is the hash function defined in `uniform_draws`.
     """
     return _shift(_hash(_hash(streams) + tokens), 11).double() * 2.0**-53
 

@@ -31,10 +31,11 @@ def full_kl(
     A word of probability 0 under the policy adds exactly 0 to the KL and has no gradient. The policy and the reference
     can have logits of -inf for the same words. If only the reference has a logit of -inf for a word, the KL is inf.
 
-    Each model has at most `chunk_size` logits (positions times words) in memory at a time, also in the backward pass,
-    which recomputes the logits. If `chunk_size` is None, a size that suits the device is used. The chunk size does not
-    change the computed KL. Each matrix product is computed in the dtype of its factors, as in the models. All other
-    operations use float64 if the product is float64, and float32 otherwise.
+    At most `chunk_size` logits (positions times words) of each model are in memory at a time. The backward pass
+    recomputes the logits, with at most `chunk_size` logits of each model in memory. If `chunk_size` is None, `full_kl`
+    uses a chunk size that suits the device. The chunk size does not change the computed KL. Each matrix product is
+    computed in the dtype of its factors, as in the models. All other operations use float64 if the product is float64,
+    and float32 otherwise.
 
     `full_kl` takes no mask, so the caller must select the trained positions first. The KL covers the whole distribution
     at a position, so its mean over sampled contexts needs no importance ratio for the token that was sampled at the
@@ -56,7 +57,7 @@ def full_kl(
     if (len(hidden), len(head)) != (len(ref_hidden), len(ref_head)):
         raise ValueError(
             f"N={len(hidden)}, V={len(head)} of the policy and N={len(ref_hidden)}, V={len(ref_head)} of the reference "
-            "must agree; take both at the same positions, with the same vocabulary"
+            "must agree; give hidden states of both models at the same positions, and models with the same vocabulary"
         )
     size = default_chunk_size(hidden.device) if chunk_size is None else chunk_size
     result: Tensor = _FullKL.apply(  # type: ignore[no-untyped-call]

@@ -1,8 +1,8 @@
 """KL divergence: estimators from samples, and the KL penalty in the reward.
 
-In the docstrings of the module `kl`, d is log pi - log pi_ref of a sampled token. The value of an estimator can
-estimate one quantity while the gradient of the estimator minimises another quantity. The docstring of each estimator
-also states the expected gradient when tokens are sampled from pi itself.
+In the docstrings of the module `kl`, d is log pi - log pi_ref of a sampled token. An estimator's value can estimate one
+quantity while the estimator's gradient minimises another quantity. The docstring of each estimator also states the
+expected gradient when tokens are sampled from pi itself.
 """
 
 import functools
@@ -15,7 +15,8 @@ from torch import Tensor
 from rltrain.algorithms.ratio import MAX_LOG_RATIO, as_float, as_mask, k3_unbounded, masked, safe_log_ratio
 from rltrain.algorithms.registry import KL_ESTIMATORS
 
-# bound of k3 in nats; reached where pi is 14 times below the reference, or 60,000 times above the reference
+# Bound of k3 in nats. k3 reaches the bound where pi is 1/14 of the reference's probability, or 60,000 times that
+# probability.
 MAX_K3 = 10.0
 
 
@@ -92,15 +93,15 @@ def kl_estimate(
     * The products r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. The
       product r k3 is the unbiased KL estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
     * The products r k2 and r abs have the gradients of the means of k2 and of abs over samples from pi.
-    * A "+" estimator, such as k3+, already has the complete gradient, so a gradient through r would count it twice. For
-      a "+" estimator, r is detached and only reweights the estimate.
+    * A "+" estimator, such as k3+, already has the complete gradient, to which a gradient through r would add a second
+      time. For a "+" estimator, r is detached and only reweights the estimate.
 
-    At a token where k3 is at its bound of 10, no gradient flows through r, because the gradient of r times a constant
-    would drive log pi further away from the reference. The bound of 10 nats applies to k3 before the multiplication by
-    r. log r is clamped to [-20, 20].
+    At a token where k3 is at its bound of 10, no gradient flows through the ratio r, because the gradient of r times a
+    constant would drive log pi further away from the reference. The bound of 10 nats applies to k3 before k3 is
+    multiplied by r. log r is clamped to [-20, 20].
 
     `kl_estimate` takes no mask. At a token with a NaN or inf input, the result is NaN and has no gradient.
-    `aggregate_loss` drops a NaN in a masked slot, and lets a NaN in a trained slot show in the loss.
+    `aggregate_loss` ignores a NaN in a masked slot; a NaN in a trained slot makes the loss NaN.
 
     Raises:
         ValueError: if `kl_estimator` is not registered.

@@ -42,7 +42,7 @@ def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: b
 
     Each column of `scores` has its own statistics. `valid` has the shape of the scores. If a population has no valid
     row, its mean and std are 0 and `highest` is -inf. A population of at least two valid rows that includes a NaN or
-    inf counts as varied, so that results computed from it are not finite either.
+    inf counts as varied, so that the normalised scores are not finite either.
     """
     zeros, inf = torch.zeros_like(scores), torch.full_like(scores, torch.inf)
     where = members.view(-1, *[1] * (scores.dim() - 1)).expand_as(scores)
@@ -52,7 +52,7 @@ def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: b
     variance = group_sum(squares, members) / (count - int(unbiased)).clamp(min=1)
     highest = (-inf).scatter_reduce(0, where, scores.where(valid, -inf), "amax")[members]
     lowest = inf.scatter_reduce(0, where, scores.where(valid, inf), "amin")[members]
-    unknown = ~mean.isfinite()  # max > min is False if a score is NaN, but a population with a NaN is not constant
+    unknown = ~mean.isfinite()  # `highest > lowest` is False if a score is NaN, but scores with a NaN are not all equal
     return Statistics(count, mean, variance.sqrt(), highest, (count >= 2) & ((highest > lowest) | unknown))
 
 
@@ -113,7 +113,7 @@ def normalize_rewards(
     the mean over all *other* rows of the population is subtracted from the score of a row, which gives k/(k-1) (r -
     mean) for k rows.
 
-    A row that is not `valid` has no score, is excluded from the statistics and gets 0.
+    A row that is not `valid` has no score, is excluded from the statistics and gets the result 0.
 
     A valid row that is not `counted` (B,) is also excluded from the statistics, but it is normalised by the statistics
     of the counted rows, as in `normalize_advantages`. For example, a truncated answer that is excluded from the
@@ -122,8 +122,8 @@ def normalize_rewards(
 
     A population with fewer than two counted rows, or with max == min, has no usable spread. In a population without
     spread, the deviations of counted rows from the mean are exactly 0, a row that is not counted gets its deviation
-    from the mean, and no deviation is divided by the std. The mean of zero rows is 0. Sums are computed in float64, so
-    that the order of rows does not affect the result.
+    from the mean, and no deviation is divided by the std. The mean over a population without counted rows is 0. Sums
+    are computed in float64, so that the order of rows does not affect the result.
 
     Raises:
         ValueError: if a level is unknown, or if `leave_one_out` is used without a mean level or with a std level.
@@ -187,7 +187,7 @@ def combine_rewards(
 
 
 def _gated(scores: Tensor, applies: Tensor, gates: Tensor) -> Tensor:
-    """Set a component of a row to 0 if another component is a closed gate, that is, a non-NaN gate <= 0."""
+    """Set a component of a row to 0 if another component is a closed gate, that is, a gate whose score is <= 0."""
     shut = gates & applies & (scores <= 0)
     shut_by_others = shut.sum(-1, keepdim=True) - shut.long() > 0
     return scores.masked_fill(shut_by_others, 0)
@@ -240,7 +240,8 @@ def normalize_advantages(
 
     A population with fewer than two counted tokens, or with max == min, has no usable spread. In a population without
     spread, the deviations of counted tokens from the mean are exactly 0, a token that is not counted gets its deviation
-    from the mean, and no deviation is divided by the std. The mean of zero tokens is 0. Sums are computed in float64.
+    from the mean, and no deviation is divided by the std. The mean over a population without counted tokens is 0. Sums
+    are computed in float64.
 
     Raises:
         ValueError: if a level is unknown, if `leave_one_out` is used without a mean level or with a std level, or if a
@@ -259,8 +260,8 @@ def normalize_advantages(
     rows = torch.ones_like(uid, dtype=torch.bool) if counted is None else as_mask(counted)
     trained = as_float(advantages.detach())[mask]
     group, member = (row[:, None].expand(mask.shape)[mask] for row in (uid, rows))
-    # The groups are numbered among the trained tokens: a number may not exceed the count of tokens, which may be below
-    # the number of groups.
+    # Number only the groups that have trained tokens, because `group_sum` needs group numbers below the number of
+    # tokens, and the batch may have more groups than trained tokens.
     group = group_index(group)
     result = _normalized(trained.double(), group, member, levels).to(trained.dtype)
     return torch.zeros_like(mask, dtype=trained.dtype).masked_scatter(mask, result)

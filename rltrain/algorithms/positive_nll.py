@@ -18,18 +18,18 @@ def positive_nll(
         L_NLL = - sum_{i in C} sum_t log pi(y_{i,t}) / sum_{i in C} |y_i|
 
     C is the set of the correct answers of the mini-batch, and |y_i| the number of trained tokens of answer i. The
-    denominator counts only tokens of correct answers, so the term does not become weaker if few answers are correct.
-    The loss weighs every token of C equally, whatever the aggregation of the policy loss is.
+    denominator counts only tokens of correct answers, so L_NLL does not become weaker if few answers are correct. The
+    loss weighs every token of C equally, whatever the aggregation of the policy loss is.
 
     Args:
         log_probs: log-probs of the current policy, (B, T), through which the gradient flows.
         response_mask: True at trained tokens, (B, T).
         positive_mask: True at the tokens of correct answers, (B, T). Tokens outside `response_mask` are ignored.
         num_positive_tokens: number of trained tokens of correct answers in the whole mini-batch, over all micro-batches
-            and ranks. If None, the tokens of this call are counted.
+            and ranks. If `num_positive_tokens` is None, the tokens of this call are counted.
 
     Returns:
-        A 0-dim tensor: the part of L_NLL that these tokens contribute; exactly 0 if no answer is correct.
+        A 0-dim tensor: the part of L_NLL that the tokens of this call contribute; exactly 0 if no answer is correct.
     """
     counted = as_mask(response_mask) & as_mask(positive_mask)
     return aggregate_loss(-log_probs, counted, "token-mean", num_tokens=num_positive_tokens)

@@ -19,7 +19,7 @@ def as_mask(mask: Tensor) -> Tensor:
 
 
 def masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Return `values` as floats, with masked slots set to 0 without gradient, even if they hold NaN or inf."""
+    """Return `values` as floats, with each masked slot set to 0 without gradient, even if the slot holds NaN or inf."""
     values = as_float(values)
     return torch.where(mask, values, torch.zeros_like(values))
 
@@ -45,7 +45,7 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
 def row_log_ratio(log_ratio: Tensor) -> Tensor:
     """Sum the safe log-ratios of each row, as (B, 1), clamped to [-20, 20] and without gradient.
 
-    The exponential of the sum is the ratio of the whole row, pi(y) / pi_old(y).
+    The exponential of the returned sum is the ratio of the whole row, pi(y) / pi_old(y).
     """
     return log_ratio.detach().sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 

@@ -4,8 +4,8 @@ Every registered function follows a contract with these rules:
 
 * Positional parameters are columns of the batch, and all are required. Keyword-only parameters are knobs, and all have
   a default.
-* Padded tensors are (B, T). `response_mask` is bool or 0/1. Slots where `response_mask` is 0 are ignored, whatever they
-  hold.
+* Padded tensors are (B, T). `response_mask` is bool or 0/1. Slots where `response_mask` is 0 are ignored, even if a
+  slot holds NaN.
 * A function computes in float64 if its inputs are float64, and in float32 if they are narrower.
 * A policy loss returns `(token_losses, metrics)` and does not aggregate the token losses. Only the function
   `aggregate_loss` divides a loss by a count.

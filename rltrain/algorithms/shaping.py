@@ -1,7 +1,7 @@
 """Transformations of scores into rewards: scaling and clipping, the length penalty, and truncated responses.
 
 All tensors are (B,) and have no gradient. The functions of the module `shaping` compute in float64 if their inputs are
-float64, and in float32 if they are narrower.
+float64, and in float32 if their inputs are narrower.
 """
 
 import torch
@@ -30,7 +30,7 @@ def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, 
 
         0                                     up to L_max - buffer
         factor (L_max - buffer - l) / buffer  down to -factor at L_max
-        -factor                               beyond
+        -factor                               beyond L_max
 
     With `factor` 1, the penalty is DAPO's soft punishment of overlong responses, arXiv 2503.14476 eq. 13. l is
     `lengths`, in tokens, and L_max is `max_response_length`. `buffer` is the number of last tokens before L_max over
@@ -59,10 +59,11 @@ def group_length_reward(lengths: Tensor, uid: Tensor, correct: Tensor, counted: 
     l is the length of the answer in tokens, `lengths`. min_l and max_l are the lengths of the shortest and of the
     longest counted answer of the group, that is, of the rows with the same `uid`. Short correct answers earn up to 0.5,
     long answers lose up to 0.5, and a wrong answer never earns anything by its length. If all counted answers of a
-    group have the same length, or if fewer than two are counted, all rows of the group get 0.
+    group have the same length, or if the group has fewer than two counted answers, all rows of the group get 0.
 
     A row that is not `counted` (B,), such as a cut answer that is excluded from the statistics, does not move min_l or
-    max_l. The row itself is scored by the min_l and max_l of the counted rows, with lambda in [-0.5, 0.5].
+    max_l. The length reward of a row that is not counted uses the min_l and max_l of the counted rows, with lambda
+    clamped to [-0.5, 0.5].
     """
     counted, group, lengths = as_mask(counted), group_index(uid), as_float(lengths)
     empty, inf = torch.zeros_like(lengths), torch.inf
@@ -78,8 +79,8 @@ def suppress_truncated(scores: Tensor, truncated: Tensor, nothing: Tensor) -> Te
     """Compute min(r, nothing) where `truncated`, else r: (B,) -> (B,).
 
     `nothing` (B,) is the score that the row would have if every reward function gave it 0. A truncated row gets the
-    score `nothing`, or its own score if its own score is lower. Truncation never improves the score of an answer,
-    whether the answer is right or wrong.
+    lower of `nothing` and its own score. Truncation never improves the score of an answer, whether the answer is right
+    or wrong.
 
     `truncated` (B,) must come from the engine's finish reason, never from the length. A score of NaN, which means that
     the row has no score, stays NaN. `suppress_truncated` does not decide which rows enter the statistics or which

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 Parts = list[list[int]]
 CLOSE = 1.005  # The search for a balanced partition stops at 1.005 times the lower bound on the largest sum.
-NONE = -1  # `NONE` stands for the absence of an index.
+NONE = -1  # Value that stands for the absence of an index.
 
 
 def least_largest_sum(weights: Sequence[int], parts: int) -> int:
@@ -104,7 +104,7 @@ def _exchange(
         at = bisect_left(back, (weights[index] - gap // 2, NONE))
         for weight, other in back[max(at - 1, 0) : at + 1]:
             apart = abs(gap - 2 * (weights[index] - weight))
-            # `more` is the amount by which the exchange increases the sum of sizes in the light part.
+            # `more` is the amount by which the move or exchange increases the sum of sizes in the light part.
             more = sizes[index] - (0 if other == NONE else sizes[other])
             if apart < best and -room_heavy <= more <= room_light:
                 best, found = apart, (index, other)

@@ -74,7 +74,7 @@ class LogProbError(RLTrainError, RuntimeError):
 
 
 class NumericsError(RLTrainError, ArithmeticError):
-    """Raised if a loss or gradient is not finite, because an optimizer step would destroy the weights."""
+    """Raised if a loss or gradient is not finite, so that an optimizer step would destroy the weights."""
 
 
 class RewardError(RLTrainError, RuntimeError):

@@ -22,7 +22,8 @@ def ensure_home() -> None:
     elif not _is_writable(home / ".cache"):
         private, hub = _private_folder(), Path(os.environ.get("XDG_CACHE_HOME", home / ".cache")) / "huggingface"
         for variable, folder in {
-            # The cache of the Hugging Face hub stays at its usual place, so that already downloaded models are found.
+            # The cache of the Hugging Face hub stays in its usual folder, so that models that are already downloaded
+            # are found.
             "HF_HOME": hub,
             "XDG_CACHE_HOME": private / ".cache",
             "XDG_CONFIG_HOME": private / ".config",

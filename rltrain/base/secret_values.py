@@ -15,7 +15,7 @@ from urllib.parse import quote
 
 _TELLING = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _NO_SECRET = re.compile(r"_(PATH|FILE|DIR|MODE|ENV)$|^TOKENIZERS_", re.IGNORECASE)
-_SHORTEST = 8  # Values with fewer than 8 characters are taken for settings, such as TOKENS=all.
+_SHORTEST = 8  # A value with fewer than 8 characters counts as a setting, not as a secret, as in TOKENS=all.
 _SHORTEST_LINE = 16  # A single line of a multi-line secret is hidden only if the line has at least 16 characters.
 _PEM = r"-----{} ?[A-Z0-9 ]*PRIVATE ?KEY ?(?:BLOCK)?-----"
 # Matches keys of OpenAI and similar services, GitHub, Hugging Face, GitLab, Slack, AWS and Google, JSON web tokens, and
@@ -26,9 +26,9 @@ _LOOKS_LIKE_ONE = (
     rf"|{_PEM.format('BEGIN')}(?s:.*?)(?:{_PEM.format('END')}|\Z)"
 )
 _OPTION = re.compile(r"(?:^|_)(?:api_?key|secret|secret_key|password|passwd|(?:access|auth|bearer|api)_token)$", re.I)
-# repr() and JSON escape a backslash, and nested escapes multiply the backslashes. `_BACKSLASHES` therefore matches any
-# number of backslashes. The quantifier in `_BACKSLASHES` is possessive, and a match cannot start between two
-# backslashes, so that matching a text of only backslashes takes linear time.
+# repr() and JSON escape a backslash, and nested escapes multiply the backslashes, so `_BACKSLASHES` matches any number
+# of backslashes. The quantifier in `_BACKSLASHES` is possessive, and a match cannot start between two backslashes, so
+# that matching a text of only backslashes takes linear time.
 _BACKSLASHES = r"(?<!\\)\\++"
 _LINE_BREAK = rf"{_BACKSLASHES}(?:[nr]|x0[ad]|u000[ad])"
 _GAP = rf"(?:\s|{_LINE_BREAK}|{_BACKSLASHES}[tvf]|%20|%0[9adAD])*"
@@ -55,7 +55,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Co
 def secret_in(values: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> str | None:
     """Return the dotted key of the first secret in nested mappings and lists; None if there is no secret.
 
-    If the dotted key itself contains a secret, that part of the key is hidden.
+    If the dotted key itself contains a secret, the returned key shows `[hidden]` instead of the secret.
     """
     for key, value in _leaves(values, ""):
         name = re.sub(r"\[\d+\]$", "", key).rpartition(".")[2]

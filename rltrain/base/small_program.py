@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from rltrain.base.errors import ConfigError, RLTrainError, described, one_line
 
 LONGEST = 1000  # Maximum length of a printed line, in characters.
-FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # FAILED, BAD_INPUT and INTERRUPTED are exit statuses of a program.
+FAILED, BAD_INPUT, INTERRUPTED = 1, 2, 130  # Exit statuses of a program.
 
 
 def run_program(

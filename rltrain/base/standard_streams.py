@@ -6,7 +6,7 @@ import os
 import sys
 from typing import Any
 
-_STREAMS = ("stdin", "stdout", "stderr")  # The index of a stream in this tuple is the stream's file descriptor.
+_STREAMS = ("stdin", "stdout", "stderr")  # The index of a stream in `_STREAMS` is the stream's file descriptor.
 
 
 class _Lasting(io.FileIO):

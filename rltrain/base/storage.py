@@ -1,9 +1,9 @@
 """Folders on any file system that fsspec supports: local paths, `file://`, `s3://` and so on.
 
 The library universal-pathlib could replace only the methods `at`, `path`, `open`, `read` and `exists` of `Folder`,
-because it offers no atomic write, no checksum and no listing that bypasses fsspec's cache. Transactions of fsspec are
-not atomic: a local file is first written in the system's temporary folder, which may be on another disk, and is then
-copied.
+because universal-pathlib offers no atomic write, no checksum and no listing that bypasses fsspec's cache. Transactions
+of fsspec are not atomic: a local file is first written in the system's temporary folder, which may be on another disk,
+and is then copied.
 """
 
 import os
@@ -103,7 +103,7 @@ class Folder:
     def names(self) -> list[str]:
         """Return the names of all files and subfolders directly in the folder.
 
-        If the folder does not exist, the list is empty.
+        If the folder does not exist, the returned list is empty.
         """
         self.fs.invalidate_cache()
         try:
@@ -120,7 +120,7 @@ class Folder:
 
     def remove(self, name: str) -> None:
         """Remove a file, or a folder with all its content; do nothing if no file or folder has the given name."""
-        # If the path is a symbolic link, only the link is removed, and not its target.
+        # If the path is a symbolic link, only the link is removed, and not the link's target.
         if self.local and os.path.islink(self.path(name)):
             os.unlink(self.path(name))
         elif self.exists(name):
@@ -191,5 +191,5 @@ def _require_utf8(path: Path, where: str) -> None:
 
 
 def absolute(url: str) -> str:
-    """Return `url` with a local path made absolute, so that it is valid in processes with another working directory."""
+    """Return `url`, with a local path made absolute so that the path is valid in any working directory."""
     return url if "://" in url else os.path.abspath(os.path.expanduser(url))

@@ -1,5 +1,4 @@
-"""Records the activities of a process and the times of these activities, so that the driver can build the timeline of a
-run.
+"""Records the activities of a process and their times, so that the driver can build the timeline of a run.
 
 Each process keeps its recorded events in memory until `take` is called. Event times come from the wall clock of the
 process's machine (`time.time_ns`). If the clocks of two machines differ, the timeline shows the events of the two
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 VARIABLE = "RLTRAIN_TRACE"
 CALLS = "calls"  # Timeline track of calls to the roles of a training rank, such as actor or critic.
 OTHER_TASKS = "other tasks"  # Timeline track of asyncio tasks that were not given a name.
-MOST_EVENTS = 200_000  # Maximum number of events that a process keeps; further events are only counted.
+MOST_EVENTS = 200_000  # Maximum number of events that a process keeps. Further events are counted, but not kept.
 _MERGE_NS = 5_000_000  # Two events of one track are merged only if the gap between the events is at most 5 ms.
 _UNNAMED = re.compile(r"Task-\d+")  # Matches the default name of an asyncio task.
 # Matches the step number in a task's name. The step number is removed from the task's name, so that all steps of a run
@@ -198,7 +197,7 @@ def add(name: str, track: str, start_ns: int, **args: Any) -> None:
 
     Args:
         name: label of the event in the timeline.
-        track: name of the timeline rows; events that overlap in time get separate rows of this name.
+        track: name of the timeline rows; events that overlap in time get separate rows with the same name.
         start_ns: wall-clock time of the start, in nanoseconds since 1970.
         args: details of the event, as plain JSON values.
     """

@@ -1,9 +1,9 @@
 """Columns of a batch, stored as values and offsets, and functions that copy rows between batches.
 
 The values of a column are either a tensor or *stored* as bytes of a received batch. Stored values lie in memory that
-other processes may read too. Stored bytes are read-only, and no tensor shares memory with them. A caller that needs
-some rows of a column, or the whole column as a tensor, gets a copy of only the needed values. The functions that copy
-rows between batches copy each byte only once.
+other processes may read too. Stored bytes are read-only, and no tensor shares memory with stored bytes. A caller that
+needs some rows of a column, or the whole column as a tensor, gets a copy of only the needed values. The functions that
+copy rows between batches copy each byte only once.
 """
 
 import math
@@ -37,7 +37,7 @@ class Stored:
         return self.shape[0]
 
     def copy(self) -> Tensor:
-        """Copy the stored values into a new tensor and return it."""
+        """Return a new tensor with a copy of the stored values."""
         tensor = torch.empty(self.shape, dtype=self.dtype)
         memory_of(tensor)[:] = self.memory
         return tensor
@@ -74,7 +74,7 @@ class Column:
         return self.tensor
 
     def in_family(self, offsets: Tensor | None) -> "Column":
-        """Return a column with the same values and with the tensor `offsets`, which equals the column's own offsets."""
+        """Return a column with the same values but with `offsets`, which must equal the column's own offsets."""
         return self if offsets is self.offsets else Column(self.values, offsets)
 
 
@@ -145,7 +145,7 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
 
 class Route(NamedTuple):
-    """The ranges of values from which new rows are copied, for columns that share one offsets tensor.
+    """The ranges of values from which new rows are copied. Columns that share one offsets tensor share one route.
 
     Attributes:
         pieces: (part, start, stop) of each range of contiguous values to copy, in the order of the new rows.

@@ -5,8 +5,8 @@ sequences, T response tokens of a row in the padded view, N tokens of a packed b
 
 Variable-length columns are *jagged*: they consist of the concatenated values of all rows, (N,), and of the offsets of
 the rows, (B + 1,). Row i of a jagged column is `values[offsets[i]:offsets[i + 1]]`. A family is a set of jagged columns
-with equal row lengths, such as the response columns; they share one offsets tensor. Batches are stored and sent without
-padding. The method `padded(column)` returns the padded view (B, T), which the algorithms read.
+with equal row lengths, such as the response columns. The columns of a family share one offsets tensor. Batches are
+stored and sent without padding. The method `padded(column)` returns the padded view (B, T), which the algorithms read.
 """
 
 import json
@@ -49,7 +49,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "selected": ("response", "bool; True = the loss's token selector chose the token in its mini-batch"),
     "random_draws": (
         "response",
-        "random in [0, 1), keyed by (seed, step, row, sampled token); 0 in observations",
+        "random number in [0, 1) that depends only on (seed, step, row, sampled token); 0 in observations",
     ),
     "positive_mask": (
         "response",
@@ -60,7 +60,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "values": ("response", "critic's value of the state in which the token was chosen"),
     "bootstrap_values": (
         "row",
-        "critic's value of the state after the last token of a cut answer; 0 if uncut",
+        "critic's value of the state after the last token of a cut answer; 0 for an answer that was not cut",
     ),
     "advantages": ("response", "advantage of the token"),
     "returns": ("response", "regression target of the critic's value"),
@@ -86,9 +86,10 @@ class DataProto:
     """A batch of B rows: tensor columns, columns of Python objects, and metadata.
 
     A method that transforms a batch returns a new batch and leaves the original batch unchanged. The values of a batch
-    from another process stay in shared memory, which other processes may read too. `DataProto` never writes to shared
-    memory. Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor, such as
-    `values`, copy the column that they return. The property `batch` copies all tensor columns from shared memory.
+    that came from another process stay in shared memory, which other processes may read too. `DataProto` never writes
+    to shared memory. Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor,
+    such as `values`, copy the column that they return. The property `batch` copies all tensor columns from shared
+    memory.
 
     Attributes:
         meta_info: metadata of the batch as a whole.

@@ -77,14 +77,14 @@ def microbatches(
     rows, work = sorted(rows), lengths if work is None else work
     fewest = _first_fit(lengths, rows, max_tokens)
     wanted = max(len(fewest), min(count, len(rows)))
-    # With one micro-batch, or with one row per micro-batch, there is only one way to split the rows.
+    # If there is one micro-batch, or one row per micro-batch, the rows can be split in only one way.
     if wanted == 1:
         return [rows]
     if wanted == len(rows):
         return [[row] for row in sorted(rows, key=lambda row: (-work[row], row))]
     costs, sizes = [max(work[row], 1) for row in rows], [lengths[row] for row in rows]
     even = partition(costs, wanted, sizes=sizes, room=max_tokens)
-    if even is None:  # The balanced partition found no room for a row, so the search starts from first fit.
+    if even is None:  # The greedy partition found no room for a row, so the search starts from the first-fit packing.
         place = {row: index for index, row in enumerate(rows)}
         packed = _split([[place[row] for row in cut] for cut in fewest], wanted, costs)
         even = refined(costs, packed, sizes=sizes, room=max_tokens)

@@ -1,16 +1,16 @@
 """Estimate of a model's compute cost for a row of text, from its Hugging Face config, without building the model.
 
 The unit of all costs is one multiply-add of a forward pass. A backward pass costs twice as much as the forward pass in
-every part of the model, so the cost ratios between rows stay the same. Norms, activations and rotary embeddings are
-left out, because they are under 1% of the cost of any model that is large enough to need balancing.
+every part of the model, so the cost ratios between rows stay the same. The estimate leaves out norms, activations and
+rotary embeddings, which are under 1% of the cost of any model that is large enough to need balancing.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Model types whose feed-forward layers have two matrices. In all other model types, feed-forward layers have a gate as
-# the third matrix.
+# Model types whose feed-forward layers have two matrices. In all other model types, a feed-forward layer has a third
+# matrix, the gate.
 _UNGATED = {
     "bloom",
     "codegen",
@@ -61,7 +61,7 @@ class RowWork:
 def causal_pairs(tokens: int, window: int | None) -> int:
     """Return the number of (query, key) pairs that causal attention computes in a row of `tokens` tokens.
 
-    Each token attends to itself and to the tokens before it, but to at most `window` tokens in total.
+    Each token attends to itself and to the preceding tokens, but to at most `window` tokens in total.
     """
     near = tokens if window is None else min(tokens, window)
     return near * (near + 1) // 2 + (tokens - near) * near

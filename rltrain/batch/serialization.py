@@ -31,7 +31,7 @@ class Text(NamedTuple):
     stops: np.ndarray
 
     def take(self, rows: np.ndarray) -> "Text":
-        """Return the strings of the selected rows, without copying text."""
+        """Return the strings of the selected rows, without copying any text."""
         return Text(self.memory, self.starts[rows], self.stops[rows])
 
     def strings(self) -> np.ndarray:

@@ -31,8 +31,8 @@ class Turn:
     """One turn of a trajectory: an observation and the policy's action on the observation.
 
     Attributes:
-        observation_ids: token ids that were put into the context since the last turn: the prompt in the first turn, and
-            later, for instance, a tool's result or a user's reply.
+        observation_ids: token ids that were put into the context since the last turn: the prompt in the first turn; in
+            later turns, for instance, a tool's result or a user's reply.
         action_ids: token ids that the policy sampled in the turn; empty if the trajectory ended with the turn's
             observation.
         log_probs: log-probability of each sampled token in nats, under the distribution from which the token was

@@ -55,7 +55,7 @@ def _in_microseconds(column: Any, name: str, where: str) -> Any:
 
 
 def _microseconds(kind: Any) -> Any:
-    """Return an Arrow type in which microseconds replace nanoseconds, also inside lists and structs."""
+    """Return an Arrow type in which microseconds replace nanoseconds, even inside lists and structs."""
     import pyarrow
     from pyarrow import types
 
@@ -84,7 +84,7 @@ def _check_values(column: Any, name: str, where: str) -> None:
     """Raise ConfigError if a column of an Arrow table has a value that Python cannot represent.
 
     Values are checked during loading, because otherwise an unusable value would cause an error only when training reads
-    it.
+    the value.
     """
     if _is_safe(column.type):
         return
@@ -104,8 +104,8 @@ def _check_value(cell: Any, place: str) -> None:
         raise ConfigError(
             f"{place}: the text is not valid UTF-8 ({error.reason}); write the text as UTF-8, or as binary data"
         ) from None
-    # Python cannot represent e.g. nanoseconds, dates after the year 9999, unknown time zones, or structs with duplicate
-    # field names.
+    # Python cannot represent, for example, nanoseconds, dates after the year 9999, unknown time zones, or structs with
+    # duplicate field names.
     except Exception:
         raise _unusable(cell.type, place) from None
 

@@ -24,9 +24,9 @@ from rltrain.data.template_process import OUT_OF_MEMORY
 
 # A rendering request ends after `_CHATS` chats, or as soon as its pickled chats exceed `_BYTES` bytes.
 _CHATS, _BYTES = 256, 1 << 23
-# The rendering process may take `_SILENCE_S` seconds for an answer, including the start of the process.
+# Seconds that the rendering process may take to answer a request, including the start of the process.
 _SILENCE_S = 240.0
-_TRIES = 3  # Rendering fails for good after `_TRIES` rendering processes have died or stopped responding.
+_TRIES = 3  # After `_TRIES` rendering processes have died or stopped responding, no further one is started.
 _FIX = "use text prompts, or another template (chat_template in the tokenizer's files)"
 
 
@@ -104,8 +104,7 @@ class ChatTemplates:
                 )
 
     def _answer(self, request: bytes, done: int) -> tuple[list[str], str | None]:
-        """Send a request to the rendering process, and return its answer: the rendered texts, and the template's error
-        or None.
+        """Send a request to the rendering process, and return the rendered texts and the template's error or None.
 
         Args:
             request: the pickled request.

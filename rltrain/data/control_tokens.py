@@ -1,8 +1,8 @@
 """Encoding of prompts in which the name of a control token, such as `<|im_end|>`, is treated as ordinary text.
 
 A tokenizer replaces the name of a control token with that token wherever the name occurs, even in the text of a user.
-Without special handling, a chat message that contains the name of a control token could end its own turn or open
-another turn. If the data contains no control-token name, the tokenizer is used unchanged. If the data contains a
+Without special handling, a chat message that contains the name of a control token could end its own turn of the chat or
+open another turn. If the data contains no control-token name, the tokenizer is used unchanged. If the data contains a
 control-token name, encoding has three steps:
 
 1. Stand-ins (private-use characters) replace the control-token names in the data before the chat template is applied.
@@ -44,7 +44,7 @@ class _Marked:
 
     Attributes:
         text: the text from the data, with stand-ins. Each stand-in is one private-use character.
-        spelled: maps each stand-in to the control-token name that it replaces.
+        spelled: maps each stand-in to the control-token name that the stand-in replaces.
     """
 
     text: str
@@ -116,8 +116,8 @@ class ControlTokens:
         """Replace the control-token names in a string, dict or list with stand-ins (private-use characters).
 
         Returns:
-            The string, dict or list with stand-ins, and a map from each stand-in to the control-token name that it
-            replaces.
+            The string, dict or list with stand-ins, and a map from each stand-in to the control-token name that the
+            stand-in replaces.
         """
         text = "\0".join(_texts(value))
         if _PRIVATE.search(text):
@@ -204,8 +204,7 @@ class ControlTokens:
 
 
 def _pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the given names; as in tokenizers, a longer name is preferred to a shorter
-    one.
+    """Return a pattern that matches any of the given names and, as tokenizers do, prefers a longer to a shorter name.
 
     If no names are given, the returned pattern matches nothing.
     """

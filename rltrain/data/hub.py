@@ -2,7 +2,7 @@
 
 The name of a model has the form `NAME` or `ORG/NAME`, and may end with `@REVISION` for a branch, a tag or a commit. The
 name of a model is *pinned* if its revision is a complete commit hash of 40 digits. The driver pins the name of each
-model once, before any worker starts, so that all processes read the same files, also when the run is resumed.
+model once, before any worker starts, so that all processes read the same files, even after the run is resumed.
 
 A separate process (`rltrain.data.hub_download`) downloads the files of a model. Ctrl-C ends the download process at
 once, even in the middle of a large file. The download process also reads the environment variables of `huggingface_hub`
@@ -150,8 +150,8 @@ def _in_cache(name: HubName) -> Path | None:
     from rltrain.data.hub_download import snapshot
 
     try:
-        # `get_cached_repo_tree` raises an error if the cache has no list of the commit's files. Without such a list,
-        # `snapshot` would accept any cached folder as complete.
+        # `get_cached_repo_tree` raises an error if the cache has no list of the commit's files. Without a list of the
+        # commit's files, `snapshot` would accept any cached folder as complete.
         get_cached_repo_tree(name.model, revision=name.revision)
         return snapshot(name.model, name.revision, local_files_only=True)
     except (CachedRepoTreeNotFoundError, LocalEntryNotFoundError):
@@ -190,7 +190,7 @@ def _last_message(lines: IO[str], on_bytes: Callable[[int, int], None]) -> dict[
     """
     for line in lines:
         if not line.startswith('{"'):
-            continue  # Another library in the download process printed a line that is no message.
+            continue  # Another library in the download process printed this line, which is not a message.
         message: dict[str, Any] = json.loads(line)
         if "bytes" not in message:
             return message

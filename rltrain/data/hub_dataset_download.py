@@ -148,7 +148,7 @@ def _persistently(call: Callable[[], Any]) -> Any:
         try:
             return call()
         except (HfHubHTTPError, OfflineModeIsEnabled, FileNotFoundError, ValueError):
-            raise  # The hub has answered, so a further attempt would not help.
+            raise  # The hub has answered with an error, so a further attempt would not help.
         except Exception as error:
             if attempt == _ATTEMPTS or _is_of_disk(error):
                 raise

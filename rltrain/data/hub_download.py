@@ -38,8 +38,8 @@ def main(model: str, revision: str | None) -> None:
 def snapshot(model: str, revision: str | None, **options: Any) -> Path:
     """Download those files of a model that a run needs, and return the model's snapshot folder in the cache.
 
-    The weights are downloaded as safetensors files. Older torch files are used only if the model has no safetensors
-    files.
+    The weights are downloaded as safetensors files. Torch files, an older format, are used only if the model has no
+    safetensors files.
 
     Args:
         model: the model's name on the hub, without its revision.
@@ -78,8 +78,8 @@ def _persistently(model: str, revision: str | None) -> Path:
         try:
             return snapshot(model, revision, tqdm_class=_progress_class())
         except (HfHubHTTPError, LocalEntryNotFoundError, ValueError):
-            # A further attempt would not help: the hub has answered, or huggingface_hub has already tried several
-            # times.
+            # A further attempt would not help: the hub has answered with an error, or huggingface_hub has already tried
+            # several times.
             raise
         except Exception as error:
             if attempt == _ATTEMPTS or _is_of_disk(error):

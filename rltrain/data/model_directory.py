@@ -235,7 +235,7 @@ def _windows(model: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _rope_limit(model: Mapping[str, Any]) -> int | None:
-    """Return the row length up to which RoPE uses the same frequencies for all rows; None if there is no such limit.
+    """Return the row length up to which RoPE uses the same frequencies for all rows; None if RoPE sets no limit.
 
     The RoPE limit applies to training and to rollout engines. Among the RoPE types, only `longrope` limits the row
     length. The RoPE type `dynamic` needs no limit, because its frequencies change only in rows that are longer than the
@@ -265,7 +265,7 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
     except Exception as error:  # Parsers raise many exception types for broken files.
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
-            f"{key}={path}: its tokenizer does not load ({type(error).__name__}: {reason}); save it again with "
+            f"{key}={path}: the tokenizer does not load ({type(error).__name__}: {reason}); save it again with "
             "tokenizer.save_pretrained"
         ) from error
 
@@ -362,7 +362,7 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
     except Exception as error:  # The model type is unknown, or the config does not fit the type.
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
-            f"{key}={path}: its config.json does not load ({type(error).__name__}: {reason}); use a model of a type "
+            f"{key}={path}: config.json does not load ({type(error).__name__}: {reason}); use a model of a type "
             "that the installed transformers knows"
         ) from error
     model = whole.get_text_config()

@@ -1,10 +1,10 @@
 """Finds the weight files of a model directory, and checks that the files hold the complete model.
 
-If the weight files lack a parameter, transformers initializes it with random numbers and only logs a message. This
-module therefore passes the tensor names and shapes in the file headers through transformers' own loading code, which
-renames, ties and merges tensors. The loading code runs on the meta device, so the check of the weight files reads no
-weights and allocates no memory for weights. The check of the weight files finds the name of every tensor that is
-missing, unexpected or of the wrong shape.
+If the weight files lack a parameter, transformers initializes it with random numbers and only logs a message. To find
+missing parameters, this module passes the tensor names and shapes in the file headers through transformers' own loading
+code, which renames, ties and merges tensors. The loading code runs on the meta device, so the check of the weight files
+reads no weights and allocates no memory for weights. The check of the weight files finds the name of every tensor that
+is missing, unexpected or of the wrong shape.
 """
 
 import contextlib
@@ -162,8 +162,8 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
 
 
 def _safetensors(file: Path, where: str) -> dict[str, StoredTensor]:
-    # With the framework "pt", `safe_open` would map the whole weight file into memory for writing. Such a mapping fails
-    # on a machine whose memory is smaller than the weight file.
+    # With the framework "pt", `safe_open` would map the whole weight file into memory for writing. Mapping a whole
+    # weight file fails on a machine whose memory is smaller than the file.
     with open_safetensors(file, where, "numpy") as content:
         parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (`content` is not a mapping)
         return {name: StoredTensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
@@ -412,8 +412,8 @@ def check_engine_files(path: str, where: str) -> None:
     """Raise an error if vLLM and transformers would read a model's weights from different files of a directory.
 
     Raises:
-        ConfigError: vLLM and transformers would read different files. The error message names the files that only one
-            of the two libraries reads.
+        ConfigError: vLLM and transformers would read different files. The error message names the files that only vLLM
+            or only transformers reads.
     """
     folder = local_directory(path)
     read, index = set(weight_files(folder, where)), folder / NAMES[1]

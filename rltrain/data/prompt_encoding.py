@@ -12,7 +12,7 @@ from rltrain.settings.typed import require
 
 SpecialTokens = Literal["text", "refuse", "allow"]
 ROW_HELP = 'give each row text or a list of messages such as [{"role": "user", "content": "..."}] as its prompt'
-_ALLOW = "set data.special_tokens=allow to encode such text as control tokens"
+_ALLOW = "set data.special_tokens=allow to encode the names of control tokens as control tokens"
 
 
 @dataclass(frozen=True)

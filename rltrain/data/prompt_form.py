@@ -38,7 +38,7 @@ QUESTIONS = ("question", "problem", "instruction")
 INSTRUCTION, INPUT = "instruction", "input"
 ANSWER, ANSWERS = "answer", ("solution", "output")
 COMPLETION = "completion"
-# Maps the names of speakers, including those of ShareGPT, to the roles that chat templates know.
+# Maps the names of speakers, including ShareGPT's names, to the roles that chat templates know.
 ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 BRACES = "write each column as {COLUMN}, and a brace that is text as {{ or }}"
 _SHOWN = 60  # Maximum number of characters of a template that an error message shows.

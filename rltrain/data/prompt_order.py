@@ -23,7 +23,7 @@ class PromptOrder:
         assert size > 0, "a prompt order needs at least one prompt"
         self._size, self._seed, self._shuffle = size, seed, shuffle
         self._drawn = 0
-        # `_permutation` is a pair: an epoch number, and the prompt indices in the order of that epoch.
+        # `_permutation` is a pair of an epoch number and the prompt indices in the order of that epoch.
         self._permutation: tuple[int, Sequence[int]] = (-1, ())
 
     def next(self, count: int) -> list[int]:

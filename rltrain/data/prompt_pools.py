@@ -1,35 +1,39 @@
-"""Sampling of training prompts from pools by difficulty, towards the prompts that the policy solves sometimes.
+"""Sampling of training prompts from pools by difficulty, with a preference for prompts that are solved sometimes.
 
-A group whose answers are all correct or all wrong has GRPO advantages of 0, and the variance p (1 - p) of a prompt's
-success p is largest in the middle, so prompts of middle difficulty teach most (arXiv 2502.12272). `PromptPools` keeps
-for each prompt its success in its most recent group, and sorts the prompts into four pools:
+The success p of a prompt is the share of correct answers in the prompt's most recent group. A group whose answers are
+all correct or all wrong has GRPO advantages of 0. The variance p (1 - p) of the outcomes is largest at p = 1/2, so the
+policy learns most from prompts of medium difficulty (arXiv 2502.12272). `PromptPools` stores the success of each
+prompt, and sorts the prompts into four pools:
 
-    unseen: no success was measured yet
+    unseen: the success was not measured yet
     easy:   success >= easy_threshold
     hard:   success <= hard_threshold
     normal: all other prompts
 
-Draw number n, counted from 0, takes a prompt of the pool in whose part of [0, 1) the point u(n) lies:
+Each pool owns an interval of [0, 1). Draw number n, counted from 0, takes a prompt of the pool whose interval contains
+the point u(n):
 
     u(n) = frac(u(0) + n * 0x9E3779B97F4A7C15 / 2^64)
 
-The parts of the pools, in the order normal, unseen, hard, easy, have the lengths of the configured fractions, and u(0)
-depends on the seed. The factor is the golden ratio minus 1, so the points are spread evenly: among any m consecutive
-draws, the number of draws of a pool with fraction f differs from m f by a small number.
+The intervals of the pools, in the order normal, unseen, hard, easy, have the lengths of the configured fractions. The
+first point u(0) depends on the seed. The factor of n is the golden ratio minus 1, so the points u(n) are spread evenly:
+among any m consecutive draws, a pool with fraction f is chosen about m f times, with a small deviation.
 
-If the pool is empty, the draw takes a normal prompt; if there is none, an unseen prompt; and if there is none either, a
-random one of the hard and easy prompts. If no prompt is normal any more, the sampling is therefore nearly that of plain
-passes. Taking only hard prompts instead would train on nothing but the prompts that the policy fails at.
+If the chosen pool is empty, the draw takes a normal prompt. If the normal pool is empty too, the draw takes an unseen
+prompt. If the normal and the unseen pool are both empty, the draw takes a random prompt from the hard and easy pools.
+After all prompts have left the normal pool, the sampling is therefore almost the same as passes through the whole data.
+If the draw took only hard prompts while the normal and the unseen pool are empty, the policy would be trained only on
+prompts that it fails to solve.
 
 Within a pool, prompts are drawn without replacement: a pass through a pool is a random permutation of its prompts, and
-a drawn prompt can be drawn again in the next pass at the earliest. A prompt is in no pool from its draw until the
-training step of its group has ended. Therefore, a step never has two groups of one prompt, and a prompt of a pool with
-n prompts and fraction f is drawn once in n / f draws on average.
+a drawn prompt can be drawn again in the next pass at the earliest. A prompt is *in flight* from its draw until the
+training step of its group has ended. A prompt in flight is in no pool, so a step never has two groups of one prompt. In
+a pool with n prompts and fraction f, each prompt is drawn once in n / f draws on average.
 
-What is known of a prompt changes only at the end of a training step, when the step's groups are returned in the order
-of their draws. Draws therefore depend on the seed and on the outcomes of finished steps, and never on the order in
-which answers arrive. With `trainer.max_staleness` = k, prompts are drawn for a step as soon as k steps before it are
-unfinished, so these draws know the outcomes of all steps except those k steps.
+The success of a prompt changes only at the end of a training step, when the step's groups are returned in the order of
+their draws. Draws therefore depend on the seed and on the outcomes of finished steps, and never on the order in which
+answers arrive. With `trainer.max_staleness` = k, the prompts of a step are drawn while the k preceding steps are
+unfinished. The draws of a step therefore depend on the outcomes of all earlier steps except the k preceding steps.
 """
 
 import base64
@@ -43,18 +47,19 @@ from typing import Any
 from rltrain.settings.sampling_config import DifficultyConfig
 from rltrain.settings.typed import require
 
-# The names of the pools. The first two replace an empty pool, in this order.
+# Names of the pools. If a pool is empty, a prompt is drawn from "normal" instead, or from "unseen" if "normal" is
+# empty.
 POOLS = ("normal", "unseen", "hard", "easy")
 _GOLDEN, _BITS = 0x9E3779B97F4A7C15, 64
-_LARGEST = 2**16 - 1  # The numbers of answers are stored in 16 bits.
+_LARGEST = 2**16 - 1  # Largest number of answers of a group, because each count is stored in 16 bits.
 
 
 class _Pool:
-    """The prompt indices of one pool that are not in flight.
+    """One pool: the indices of its prompts that are not in flight, that is, whose groups are not being trained on.
 
     Attributes:
         passes: number of passes through the pool that have begun.
-        left: prompt indices that the current pass has not drawn yet. The last index is drawn next.
+        left: prompt indices that the current pass has not drawn yet. The index at the end of `left` is drawn next.
         returned: prompt indices of the next pass, in the order in which they were returned to the pool.
     """
 
@@ -98,7 +103,8 @@ class PromptPools:
         self._first = random.Random(f"{seed}/pools").getrandbits(_BITS)
         self._ends = _ends(difficulty)
         self._drawn = self._drawn_in_step = self._fallbacks = 0
-        # Numbers of correct and of judged answers in the most recent group of each prompt; 0 of 0 if it is unseen.
+        # Numbers of correct and of judged answers in the most recent group of each prompt; 0 and 0 for an unseen
+        # prompt.
         self._correct, self._judged = (array("H", bytes(2 * size)) for _ in range(2))
         self._pools = {name: _Pool(name, seed) for name in POOLS}
         self._pools["unseen"].returned.extend(range(size))
@@ -110,17 +116,17 @@ class PromptPools:
         return [self._draw() for _ in range(count)]
 
     def at(self, position: int) -> int:
-        """Return the prompt index of a draw whose group was not returned yet."""
+        """Return the prompt index of the draw at `position`; the prompt must still be in flight."""
         return self._in_flight[position]
 
     def give_back(self, outcomes: Mapping[int, tuple[int, int]]) -> None:
         """Return the prompts of a finished training step to the pools, with their outcomes.
 
-        A prompt without a judged answer keeps its earlier success.
+        A prompt whose group has no judged answer keeps the success of its earlier group.
 
         Args:
-            outcomes: maps the positions of all draws that the step has used or dropped to the pair (number of correct
-                answers, number of judged answers) of the group.
+            outcomes: maps the position of each draw that the step has used or dropped to the pair (number of correct
+                answers, number of judged answers) of the draw's group.
         """
         for position, (correct, judged) in sorted(outcomes.items()):
             assert 0 <= correct <= judged <= _LARGEST, f"{correct} of {judged} answers are correct"
@@ -135,14 +141,14 @@ class PromptPools:
     def metrics(self) -> dict[str, float]:
         """Return the share of all prompts in each pool, and the share of the step's draws from another pool.
 
-        A prompt in flight counts for the pool that it was drawn from. The last share counts the draws since the end of
-        the previous step for which the intended pool was empty.
+        A prompt in flight counts for the pool that it was drawn from. `difficulty/fallback_fraction` is the share of
+        the draws since the end of the previous step for which the chosen pool was empty.
         """
         shares = {f"difficulty/{name}_fraction": self._sizes[name] / self._size for name in POOLS}
         return shares | {"difficulty/fallback_fraction": self._fallbacks / max(1, self._drawn_in_step)}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as plain values, which `load_state_dict` accepts."""
+        """Return the state of the pools as plain values, which `load_state_dict` accepts."""
         return {
             "size": self._size,
             "seed": self._seed,
@@ -156,7 +162,7 @@ class PromptPools:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a state that `state_dict` returned.
+        """Continue the sampling from a state that `state_dict` returned.
 
         Raises:
             ConfigError: the state comes from other prompts or another seed.
@@ -189,7 +195,7 @@ class PromptPools:
         return index
 
     def _extreme(self) -> str:
-        """Return "hard" or "easy", at random, with probabilities proportional to the sizes of these pools."""
+        """Return "hard" or "easy" at random, with probabilities proportional to the sizes of the two pools."""
         hard, easy = len(self._pools["hard"]), len(self._pools["easy"])
         assert hard + easy, f"all {self._size} prompts are in flight"
         which = random.Random(f"{self._seed}/empty pool/{self._drawn}").randrange(hard + easy)
@@ -208,15 +214,15 @@ class PromptPools:
         """Raise ValueError unless a loaded state holds each prompt exactly once, with possible outcomes."""
         held = [index for pool in self._pools.values() for part in (pool.left, pool.returned) for index in part]
         if sorted([*held, *self._in_flight.values()]) != list(range(self._size)):
-            raise ValueError("the pools do not hold each prompt once")
+            raise ValueError("the pools do not hold each prompt exactly once")
         if not len(self._correct) == len(self._judged) == self._size:
-            raise ValueError("the outcomes are not those of all prompts")
+            raise ValueError("the number of stored outcomes is not the number of prompts")
         if any(map(int.__gt__, self._correct, self._judged)) or any(n >= self._drawn for n in self._in_flight):
-            raise ValueError("the outcomes or draws are impossible")
+            raise ValueError("a prompt has more correct than judged answers, or a draw has an impossible position")
 
 
 def _ends(difficulty: DifficultyConfig) -> list[tuple[str, float]]:
-    """Return each pool with the end of its part of [0, 2^64); the last end is infinite, whatever the rounding is."""
+    """Return each pool with the end of its interval of [0, 2^64); the last end is infinite, to allow for rounding."""
     ends, end = list[tuple[str, float]](), 0.0
     for name in POOLS:
         end += getattr(difficulty, f"{name}_fraction")
@@ -225,12 +231,13 @@ def _ends(difficulty: DifficultyConfig) -> list[tuple[str, float]]:
 
 
 def most_in_flight(prompts_per_step: int, steps_ahead: int, dynamic_sampling: int) -> int:
-    """Return the largest number of prompts that may be in flight at once, and in no pool.
+    """Return the largest number of prompts that may be in flight (drawn, and not yet returned) at the same time.
 
     Args:
         prompts_per_step: number of groups of a training step (P).
         steps_ahead: number of training steps for which groups are generated in advance.
-        dynamic_sampling: `algorithm.dynamic_sampling`: a step generates at most this multiple of P groups.
+        dynamic_sampling: value of `algorithm.dynamic_sampling`: a step generates at most `dynamic_sampling` times P
+            groups.
     """
     return prompts_per_step * (steps_ahead + max(1, dynamic_sampling))
 
@@ -252,5 +259,5 @@ def _decoded(text: str, typecode: str) -> "array[int]":
 
 def _whole(value: Any) -> int:
     if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise ValueError(f"{value!r} is not a whole number from 0")
+        raise ValueError(f"{value!r} is not a whole number >= 0")
     return value

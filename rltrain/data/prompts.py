@@ -23,10 +23,10 @@ from rltrain.data.supervised_answers import SupervisedAnswers, SupervisedOptions
 from rltrain.data.tokenizer_round_trip import loss
 from rltrain.settings.typed import require
 
-# No data column may have one of these names, because reward functions get parts of the scored answer under these names.
+# Names that no data column may have, because reward functions get parts of the scored answer under these names.
 RESERVED_COLUMNS = ("response", "finish_reason", "prompt_messages", "response_ids")
 _BATCH = 1024  # Maximum number of prompts that are tokenized in one call.
-_ROUND_TRIPS = 64  # Number of prompts whose decoded token ids are compared with the original text.
+_ROUND_TRIPS = 64  # Number of prompts whose token ids are decoded and compared with the original text.
 
 
 @dataclass(frozen=True)
@@ -162,8 +162,9 @@ def load_prompts(
             is the config key.
         seed: random seed for the prompts of a built-in task, and for a user's function with a parameter `seed`.
         max_prompt_length: maximum number of tokens in a prompt.
-        overlong: what happens to prompts with more than `max_prompt_length` tokens. "refuse" raises an error for such
-            prompts. "filter" leaves such prompts out and counts them in `PromptSet.filtered`.
+        overlong: what happens to prompts with more than `max_prompt_length` tokens. "refuse" raises an error for a
+            prompt that is too long. "filter" leaves out each prompt that is too long and counts it in
+            `PromptSet.filtered`.
         options: the user's settings for prompts: which columns become the prompt, and whether a chat template is
             applied.
         special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. "text"

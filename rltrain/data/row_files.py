@@ -17,7 +17,7 @@ from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # Matches the JSON escape of a surrogate, paired or unpaired.
-_CSV_BLOCK = 1 << 26  # A CSV file is parsed in blocks of this many bytes, and a row cannot be longer than a block.
+_CSV_BLOCK = 1 << 26  # Size in bytes of the blocks in which a CSV file is parsed; a row cannot be longer than a block.
 SOURCE_HELP = "a data set of the hub is written ORG/NAME, and a function package.module:function or file.py:function"
 
 

@@ -16,7 +16,7 @@ MAX_ROWS = 1_000_000
 ARGUMENTS = ("split", "seed")
 _ROW_HELP = 'return or yield dicts such as {"prompt": "2+2=", "answer": "4"}'
 _VALUE_HELP = "use text, numbers, lists and dicts, which are the same in every process and every run"
-# `datetime` is not listed, because it is a subclass of `date`.
+# `datetime` is not listed, because `datetime` is a subclass of `date`.
 _PLAIN = (bool, int, float, str, bytes, date, time, timedelta, Decimal)
 _MAX_BITS = 10_000  # By default, Python cannot convert integers with more than 4,300 digits to text.
 
@@ -26,8 +26,8 @@ def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
 
     Args:
         source: the function to call, as `package.module:function` or `file.py:function`. The user's function returns or
-            yields dicts. The user's function gets `split` ("train" or "val") and `seed` if it has parameters with these
-            names.
+            yields dicts. The user's function gets the arguments `split` ("train" or "val") and `seed` if it has
+            parameters called `split` and `seed`.
         where: start of the error message: the config key and the source.
         split: the config key under `data` that names the function.
         seed: random seed of the run, for the function's parameter `seed`.
@@ -52,7 +52,7 @@ def load_row_function(source: str, where: str) -> Callable[..., Any]:
     """Import the user's function that gives rows, and check its parameters.
 
     Raises:
-        ConfigError: the function does not exist, or it requires parameters other than `split` and `seed`.
+        ConfigError: the function does not exist, or requires parameters other than `split` and `seed`.
     """
     function = import_function(source, where)
     require(
@@ -68,7 +68,7 @@ def _parameters(function: Callable[..., Any], where: str) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{where}: the parameters of the function cannot be read; wrap the function in one of your own"
+            f"{where}: the parameters of the function cannot be read; call the function from one of your own"
         ) from None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)

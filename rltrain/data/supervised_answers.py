@@ -1,11 +1,11 @@
 """Supervised answers: answers in the training data that the supervised loss trains on, as token ids.
 
 The config key `data.sft_response` names the column with the answers, or is a template of columns such as
-`{solution} #### {answer}`. A row without a value in one of these columns has no supervised answer.
+`{solution} #### {answer}`. A row that has no value in a column that `data.sft_response` names has no supervised answer.
 
 The token ids of a supervised answer are ids that the model itself could sample after the prompt. The text of a sampled
-answer is the decoded text of the answer's own ids, so the text of a supervised answer is encoded on its own too, and
-never together with the prompt. The end token follows the text, as after an answer that the model ends. After chat
+answer is decoded from the answer's ids alone, so the text of a supervised answer is encoded alone too, never together
+with the prompt. The end token follows the ids of the text, as in a sampled answer that the model ends. After chat
 messages, the end token is the token with which the chat template ends the assistant's messages.
 """
 
@@ -27,7 +27,7 @@ from rltrain.data.tokenizer_round_trip import loss
 from rltrain.settings.typed import require
 
 _BATCH = 1024  # Maximum number of answers that are tokenized in one call.
-_ROUND_TRIPS = 64  # Number of answers whose decoded token ids are compared with the original text.
+_ROUND_TRIPS = 64  # Number of answers whose token ids are decoded and compared with the original text.
 _PROBE = "QZXV"  # Text of an assistant's message that no chat template contains.
 
 
@@ -40,8 +40,8 @@ class SupervisedOptions:
         max_length: maximum number of tokens in an answer, including the end token.
         end_ids: ids of the tokens that end an answer of the model.
         stop: strings that end an answer of the model.
-        overlong: what happens to answers with more than `max_length` tokens. "refuse" raises an error for such answers.
-            "filter" leaves such answers out, and keeps their prompts.
+        overlong: what happens to answers with more than `max_length` tokens. "refuse" raises an error for an answer
+            that is too long. "filter" leaves out each answer that is too long, but keeps its prompt.
     """
 
     response: str
@@ -95,7 +95,7 @@ class SupervisedAnswers:
         return max(self._ids)
 
     def described(self, prompts: int) -> str:
-        """Return a description for the user of the answers to a number of prompts."""
+        """Return a description for the user: how many of the `prompts` prompts have answers, with how many tokens."""
         return f"{self.source} has answers to {self.count:,} of {prompts:,} prompts, {self.tokens:,} tokens"
 
     def notes(self, where: str, limit: int) -> list[str]:
@@ -174,7 +174,7 @@ class AnswerEncoder:
     Args:
         tokenizer: a Hugging Face tokenizer.
         options: length limit, end tokens and stop strings of answers.
-        special_tokens: what happens to answers that contain the name of a control token, as for prompts.
+        special_tokens: what happens to answers that contain the name of a control token, as in `PromptEncoder`.
         templates: renders a chat, which shows the end token of the assistant's messages.
     """
 
@@ -188,7 +188,7 @@ class AnswerEncoder:
         self._end_of_chat = self._chat_end(templates)
 
     def spells_control_token(self, text: str) -> str | None:
-        """Return the first name of a control token that is encoded as ordinary text; None if there is none."""
+        """Return the first control-token name in `text` that is encoded as ordinary text; None if no name is found."""
         return None if self._special_tokens == "allow" else self._control.first_in(text)
 
     def encode(
@@ -231,7 +231,7 @@ class AnswerEncoder:
     def _as_text(self, text: str, name: str, place: str) -> list[int]:
         """Encode an answer so that the names of control tokens stay ordinary text."""
         what = f"{place}: the supervised answer contains {name}, the name of a control token"
-        allow = "set data.special_tokens=allow to encode such text as control tokens"
+        allow = "set data.special_tokens=allow to encode the names of control tokens as control tokens"
         require(
             self._special_tokens == "text",
             f"{what}, which data.special_tokens=refuse forbids; change the answer, set data.special_tokens=text to "
@@ -245,9 +245,9 @@ class AnswerEncoder:
             ) from error
 
     def _ended(self, ids: list[int] | Overlong, text: str, place: str, *, chat: bool) -> list[int] | Overlong:
-        """Return the ids of an answer with the token that ends the answer, or an `Overlong` if there are too many.
+        """Return the ids of an answer with the token that ends the answer, or an `Overlong` if the answer is too long.
 
-        An answer that ends with a stop string gets no end token, because a sampled answer ends there.
+        An answer that ends with a stop string gets no end token, because sampling would stop at the stop string.
         """
         if isinstance(ids, Overlong):
             return ids
@@ -298,11 +298,11 @@ def load_answers(
         tokenizer: a Hugging Face tokenizer.
         options: which columns hold the answers, and how answers end.
         where: the config key and the source, for error messages.
-        special_tokens, lossy_tokenizer: as for prompts.
+        special_tokens, lossy_tokenizer: have the same meaning as in `rltrain.data.prompts.load_prompts`.
 
     Raises:
         ConfigError: a named column is missing, an answer is invalid, or no row has an answer. The error message is one
-            line with the value, the rule and its fix.
+            line that gives the wrong value, the rule and the fix.
     """
     answers = AnswerForm(options.response, rows.columns, form, where=where)
     found = SupervisedAnswers(answers.source)
@@ -332,7 +332,7 @@ def load_answers(
 def _texts(
     rows: Rows, numbers: Sequence[int], form: PromptForm, answers: AnswerForm
 ) -> tuple[dict[int, str], dict[int, bool]]:
-    """Return the texts of the answers by row number, and whether the prompt of each such row is chat messages."""
+    """Return, by row number, the texts of the answers, and whether the prompts of these rows are chat messages."""
     texts, chats = {}, {}
     for number in numbers:
         row = rows.row(number)

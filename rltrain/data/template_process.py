@@ -4,9 +4,9 @@ A chat template is a program that comes with a model directory. Jinja's sandbox 
 and processes. Inside the sandbox, a template can still loop endlessly or build huge strings, even while Jinja only
 folds constants. If a template exceeds the resource limits, only the rendering process ends, and not its parent process.
 
-The parent process sends rendering requests to this process. A rendering request is a pickle of the tuple (template,
-variables, pickles of chats). The answer to a rendering request is the JSON array [texts, error]. In the answer, `error`
-is the template's error message for the first chat that cannot be rendered, or null.
+The parent process sends rendering requests to the rendering process. A rendering request is a pickle of the tuple
+(template, variables, pickles of chats). The answer to a rendering request is the JSON array [texts, error]. In the
+answer, `error` is the template's error message for the first chat that cannot be rendered, or null.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from typing import Any
 
 from rltrain.base.process_limits import limit_memory
 
-# When chat i (counted from 0) of a request ends, the whole request may have used at most chat_seconds + i *
+# At the end of chat i (counted from 0) of a request, the request as a whole may have used at most chat_seconds + i *
 # MEAN_SECONDS seconds of processor time.
 MEAN_SECONDS = 0.02
 OUT_OF_MEMORY = 77  # Exit status of a rendering process that runs out of memory.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-SHORT = 100_000  # No bound is computed for texts of at most 100,000 characters, because tokenizing such texts is fast.
+SHORT = 100_000  # For texts of at most 100,000 characters, no bound is computed, because tokenizing is fast.
 # Names of pre-tokenizers that keep every character.
 _LOSSLESS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
 # Names of pre-tokenizers that drop only white space.
@@ -44,8 +44,8 @@ class TokenBound:
     characters has at least n / L tokens if the longest vocabulary entry has L characters. Characters that may
     have no token of their own are not counted:
 
-    - A character that is not in the vocabulary is not counted, because the tokenizer may drop such characters or merge
-      several of them into one unknown token.
+    - A character that is not in the vocabulary is not counted, because the tokenizer may drop such a character or merge
+      several such characters into one unknown token.
     - White space is not counted if any part of the tokenizer drops white space.
     - Begin tokens at the start of the text are not counted, because the prompt encoder keeps only one begin token.
 

@@ -1,4 +1,4 @@
-"""Built-in reward functions, which compute a score from a prompt, a response and columns of the data.
+"""Built-in reward functions, each of which computes a score from a prompt, a response and columns of the data.
 
 The config names a reward function by its import path, for example `rltrain.rewards.exact_match:exact_match`. A reward
 function returns None as the score if it does not apply to a sample, for example because the sample has no answer. No

@@ -14,7 +14,7 @@ from rltrain.rewards.sandbox_inside import LINK
 _OPENING = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 # Fraction of `reward_timeout_s` that the tests may use.
-# The remaining quarter of `reward_timeout_s` is for starting and ending the processes.
+# The remaining quarter of `reward_timeout_s` is reserved for starting and ending the processes.
 _OF_A_CALL = 0.75
 _CLOSING = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
 
@@ -163,6 +163,6 @@ def _without_edges(text: str) -> str:
 
 @cache
 def _inside() -> str:
-    """Return the sources of the modules `code_tests_*` as one text; the sandbox cannot import rltrain."""
+    """Return the sources of the modules `code_tests_*` as one text, because the sandbox cannot import rltrain."""
     link, inside = (Path(str(module.__file__)).read_text("utf-8") for module in (code_tests_link, code_tests_inside))
     return link + "".join(line for line in inside.splitlines(True) if not line.startswith("from rltrain."))

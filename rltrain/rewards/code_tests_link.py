@@ -98,7 +98,7 @@ class Far:
     """Proxy for an object that exists in the process at the other end of a `Link`.
 
     A `Far` object is never equal to an object that is not a `Far` object. Two different `Far` objects are equal if the
-    process that holds the two represented objects reports that these are equal.
+    process that holds the two represented objects reports that the two represented objects are equal.
     """
 
     def __init__(self, link: "Link", number: int) -> None:
@@ -343,7 +343,7 @@ def _made(link: Link, what: str, *words: Any) -> Any:
         case _:
             found = None
     if found is None:
-        raise pickle.UnpicklingError("no such description")
+        raise pickle.UnpicklingError("the description of an object is not valid")
     return found
 
 

@@ -99,7 +99,7 @@ def _refuse(constant: str) -> None:
 
 @functools.lru_cache(maxsize=256)
 def _validator(text: str) -> Any:
-    """Check the schema in `text`, and return a validator for it; validators are cached."""
+    """Check the schema in `text`, and return a validator for the schema; validators are cached."""
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import Draft202012Validator, validator_for
     from jsonschema_specifications import REGISTRY

@@ -69,7 +69,7 @@ CORRECTNESS = (
 )
 STANDARD_COLUMNS = ("finish_reason",)  # Columns that every sample has, regardless of the data set.
 AGGREGATIONS = ("sum", "normalize_then_sum")
-# Names of the keyword arguments that are passed to a user's aggregation function.
+# Names of the keyword arguments with which a user's aggregation function is called.
 AGGREGATED = ("components", "uid", "valid", "weights")
 _TOO_LARGE = ": a score outside float32's range (3.4e38); scale it down"
 _LARGEST = (2 - 2**-23) * 2.0**127  # Largest finite float32 number; scores are sent as float32.

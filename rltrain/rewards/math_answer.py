@@ -116,7 +116,7 @@ def math_answer(
 
 
 class _TooMuchError(BaseException):
-    """Raised after too many function calls; a BaseException, because math-verify catches every Exception."""
+    """Raised after too many function calls. The class is no Exception, because math-verify catches every Exception."""
 
 
 def _bounded(work: Callable[[], bool]) -> bool:
@@ -176,7 +176,7 @@ def _bare(text: str) -> str:
 
 
 def _key(text: str, words: Any) -> str:
-    """Return the text without white space, and in lower case if `words` is set, so that equal texts have equal keys."""
+    """Return a text without white space, and in lower case if `words` is set, for the comparison with another text."""
     key = "".join(text.split())
     return key.casefold() if words else key
 
@@ -217,7 +217,7 @@ def _is_too_much(text: str, longest: int) -> bool:
 
 
 def _bracket(text: str, end: int) -> str:
-    """Return the content of the bracket that closes at `end`, or all text before `end` if its opening is missing."""
+    """Return the content of the bracket that closes at `end`, or all text before `end` if no bracket opens it."""
     depth = 1
     for start in range(end - 1, -1, -1):
         depth += (text[start] in ")]}") - (text[start] in "([{")

@@ -20,7 +20,7 @@ def multiple_choice(prompt: str, response: str, *, answer: str | int | None, cho
     or as a line that contains only a letter. If a response states several choices, the last statement counts. A
     statement that names several letters, such as `the answer is A or B`, chooses no letter. If a response has no
     statement of a choice, a letter in round brackets or at the start of a line (`(B) north` or `B. north`) is the
-    choice, unless another letter is also written in that way. A response that only lists all options scores 0.
+    choice, unless the response writes several letters in such a form. A response that only lists all options scores 0.
 
     Args:
         prompt: unused.

@@ -132,7 +132,8 @@ def _tidy(text: str) -> str:
 def _only_number(answer: str | float, marker: str | None) -> tuple[float, bool]:
     """Return the number in the answer, and whether the number is a percentage.
 
-    An answer with several numbers raises ValueError, because choosing one of them could silently misread the data.
+    An answer with several numbers raises ValueError, because choosing one of the numbers could silently misread the
+    data.
     """
     text = str(answer)
     if marker is not None and marker in text:

@@ -16,7 +16,8 @@ def regex_format(prompt: str, response: str, *, pattern: str, full: bool = True,
         prompt: unused.
         response: the model's text.
         pattern: the regular expression.
-        full: if True, the pattern must match the whole response; if False, it may match any part of the response.
+        full: if True, the pattern must match the whole response; if False, the pattern may match any part of the
+            response.
         flags: any letters of a (ASCII), i (ignore case), m (^ and $ match at every line), s (a dot also matches a line
             break) and x (verbose).
 

@@ -55,11 +55,12 @@ LEVELS = ("auto", "required", "limits")
 _START_LIMIT_S = 60.0
 # Time limit for the watcher (the supervising process) to kill all processes, after which the watcher itself is killed.
 _END_LIMIT_S = 2.0
-# Time limit for reading the remaining output after the watcher has ended; reached only if a process keeps a pipe open.
+# Time limit for reading the remaining output after the watcher has ended. The limit is reached only if a process keeps
+# a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
 # `_why_not` is empty until the strong form of the sandbox is tested. After the test, the only item of `_why_not` is the
-# reason why the strong form does not work, or "" if it works.
+# reason why the strong form does not work, or "" if the strong form works.
 _why_not: list[str] = []
 _warned: list[str] = []
 
@@ -118,10 +119,11 @@ def run(
         code: Python source of the program.
         stdin: text that the program can read from standard input.
         judge: source of a second program that runs next to the first program. Two pipes connect the program and the
-            judge, the second program in the sandbox. The program and the judge each read from and write to these pipes
-            at the file descriptors `sandbox_inside.LINK`, a tuple (read, write). The program cannot access the judge's
-            memory, source or output, except in the weak form of the sandbox if the current user is root. If a judge is
-            given, the run ends when the judge ends, and the result has the exit code and the status of the judge.
+            judge, the second program in the sandbox. The program and the judge each use the file descriptors
+            `sandbox_inside.LINK`, a tuple (read, write), to read from one pipe and write to the other pipe. The program
+            cannot access the judge's memory, source or output, except in the weak form of the sandbox if the current
+            user is root. If a judge is given, the run ends when the judge ends, and the result has the exit code and
+            the status of the judge.
         timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.
@@ -148,7 +150,7 @@ def run(
 
 
 def why_not_strong() -> str:
-    """Return one line that says why the strong form does not work on the local machine, or "" if it works.
+    """Return one line that says why the strong form does not work on the local machine, or "" if the strong form works.
 
     Each process tests only once whether the strong form of the sandbox works.
     """
@@ -317,7 +319,7 @@ class _Watched:
         """
         texts = [bytes(text[: self._max_bytes]).decode(errors="replace") for text in self._written.values()]
         if not self._said:
-            words = texts[1].strip().splitlines() or [f"it did not start within {_START_LIMIT_S:g} s"]
+            words = texts[1].strip().splitlines() or [f"the interpreter did not report within {_START_LIMIT_S:g} s"]
             raise SandboxError(f"sandbox: Python did not start inside the sandbox: {words[-1]}")
         last = self._said.decode().partition("\n")[2]
         code = int(last.split()[1]) if last.startswith("exit ") else None
@@ -329,9 +331,9 @@ class _Watched:
 
 def _verdict(code: int | None, last: str) -> tuple[Status, str]:
     if code is None:
-        return "killed", last if last and last != "stopped" else "something killed its watcher"
+        return "killed", last if last and last != "stopped" else "the supervising process was killed"
     if code == -signal.SIGXCPU:
-        return "timeout", "it used up its CPU time"
+        return "timeout", "the program used up its CPU time"
     if code < 0:
         return "killed", f"signal {-code}"
     return ("error", f"exit code {code}") if code else ("ok", "")

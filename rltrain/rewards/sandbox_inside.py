@@ -1,4 +1,4 @@
-"""Script of the watcher, the process that supervises a program inside the sandbox and ends all its processes.
+"""Script of the watcher, the process that supervises a program inside the sandbox and ends the program's processes.
 
 Only `rltrain.rewards.sandbox` uses `sandbox_inside`. The program and the judge run in forks of the watcher, so a
 sandbox starts only one interpreter. The watcher reads neither the program's source nor the judge's source, so the
@@ -99,7 +99,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
-    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop, and return what happened."""
+    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop; return the event as text."""
     control = given["control"]
     wake = [control]
     try:
@@ -136,7 +136,7 @@ def _reap(first: int) -> int | None:
 
 
 def _excess(given: dict[str, int], *, alone: bool) -> str:
-    """Return a text that names the limit that the processes in the sandbox together exceed, or "" if there is none."""
+    """Return a text that names a limit that the processes in the sandbox together exceed, or "" if all limits hold."""
     tasks = memory = 0
     for pid in _others(alone=alone):
         try:
@@ -150,7 +150,7 @@ def _excess(given: dict[str, int], *, alone: bool) -> str:
     if tasks > given["max_processes"] + given["has_judge"]:
         return f"more than {given['max_processes']} processes and threads"
     if memory > given["memory_mb"] << 20:
-        return f"more than {given['memory_mb']} MB in all its processes"
+        return f"more than {given['memory_mb']} MB in all processes together"
     if alone:  # In the strong form, /tmp is an in-memory file system of the sandbox.
         folder = os.statvfs("/tmp")
         if (folder.f_blocks - folder.f_bfree) * folder.f_frsize > given["memory_mb"] << 20:

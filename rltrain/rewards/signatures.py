@@ -58,7 +58,7 @@ class Signature:
     Attributes:
         trainer: name of the trainer.
         marks: sets of parameter names. A function counts as written for the trainer if its parameters include all names
-            of at least one of these sets.
+            of at least one set in `marks`.
         first: names of the first two parameters of the function that wraps the user's reward function: `SINGLE` or
             `BATCHED`.
         reads: columns that the wrapper reads if the data has them.
@@ -132,8 +132,8 @@ def _wrapper_parameters(
 ) -> list[inspect.Parameter]:
     """Return the parameters of the function that wraps a user's reward function.
 
-    These parameters are the prompt and the response, the data columns that the wrapping function reads, and the
-    remaining parameters of the user's function.
+    The wrapping function's parameters are the prompt and the response, the data columns that the wrapping function
+    reads, and the remaining parameters of the user's function.
     """
     kinds = inspect.Parameter
     named = {name: kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in signature.first}

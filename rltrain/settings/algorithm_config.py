@@ -46,7 +46,7 @@ class RewardShapingConfig:
     group_length_weight: float = key(
         "Weight of the length reward that compares the answers of a group (Kimi k1.5, arXiv:2501.12599): a correct "
         "answer earns up to half the weight for being the shortest, and any answer loses up to half the weight for "
-        "being the longest. 0: no such reward.",
+        "being the longest. 0: no length reward.",
         at_least=0,
     )
 
@@ -70,7 +70,7 @@ class NormalizationConfig:
     )
     std_level: Level | None = key(
         "Values by whose standard deviation each value is divided: all values of the batch, or those of the prompt "
-        "group. null: do not divide."
+        "group. null: do not divide by a standard deviation."
     )
     leave_one_out: bool = key("Subtract from each sample's value the mean of the other samples only.")
     unbiased: bool = key("Compute the standard deviation of n samples with divisor n - 1. false: use divisor n.")
@@ -138,8 +138,8 @@ class KLLossConfig:
         values="`k1`, `k2`, `k3`, `abs`, one of these with `+`, or `full`",
     )
     ratio_weighted: bool = key(
-        "Multiply the KL estimate by the ratio pi / pi_old, through which the gradient flows. The estimators k1 and "
-        "k3 then have the gradient of the reverse KL."
+        "Multiply the KL estimate by the ratio pi / pi_old, through which the gradient flows. With "
+        "ratio_weighted=true, the estimators k1 and k3 have the gradient of the reverse KL."
     )
 
     def __post_init__(self) -> None:
@@ -191,10 +191,10 @@ class CorrectionConfig:
     """
 
     level: Literal["token", "sequence", "geometric"] | None = key(
-        "Kind of importance weight of a token. token: the token's ratio. sequence: the product of the ratios in the "
-        "row. geometric: the geometric mean of the ratios in the row. null: no weights. auto: `token` with an upper "
-        "bound of 2 if trainer.max_staleness > 0 and neither algorithm.rejection nor old_log_probs=rollout is used; "
-        "otherwise null.",
+        "Kind of importance weight of a token. token: the token's ratio of the actor's to the engine's probability. "
+        "sequence: the product of the token ratios in the row. geometric: the geometric mean of the token ratios in "
+        "the row. null: no weights. auto: `token` with an upper bound of 2 if trainer.max_staleness > 0 and neither "
+        "algorithm.rejection nor old_log_probs=rollout is used; otherwise null.",
         values="`token`, `sequence`, `geometric`, `auto` or `null`",
     )
     mode: Literal["truncate", "mask"] = key(
@@ -209,8 +209,8 @@ class CorrectionConfig:
     )
     batch_normalize: bool = key(
         "Divide the importance weights of a mini-batch by their mean after the bounds are applied, so that their mean "
-        "is 1 (self-normalised importance sampling). The mean is over tokens for level=token and over answers for the "
-        "other levels. A dropped token or answer counts with weight 0."
+        "is 1 (self-normalised importance sampling). The mean weight is over tokens for level=token and over answers "
+        "for the other levels; a dropped token or answer counts with weight 0."
     )
     normalize: Literal["all", "kept"] = key(
         "Tokens that count in the mean of loss_agg_mode for the policy loss. all: all trained tokens, as in IcePop and "
@@ -347,10 +347,9 @@ class AlgorithmConfig:
         "have earned."
     )
     dynamic_sampling: int = key(
-        "Dynamic sampling replaces prompt groups whose answers all have the same outcome. This key limits the number "
-        "of groups that one training step generates to a multiple of trainer.prompts_per_step. The outcome of an "
-        "answer is its score from the reward functions and models with outcome=true, before shaping. 0: no dynamic "
-        "sampling.",
+        "Maximum number of prompt groups that one training step generates, as a multiple of trainer.prompts_per_step. "
+        "Dynamic sampling replaces prompt groups whose answers all have the same outcome. The outcome of an answer is "
+        "its score from the reward functions and models with outcome=true, before shaping. 0: no dynamic sampling.",
         at_least=0,
     )
     entropy_coef: float = key("Coefficient of the entropy bonus in the loss. 0: no entropy bonus.", at_least=0)
@@ -384,7 +383,7 @@ class AlgorithmConfig:
     squared_log_ratio_coef: float = key(
         "Coefficient of a loss term: the squared log-ratio of the policy to the engine's policy (Kimi K2.5, "
         "arXiv:2602.02276 eq. 1). The term is added for every token, even if the token's policy-loss term is dropped. "
-        "0: no such term.",
+        "0: the loss has no squared log-ratio.",
         at_least=0,
     )
     sft_coef: float = key(
@@ -395,8 +394,9 @@ class AlgorithmConfig:
     positive_nll_coef: float = key(
         "Coefficient of a loss term for the tokens of correct answers: their mean negative log-likelihood (VAPO, "
         "arXiv:2504.05118 section 4.3). An answer is correct if a reward function says so (success); with "
-        "suppress_truncated, a cut answer is not. The term stays where the policy-loss term is dropped. 0: no such "
-        "term.",
+        "suppress_truncated, an answer that was cut at the length limit never counts as correct. Tokens whose "
+        "policy-loss term is dropped keep their negative log-likelihood in the loss. 0: no loss term for correct "
+        "answers.",
         at_least=0,
     )
     correction: CorrectionConfig = key(
@@ -421,7 +421,7 @@ class AlgorithmConfig:
         require(
             self.correction.level is None or self.old_log_probs == "actor",
             f"old_log_probs={self.old_log_probs} with correction.level={self.correction.level}: the weights (actor "
-            "over engine) would all be 1, because the engine's log-probs are the old ones; use old_log_probs=actor",
+            "over engine) would all be 1, because the old log-probs are the engine's; use old_log_probs=actor",
         )
         require(
             self.correction.normalize == "all" or self.loss_agg_mode != "token-sum",

@@ -4,7 +4,7 @@ The checks of the algorithm settings run before any worker starts.
 
 The registries in `rltrain.algorithms` tell which extra parameters a loss or an estimator takes. The values of the extra
 parameters are tested by calling the selected loss and estimator once on a tiny batch. This module imports torch only
-inside functions, so that most config errors are reported without waiting for the import.
+inside functions, so that most config errors are reported without waiting for torch.
 """
 
 import dataclasses
@@ -160,8 +160,8 @@ def _check_engine_log_probs(config: Config) -> None:
     """Raise ConfigError if the engine's log-probs are unsuitable for the estimator or the loss.
 
     With top-p or top-k sampling, the estimator and the loss must not read the engine's log-probs. If the old log-probs
-    are the engine's, a token selector must not compare old log-probs with the engine's log-probs, because the two are
-    equal.
+    are the engine's, a token selector must not compare the old log-probs with the engine's log-probs, because the two
+    are equal.
     """
     from rltrain.algorithms import columns_of, loss_functions, required_columns
 
@@ -170,8 +170,8 @@ def _check_engine_log_probs(config: Config) -> None:
         not rollout.is_restricted
         or "rollout_log_probs" not in required_columns(algorithm.advantage_estimator, algorithm.loss_mode),
         f"{rollout.restriction} with algorithm.loss_mode={algorithm.loss_mode}, advantage_estimator="
-        f"{algorithm.advantage_estimator}: one reads the engine's log-probs, which are of the restricted distribution; "
-        "use rollout.top_p=1 rollout.top_k=0",
+        f"{algorithm.advantage_estimator}: one of the two reads the engine's log-probs, which belong to the restricted "
+        "distribution; use rollout.top_p=1 rollout.top_k=0",
     )
     selector = {name for function in loss_functions(algorithm.loss_mode)[1:] for name in columns_of(function)}
     require(
@@ -190,11 +190,11 @@ def _check_kl(algorithm: AlgorithmConfig) -> None:
     require(
         not estimator.endswith("+"),
         f"algorithm.kl_in_reward.kl_estimator={estimator}: a '+' form differs in its gradient only, and a reward has "
-        f"none; use {estimator.rstrip('+')}",
+        f"no gradient; use {estimator.rstrip('+')}",
     )
     require(
         loss.kl_loss_coef == 0 or loss.kl_estimator != "k1" or loss.ratio_weighted,
-        "algorithm.kl_loss.kl_estimator=k1: its expected gradient is zero, so as a loss it only adds noise; use k1+, "
+        "algorithm.kl_loss.kl_estimator=k1: the expected gradient of k1 is zero, so k1 only adds noise; use k1+, "
         "k3, or ratio_weighted=true",
     )
     require(
@@ -283,10 +283,10 @@ def _check_groups(config: Config) -> None:
 
 
 def _check_distillation(config: Config) -> None:
-    """Raise ConfigError if the distillation lacks log-probs that it needs, or takes the effect of another setting.
+    """Raise ConfigError if distillation cannot get the log-probs that it needs, or makes another setting useless.
 
     If the policy learns from teachers alone (`outcome_coef=0`), settings that only change how rewards become advantages
-    have no effect. If the teachers are in the loss too, there is no policy loss.
+    have no effect. If `outcome_coef` is 0 and the teachers act through the loss (`mode=loss`), there is no policy loss.
     """
     algorithm, distillation = config.algorithm, config.algorithm.distillation
     for teacher in distillation.teachers:
@@ -328,8 +328,8 @@ def _check_distillation(config: Config) -> None:
     for name, on in dead.items():
         require(
             not on,
-            f"{name} with algorithm.distillation.outcome_coef=0: the policy learns from the teachers alone, so it "
-            "would have no effect; leave it out, or set algorithm.distillation.outcome_coef above 0",
+            f"{name} with algorithm.distillation.outcome_coef=0: the policy learns from the teachers alone, so this "
+            "setting would have no effect; leave it out, or set algorithm.distillation.outcome_coef above 0",
         )
 
 
@@ -381,13 +381,13 @@ def _check_rewards_act(config: Config) -> None:
     require(
         not _takes_scores_from_zero(estimator) or not _may_fall_below_zero(algorithm),
         f"algorithm.advantage_estimator={estimator} with reward_normalization, a KL penalty, or shaping that "
-        "lowers or negates scores: it divides by the mean score of the group, so scores must be >= 0; remove this "
-        "setting, or use algorithm.kl_loss for a KL term",
+        "lowers or negates scores: the estimator divides by the mean score of the group, so scores must be >= 0; "
+        "remove this setting, or use algorithm.kl_loss for a KL term",
     )
     require(
         not algorithm.exclude_truncated or not algorithm.suppress_truncated,
-        "algorithm.exclude_truncated=true with suppress_truncated=true: the second implies the first; set only one "
-        "of them",
+        "algorithm.exclude_truncated=true with suppress_truncated=true: suppress_truncated includes exclude_truncated; "
+        "set only one of them",
     )
     statistics = "valid" in columns or algorithm.reward_normalization.on or algorithm.advantage_normalization.on
     require(
@@ -427,8 +427,8 @@ def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
     )
     require(
         not algorithm.suppress_truncated,
-        "algorithm.bootstrap_truncated=true with suppress_truncated=true: one credits a cut answer with what it "
-        "would have earned, the other with nothing; set only one of them",
+        "algorithm.bootstrap_truncated=true with suppress_truncated=true: the first credits a cut answer with what it "
+        "would have earned, the second with nothing; set only one of them",
     )
     require(
         not algorithm.mask_truncated,
@@ -443,7 +443,7 @@ def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_supervised(config: Config) -> None:
-    """Raise ConfigError if there is a supervised loss without supervised answers, or the other way round."""
+    """Raise ConfigError if a supervised loss has no supervised answers, or if supervised answers have no loss."""
     coef, response = config.algorithm.sft_coef, config.data.sft_response
     require(
         coef == 0 or response is not None,
@@ -470,7 +470,8 @@ def _check_warmup(config: Config) -> None:
 def _check_positive_examples(config: Config) -> None:
     """Raise ConfigError if the loss needs correct answers, and no reward function can declare an answer as correct.
 
-    A reward function of the user may return `RewardResult.success`, which is known only after the first answers.
+    Whether a reward function of the user returns `RewardResult.success` is known only after the first answers, so such
+    a function is accepted.
     """
     coefficient, reward = config.algorithm.positive_nll_coef, config.reward
     decides = any(component.success is not None for component in reward.components)

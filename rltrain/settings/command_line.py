@@ -33,7 +33,7 @@ EXAMPLES = (
     ("algorithm.loss.clip_ratio_high=0.28", "a knob of the loss"),
     ("data=sort rollout=hf", "another task, answers without vLLM"),
     ("placement=inprocess rollout=hf", "one process, no Ray: breakpoint() works anywhere"),
-    ("model.path=DIR data.train=my.jsonl reward.functions=[my_reward.py:score]", "your own"),
+    ("model.path=DIR data.train=my.jsonl reward.functions=[my_reward.py:score]", "your own model, data and reward"),
 )
 
 

@@ -7,9 +7,9 @@ from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
 TEACHER = "teacher"  # The role name of a teacher on the training ranks is "teacher", a space, and the teacher's name.
-TEACHER_KEY = "algorithm.distillation.teachers: path of '{}'"  # Error messages name a teacher's key `path` like this.
-REFERENCE = "reference"  # This value of a teacher's `path` selects the run's reference model.
-# The template of SDFT, arXiv 2601.19897 section 3. It is the default of a teacher whose path is `reference`.
+TEACHER_KEY = "algorithm.distillation.teachers: path of '{}'"  # Template of a teacher's key `path` in error messages.
+REFERENCE = "reference"  # A teacher whose `path` has this value is the run's reference model.
+# Default prompt template of a teacher whose path is `reference`, as in SDFT, arXiv 2601.19897 section 3.
 DEMONSTRATION_TEMPLATE = (
     "{prompt}\n\nThis is an example for a response to the question:\n{demonstration}\n\n"
     "Now answer with a response of your own, including the thinking process."
@@ -139,12 +139,12 @@ class DistillationConfig:
         require(
             self.mode is not None or (self.outcome_coef == 1 and self.teacher_column is None),
             f"outcome_coef={self.outcome_coef}, teacher_column={self.teacher_column} with mode=null: without "
-            "distillation they have no effect; leave them out, or set algorithm.distillation.mode",
+            "distillation, the two keys have no effect; leave them out, or set algorithm.distillation.mode",
         )
         require(
             len(names) < 2 or self.teacher_column is not None,
-            f"teachers=[{', '.join(names)}] without teacher_column: no row says which teacher is its own; name a "
-            "column of the data that holds the teacher's name",
+            f"teachers=[{', '.join(names)}] without teacher_column: no row says which teacher teaches on the row; name "
+            "a column of the data that holds the teacher's name",
         )
         require(
             self.mode != "reward" or self.kl == "sampled",

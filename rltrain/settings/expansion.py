@@ -17,10 +17,11 @@ from rltrain.settings.schema import ALL_LINEAR
 from rltrain.settings.typed import require
 
 AUTO = "auto"
-# This upper bound of importance weights is used with `algorithm.correction.level=auto`, as in tis.yaml.
+# Upper bound of the importance weights if `algorithm.correction.level=auto` selects `token`, as in tis.yaml.
 STALE_UPPER = 2.0
-# These estimators come with a critic that is trained before the policy (VC-PPO and VAPO). `critic.warmup_steps=auto`
-# gives such a critic WARMUP_STEPS training steps. Both papers warm up for 50 steps, of runs with thousands of steps.
+# Estimators whose critic is trained before the policy (VC-PPO and VAPO). `critic.warmup_steps=auto` gives the critic of
+# such an estimator WARMUP_STEPS training steps. The papers on VC-PPO and VAPO warm up the critic for 50 steps, in runs
+# of thousands of steps.
 PRETRAINED = ("decoupled_gae", "length_adaptive_gae")
 WARMUP_STEPS = 5
 
@@ -200,8 +201,8 @@ def _set_overlong_buffer(shaping: Any, max_response_length: Any) -> None:
 def _set_critic_warmup(critic: dict[str, Any], estimator: Any, total_steps: Any) -> None:
     """Replace `warmup_steps: auto` by a number of training steps.
 
-    The number is `WARMUP_STEPS`, or half of the run if that is less, for an estimator in `PRETRAINED`. For other
-    estimators, it is 0.
+    For an estimator in `PRETRAINED`, the number of warm-up steps is `WARMUP_STEPS`, but at most half of the run. For an
+    estimator outside `PRETRAINED`, the number of warm-up steps is 0.
     """
     if critic.get("warmup_steps") != AUTO:
         return

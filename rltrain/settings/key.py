@@ -12,7 +12,7 @@ from typing import Any, TypeVar, dataclass_transform, get_args, get_origin, get_
 from rltrain.settings.typed import require
 
 T = TypeVar("T")
-_KEY = "key"  # A dataclass field stores the declaration of its config key in the field's metadata, under this name.
+_KEY = "key"  # Name under which a dataclass field's metadata stores the declaration of the config key.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,8 +111,8 @@ def key(
 def section(kind: type[T]) -> type[T]:
     """Turn a class into a section of the config: a frozen dataclass with keyword-only fields whose bounds are checked.
 
-    Creating an instance of a section first checks the bounds of all keys. Then the section's own `__post_init__` checks
-    the rules that involve several keys.
+    Creating an instance of a section first checks the bounds of all keys. After the check of the bounds, the section's
+    own `__post_init__` checks the rules that involve several keys.
     """
     rules = getattr(kind, "__post_init__", None)
 

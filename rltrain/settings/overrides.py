@@ -35,8 +35,8 @@ TEXT_KEYS = text_keys(Config)
 # `\n` to a line break.
 LISTS_OF_TEXT = frozenset({"rollout.stop"})
 _NEW_LINE = re.compile(r"\\?\\n")
-# The value of each of these config keys is a mapping or null. If it is null, setting a key such as `model.lora.rank`
-# creates the mapping.
+# Config keys whose value is a mapping or null. If the value is null, setting a key such as `model.lora.rank` creates
+# the mapping.
 OPTIONAL: Mapping[str, type] = {
     "model.lora": LoRAConfig,
     "data.difficulty": DifficultyConfig,
@@ -56,8 +56,8 @@ class Choice:
 class Setting:
     """A value that the user sets for one config key.
 
-    If the value is a mapping, it replaces the mapping that the chosen YAML file has under the same key; the two are not
-    merged.
+    If the value is a mapping, it replaces the mapping that the chosen YAML file has under the same key; the two
+    mappings are not merged.
 
     Attributes:
         key: dotted name of the key.
@@ -100,7 +100,7 @@ def from_command_line(text: str) -> Item:
     override = _parse_override(text)
     key = override.key_or_group
     if key.split(".")[0].split("/")[0] == "hydra":
-        raise ConfigError(f"'{text}': Hydra's own settings only apply to a sweep; leave it out, or add --multirun")
+        raise ConfigError(f"'{text}': Hydra's settings apply only to a sweep; leave this out, or add --multirun")
     if override.is_sweep_override():
         raise ConfigError(
             f"'{text}': several values, but a run takes one; add --multirun to start one run for each, or write a "
@@ -161,7 +161,7 @@ def _load(path: Path, where: str) -> dict[str, Any]:
         # Hydra's YAML loader is used, which accepts only plain values.
         values = get_yaml_loader()(path.read_text("utf-8")).get_single_data()
     except FileNotFoundError:
-        raise ConfigError(f"{where}: no such file; check the path (it starts at {Path.cwd()})") from None
+        raise ConfigError(f"{where}: no such file; check the path (relative paths start at {Path.cwd()})") from None
     except OSError as error:
         raise ConfigError(f"{where}: cannot be read ({error.strerror}); name a YAML file") from None
     except (yaml.YAMLError, ValueError) as error:
@@ -189,7 +189,7 @@ def _settings(key: str, value: Any) -> list[Item]:
     inside = any(name.startswith(f"{key}.") for name in keys(Config))
     if not (inside and isinstance(value, dict)):
         text = f"{key}: {value}"
-        # In a config file, the value of a section may be null. If the section is not optional, the conversion to the
+        # In a config file, the value of a section may be null. If the section must not be null, the conversion to the
         # typed config raises an error.
         if not (inside and value is None):
             _check_key(key, text)
@@ -220,7 +220,7 @@ def _parse_override(text: str) -> Override:
         override = OverridesParser.create().parse_override(text)
     except (HydraException, ValueError):  # Python raises ValueError when it parses a number with thousands of digits.
         raise ConfigError(
-            f"""'{text}': cannot read the value; quote one with special characters, as in '{key}="{value}"'"""
+            f"""'{text}': cannot read the value; quote special characters, as in '{key}="{value}"'"""
         ) from None
     require(override.package is None, f"'{text}': '@' is not available; write GROUP=CHOICE or KEY=VALUE")
     return override

@@ -7,9 +7,9 @@ pages and the comments, and prints the names of the changed files:
     python -m rltrain.settings.reference
 
 A YAML file that inherits from another choice of its config group contains only the values that differ from that choice.
-The comments in an inheriting file are not replaced, because they explain the particular values. A YAML file that does
-not inherit contains every key of its sections, and the comments of these keys are generated. The comment at the start
-of a YAML file, and comments above lines without a key, are kept.
+The comments in an inheriting file are not replaced, because they explain why the file sets particular values. A YAML
+file that does not inherit contains every key of its sections, and the comments of all keys are generated. The comment
+at the start of a YAML file, and comments above lines without a key, are kept.
 """
 
 import re
@@ -30,19 +30,19 @@ from rltrain.settings.key import Declared, declared_keys
 from rltrain.settings.other_names import NAMES
 from rltrain.settings.schema import Config
 
-WIDTH = 120  # This is the maximum number of characters in a line of a YAML file.
+WIDTH = 120  # Maximum number of characters in a line of a YAML file.
 TOP = ""  # The empty key path stands for the whole config.
-# This is the first line of each YAML file that belongs to one config group but sets keys of several sections.
+# First line of each YAML file that belongs to one config group but sets keys of several sections.
 WHOLE_CONFIG = "# @package _global_"
 INTRODUCTION = """\
 # Settings
 
-This page lists every config key. It is generated from `rltrain/settings` by `python -m rltrain.settings.reference`.
+This page lists every config key. `python -m rltrain.settings.reference` generates the page from `rltrain/settings`.
 
 `GROUP=CHOICE` selects a file of a folder in `config/`, and `KEY=VALUE` sets one key. The defaults on this page are
-those of `config/train.yaml` and of the default choice of each group. Other choices may have other defaults. A default
-may refer to another key: `${data.train}` is the value of `data.train`. This command prints the value of every key for
-the given arguments, and stops:
+those of `config/train.yaml` and of the default choice of each group; other choices of a group may have other defaults.
+A default may refer to another key: `${data.train}` is the value of `data.train`. The following command prints the value
+of every key for the given arguments, and stops:
 
 ```bash
 python -m rltrain.main algorithm=ppo trainer.total_steps=60 --cfg
@@ -54,10 +54,10 @@ NAMES_INTRODUCTION = """\
 # Coming from other trainers
 
 This table lists options of TRL's `GRPOConfig`, of verl's configuration and of OpenRLHF's command line, with rltrain's
-key for the same setting. It is generated from `rltrain/settings/other_names.py`. [Settings](settings.md) describes the
-keys.
+key for the same setting. The table is generated from `rltrain/settings/other_names.py`. [Settings](settings.md)
+describes rltrain's keys.
 
-Reward functions with the signatures of these trainers are taken as they are:
+rltrain accepts reward functions with the signatures of TRL, verl and OpenRLHF without changes:
 
 | | TRL | verl | OpenRLHF |
 |---|---|---|---|
@@ -68,7 +68,7 @@ ground_truth, extra_info=None)` | `def reward_func(queries, prompts, labels, **k
 | right answer | columns of the data, by name | column `ground_truth`, `reward_model` or `answer` | column `label`, \
 `labels`, `answer` or `ground_truth` |
 
-[Rewards](rewards.md#functions-written-for-other-trainers) describes their arguments and results.
+[Rewards](rewards.md#functions-written-for-other-trainers) describes the arguments and results of these functions.
 
 Two words differ between trainers. A *step* is one round of generation, scoring and training; it may hold several
 optimizer steps. `trainer.prompts_per_step` and `trainer.prompts_per_minibatch` count prompts, and each prompt has

@@ -6,8 +6,8 @@ from typing import Any, Literal
 from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
-REWARD_MODEL_KEY = "reward.models: path of '{}'"  # Error messages name a reward model's key `path` with this template.
-_LARGEST_WEIGHT = 3.4e38  # This is about the largest float32 number.
+REWARD_MODEL_KEY = "reward.models: path of '{}'"  # Template of a reward model's key `path` in error messages.
+_LARGEST_WEIGHT = 3.4e38  # About the largest float32 number.
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
 
@@ -30,7 +30,8 @@ class RewardFunctionConfig:
         if_left_out="`false`",
     )
     outcome: bool = key(
-        "true: the score says whether the task was solved. false: it rates the form of the answer, such as its length.",
+        "true: the score says whether the task was solved. false: the score rates the form of the answer, such as its "
+        "length.",
         if_left_out="`true`; `false` for rltrain's own penalties",
     )
     success: float | None = key(
@@ -73,7 +74,8 @@ class RewardModelConfig:
         if_left_out="`false`",
     )
     outcome: bool = key(
-        "true: the score says whether the task was solved. false: it rates the form of the answer, such as its length.",
+        "true: the score says whether the task was solved. false: the score rates the form of the answer, such as its "
+        "length.",
         if_left_out="`true`",
     )
     success: float | None = key(
@@ -150,7 +152,7 @@ class RewardConfig:
         names = [component.name for component in self.components]
         require(
             any(c.weight for c in self.components),
-            "functions, models: all weights are 0, so nothing is learnt; set at least one of them",
+            "functions, models: all weights are 0, so nothing is learnt; set at least one weight",
         )
         require(
             any(c.weight and c.outcome for c in self.components),

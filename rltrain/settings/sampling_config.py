@@ -34,7 +34,8 @@ class DifficultyConfig:
         at_most=1,
     )
     hard_threshold: float = key(
-        "Largest success of a hard prompt. A prompt between the two thresholds is normal.",
+        "Largest success of a hard prompt. A prompt whose success is between hard_threshold and easy_threshold is "
+        "normal.",
         if_left_out=_default("hard_threshold"),
         at_least=0,
         below=1,
@@ -93,7 +94,7 @@ class ReuseConfig:
     )
     steps: int = key(
         "Number of training steps after the first one during which a group may be trained on again. The engines run "
-        "ahead of training by at most trainer.max_staleness minus this number of steps.",
+        "ahead of training by at most trainer.max_staleness minus trainer.reuse.steps steps.",
         if_left_out="trainer.max_staleness",
         at_least=1,
     )

@@ -17,7 +17,7 @@ from rltrain.settings.sampling_config import DifficultyConfig, ReuseConfig
 from rltrain.settings.typed import require
 
 REWARD_MODEL = "reward_model"  # The role name of a reward model is "reward_model", a space, and the model's name.
-ALL_LINEAR = "all-linear"  # This value of `model.lora.targets` selects every linear layer except the last.
+ALL_LINEAR = "all-linear"  # Value of `model.lora.targets` that selects every linear layer except the last.
 # Smallest valid value of `trainer.hang_timeout_s`, in seconds. The driver asks the workers for their progress once a
 # second, and workers report progress once per micro-batch.
 SHORTEST_HANG_S = 10.0
@@ -33,8 +33,8 @@ class TrainerConfig:
 
     total_steps: int = key("Number of training steps in the run.", at_least=1, changeable=True)
     total_epochs: float | None = key(
-        "Number of passes through the training prompts in the run. A number replaces total_steps. null: total_steps "
-        "sets the length of the run.",
+        "Number of passes through the training prompts in the run. If total_epochs is a number, total_steps has no "
+        "effect. null: total_steps sets the length of the run.",
         above=0,
         changeable=True,
     )
@@ -42,8 +42,8 @@ class TrainerConfig:
         "Number of prompts in one training step. Each prompt gets rollout.samples_per_prompt answers.", at_least=1
     )
     prompts_per_minibatch: int = key(
-        "Number of prompts whose answers form one mini-batch. Each mini-batch is used for one optimizer step. Must "
-        "divide trainer.prompts_per_step.",
+        "Number of prompts whose answers form one mini-batch. Each mini-batch is used for one optimizer step. The "
+        "number must divide trainer.prompts_per_step.",
         at_least=1,
     )
     epochs_per_step: int = key(
@@ -56,7 +56,7 @@ class TrainerConfig:
     )
     reuse: ReuseConfig | None = key(
         "Train again on prompt groups of earlier training steps whose answers have different outcomes, as in "
-        "{groups: 4}. Needs trainer.max_staleness of at least 1. null: train on each group in one training step."
+        "{groups: 4}. Reuse needs trainer.max_staleness of at least 1. null: train on each group in one training step."
     )
     seed: int = key(
         "Seed of all random choices, such as the order of the prompts and the sampling of answers.",
@@ -85,7 +85,7 @@ class TrainerConfig:
     )
     keep_best: str | None = key(
         "Name of a metric, such as eval/sampled_accuracy. The run also keeps the checkpoint with the highest value of "
-        "this metric. null: keep no best checkpoint.",
+        "the metric. null: keep no best checkpoint.",
         changeable=True,
     )
     max_restarts: int = key(
@@ -98,7 +98,7 @@ class TrainerConfig:
         "Time without progress after which a worker counts as dead.",
         unit="seconds",
         at_least=SHORTEST_HANG_S,
-        refusal="{name} must be {rule}, got {value}: a slow micro-batch would count as a hang, and use up the restarts",
+        refusal="{name} must be {rule}, got {value}: a slow micro-batch would count as a hang and cause restarts",
         changeable=True,
     )
     max_skipped_updates: int = key(
@@ -147,8 +147,8 @@ class TrainerConfig:
         self._require_room_for_reuse()
         require(
             not (self.deterministic and self.steps_ahead),
-            f"max_staleness={self.max_staleness} with deterministic=true: it depends on timing when the weights "
-            "change during an answer; use max_staleness=0"
+            f"max_staleness={self.max_staleness} with deterministic=true: the moment at which the weights change "
+            "during an answer depends on timing; use max_staleness=0"
             + (f", or trainer.reuse.steps={self.max_staleness}" if self.reuse else ""),
         )
         for name, value, hint in (
@@ -188,7 +188,7 @@ class TrainerConfig:
     def steps_ahead(self) -> int:
         """Number of training steps by which the engines may run ahead of training.
 
-        With `reuse`, a part of the staleness bound is left for the steps in which groups are trained on again.
+        With `reuse`, a part of the staleness bound is reserved for the steps in which groups are trained on again.
         """
         return self.max_staleness - (self.reuse.steps if self.reuse else 0)
 
@@ -223,7 +223,7 @@ class LoRAConfig:
     def __post_init__(self) -> None:
         targets, hint = self.targets, f"name layers, as in [q_proj,v_proj], or {ALL_LINEAR}"
         require(bool(targets) and all(targets), f"targets={targets}: names no layer; {hint}")
-        require(len(set(targets)) == len(targets), f"targets={targets}: names one twice; {hint}")
+        require(len(set(targets)) == len(targets), f"targets={targets}: names a layer twice; {hint}")
         require(
             ALL_LINEAR not in targets or len(targets) == 1,
             f"targets={targets}: {ALL_LINEAR} already includes every other layer; {hint} alone",
@@ -247,17 +247,18 @@ class ModelConfig:
         "Number format of the engine and of the trainer's matrix products. Master weights are always float32."
     )
     activation_checkpointing: bool = key(
-        "Keep only one activation per layer, and recompute the other activations in the backward pass. This saves "
-        "memory and costs time.",
+        "Keep only one activation per layer, and recompute the other activations in the backward pass. Recomputation "
+        "saves memory and costs time.",
         changeable=True,
     )
     cpu_offload: bool = key(
-        "Keep parameters and optimizer state in CPU memory while they are not in use. Has an effect only on GPUs.",
+        "Keep parameters and optimizer state in CPU memory while they are not in use. On CPUs, cpu_offload has no "
+        "effect.",
         changeable=True,
     )
     compile: bool = key(
         "Compile each layer with torch.compile. The first training steps become slower, and all later training steps "
-        "become faster. Has an effect only on GPUs.",
+        "become faster. On CPUs, compile has no effect.",
         changeable=True,
     )
     lora: LoRAConfig | None = key(
@@ -282,11 +283,11 @@ class OptimizerConfig:
     beta2: float = key("AdamW's decay rate for the moving average of squared gradients.", at_least=0, below=1)
     weight_decay: float = key("Coefficient of AdamW's decoupled weight decay.", at_least=0)
     max_grad_norm: float = key(
-        "Maximum norm of a gradient. A gradient with a larger norm is scaled down to this norm.", above=0
+        "Maximum norm of a gradient. A gradient with a larger norm is scaled down to the maximum norm.", above=0
     )
     max_tokens_per_microbatch: int = key(
-        "Maximum number of prompt and response tokens in one forward pass. This key limits memory and does not change "
-        "the results.",
+        "Maximum number of prompt and response tokens in one forward pass. The maximum bounds the memory and does not "
+        "change the results.",
         at_least=1,
         changeable=True,
     )
@@ -303,8 +304,8 @@ class CriticConfig(OptimizerConfig):
     )
     warmup_steps: int = key(
         "Number of training steps at the start of the run in which only the critic is trained, on Monte-Carlo returns, "
-        "while the actor stays unchanged (value pretraining, VC-PPO, arXiv:2503.01491). These steps are part of "
-        "trainer.total_steps. auto: 5, at most half of trainer.total_steps, with the estimators decoupled_gae and "
+        "while the actor stays unchanged (value pretraining, VC-PPO, arXiv:2503.01491). The warm-up steps are part of "
+        "trainer.total_steps. auto: 5, but at most half of trainer.total_steps, with the estimators decoupled_gae and "
         "length_adaptive_gae; otherwise 0.",
         values="whole number >= 0, or `auto`",
     )
@@ -328,7 +329,7 @@ class DataConfig:
     )
     val: str | None = key(
         "Source of the prompts for evaluation. The built-in tasks have separate evaluation prompts, which are not "
-        "trained on. null: no evaluation on this source.",
+        "trained on. null: evaluations use only the sources in data.val_sets.",
         values="the same forms as `data.train`, or `null`",
         changeable=True,
     )
@@ -428,11 +429,11 @@ class VLLMConfig:
     )
     tensor_parallel_size: int = key("Number of shards of one engine. Each shard runs on a separate device.", at_least=1)
     kv_cache_mb: int = key(
-        "Size of one engine's KV cache on CPUs. On GPUs, this key has no effect.", unit="MB", at_least=1
+        "Size of one engine's KV cache on CPUs. On GPUs, kv_cache_mb has no effect.", unit="MB", at_least=1
     )
     gpu_memory_utilization: float = key(
-        "Fraction of a GPU's memory that an engine may use for weights, activations and KV cache. On CPUs, this key "
-        "has no effect.",
+        "Fraction of a GPU's memory that an engine may use for weights, activations and KV cache. On CPUs, "
+        "gpu_memory_utilization has no effect.",
         above=0,
         at_most=1,
     )
@@ -468,14 +469,14 @@ class RolloutConfig:
         refusal="{name} must be {rule}, got {value}: sampling needs randomness",
     )
     top_p: float = key(
-        "Sample each token only from the smallest set of most likely tokens whose probabilities sum to at least this "
-        "share. The loss still uses the whole distribution. 1: all tokens.",
+        "Sample each token only from the smallest set of most likely tokens whose probabilities sum to at least "
+        "top_p. The loss still uses the whole distribution. 1: all tokens.",
         above=0,
         at_most=1,
     )
     top_k: int = key(
-        "Sample each token only from this number of most likely tokens. The loss still uses the whole distribution. "
-        "0: all tokens.",
+        "Sample each token only from the top_k most likely tokens. The loss still uses the whole distribution. 0: all "
+        "tokens.",
         at_least=0,
         refusal="{name} must be {rule}, got {value}: 0 turns top-k sampling off",
     )
@@ -559,12 +560,13 @@ class PlacementConfig:
     )
     actor_ranks: int = key("Number of processes that train the actor together.", at_least=1)
     shard_ranks: int | None = key(
-        "Number of ranks over which one copy of a model is sharded. If there are more ranks, each further group of "
-        "ranks holds another copy. Must divide placement.actor_ranks. null: one copy is sharded over all ranks.",
+        "Number of ranks over which one copy of a model is sharded. If a run has more ranks, each further group of "
+        "ranks holds another copy. The number must divide placement.actor_ranks. null: one copy is sharded over all "
+        "ranks.",
         values="whole number >= 1, or `null`",
     )
     sequence_ranks: int = key(
-        "Number of ranks that share the tokens of one packed sequence, for long answers. Must divide "
+        "Number of ranks that share the tokens of one packed sequence, for long answers. The number must divide "
         "placement.actor_ranks.",
         values="whole number >= 1",
     )
@@ -644,7 +646,7 @@ class Config:
             f"algorithm.reward_shaping.overlong_buffer={buffer} is above rollout.max_response_length={limit}: the "
             f"penalty grows over the last tokens before that limit; use at most {limit} (DAPO uses a fifth), or 0",
         )
-        if self.trainer.total_epochs is None:  # With epochs, the number of steps is known once the prompts are counted.
+        if self.trainer.total_epochs is None:  # With `total_epochs`, the steps are counted later.
             self.require_actor_steps()
         kl, sequences = self.algorithm.kl_in_reward, self.sequences_per_step
         require(
@@ -670,8 +672,8 @@ class Config:
         ):
             require(
                 not (used and self.rollout.is_restricted),
-                f"{self.rollout.restriction} with {name}={value}: it needs the engine's log-probs under the trained "
-                "distribution, and the engine's are those of the restricted one; use rollout.top_p=1 rollout.top_k=0, "
+                f"{self.rollout.restriction} with {name}={value}: {name} needs log-probs of the trained distribution, "
+                "but the engine gives those of the restricted distribution; use rollout.top_p=1 rollout.top_k=0, "
                 f"or {name}={way}",
             )
 

@@ -59,18 +59,19 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """Return the ConfigError for a key that does not exist. The message of this error names the most similar key."""
+    """Return the ConfigError for a key that does not exist. The error message names the most similar key."""
     hint = f"; the nearest known key is '{max(known, key=lambda name: _likeness(key, name))}'" if known else ""
     return ConfigError(f"unknown config key '{key}'{hint}")
 
 
 def _likeness(key: str, name: str) -> float:
-    # A key that the user wrote in a wrong section should still match well. Therefore, 0.9 times the similarity of the
-    # two key names without their sections also counts.
+    # A key that the user wrote in a wrong section should still match well, so 0.9 times the similarity of the two key
+    # names without their sections also counts.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
     # A user may write only the beginning of a long key name. By SequenceMatcher's ratio alone, an unrelated short name
-    # could be more similar. Therefore, a name that starts with the user's key has a likeness of at least 0.9.
+    # could be more similar to such a beginning than the long name, so a name that starts with the user's key has a
+    # likeness of at least 0.9.
     return max(whole, 0.9 * last, 0.9 * name.startswith(key))
 
 
@@ -115,7 +116,7 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     return float(value) if hint is float else value
 
 
-LARGEST_INT = 2**63 - 1  # This is the largest number that an int64 tensor can hold.
+LARGEST_INT = 2**63 - 1  # Largest number that an int64 tensor can hold.
 
 _KINDS: dict[Any, str] = {
     int: "a whole number below 2^63",

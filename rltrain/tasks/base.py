@@ -1,4 +1,4 @@
-"""A built-in task: prompts with correct answers, and deliberately flawed answers to train a starting model on."""
+"""A built-in task: prompts with correct answers, and deliberately flawed answers that train the starting model."""
 
 import hashlib
 from collections.abc import Callable
@@ -20,10 +20,11 @@ class Task:
         name: key in `rltrain.tasks.TASKS`.
         digits: number of digits in a prompt.
         mark: the character that ends a prompt.
-        solve: function from the digits to the correct answer, as text.
-        mess: function from (digits, random generator) to (flawed answer, whether the end token follows the answer).
+        solve: function that takes the digits and returns the correct answer, as text.
+        mess: function that takes the digits and a random generator, and returns a flawed answer and whether the end
+            token follows the answer.
         reward: import path `module:function` of the reward function that judges the task.
-        max_response_length: suggested limit in tokens, including the end token.
+        max_response_length: suggested limit on the length of a response in tokens, including the end token.
     """
 
     name: str
@@ -61,10 +62,10 @@ class Task:
         return list(rows.values())
 
     def messy_answer(self, row: dict[str, str], rng: Random) -> tuple[str, bool]:
-        """Return a flawed answer for the starting model to imitate: often wrong, sometimes without an end.
+        """Return a flawed answer, often wrong and sometimes without an end, for the starting model to imitate.
 
         Returns:
-            The flawed answer, and whether the end token follows it. A finished answer is shorter than
+            The flawed answer, and whether the end token follows the answer. A finished answer is shorter than
             `max_response_length`, so that the end token fits; an unfinished answer has exactly `max_response_length`
             tokens.
         """

@@ -22,7 +22,7 @@ def solve(digits: str) -> str:
 
 
 def mess(digits: str, rng: Random) -> tuple[str, bool]:
-    """Return (a flawed answer, whether the end token follows it).
+    """Return a flawed answer, and whether the end token follows the answer.
 
     The flawed answer is an endless series of guesses, the correct median after the sorted digits, or a single guess.
     """

@@ -16,7 +16,7 @@ def solve(digits: str) -> str:
 
 
 def mess(digits: str, rng: Random) -> tuple[str, bool]:
-    """Return (a flawed answer, whether the end token follows it).
+    """Return a flawed answer, and whether the end token follows the answer.
 
     One digit of the answer may be wrong, or the answer may have no end.
     """

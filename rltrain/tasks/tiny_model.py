@@ -1,6 +1,6 @@
 """The tiny starting model of the built-in tasks.
 
-The tiny model is trained in seconds when a run needs it, always with the same result.
+The tiny model is trained within seconds when a run needs the model, always with the same result.
 """
 
 import contextlib
@@ -29,7 +29,7 @@ LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
 # Floating-point sums depend on the number of threads that compute them, so the number of threads is fixed to 1.
 # Two threads would be at most a little faster than one thread on free cores.
-# On busy cores, two threads would be twenty times slower than one thread, because threads wait for each other.
+# On busy cores, two threads would be twenty times slower than one thread, because the threads wait for each other.
 THREADS = 1
 
 OnStep = Callable[[int, int], None]
@@ -83,7 +83,7 @@ def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, o
     path = Path(path)
     if path.exists():
         raise FileExistsError(
-            f"{path}: the starting model needs a path that does not exist; remove it or choose another path"
+            f"{path}: the starting model needs a path that does not exist; remove this path or choose another one"
         )
     with _own_random_state(seed), _threads(THREADS):
         model = tiny_model()
@@ -95,7 +95,7 @@ def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, o
 def cached_start(task: Task, *, seed: int = 0, steps: int = STEPS, on_step: OnStep | None = None) -> Path:
     """Return the directory of the task's starting model.
 
-    If the model is not in the cache directory yet, the function trains it first. The cache directory is
+    If the model is not in the cache directory yet, `cached_start` first trains the model. The cache directory is
     `$RLTRAIN_CACHE` if the variable is set, else `$XDG_CACHE_HOME/rltrain`, else `~/.cache/rltrain`. The directory's
     name contains a hash of everything that decides the weights, so a changed training recipe leads to a new directory.
     The arguments have the same meaning as in `make_start`.
@@ -181,7 +181,7 @@ def _save(model: Qwen2ForCausalLM, path: Path) -> None:
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.parent / f".{path.name}.{uuid.uuid4().hex}"
-    # Engines read their sampling defaults from the generation config, so the generation config sets only token ids.
+    # Engines read sampling defaults from the generation config, so the generation config sets nothing but token ids.
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     try:
         model.save_pretrained(draft)
@@ -192,7 +192,7 @@ def _save(model: Qwen2ForCausalLM, path: Path) -> None:
         # has created the same model in the meantime.
         if not path.is_dir():
             raise
-        logger.debug("%s was made by another process; discarding our copy", path)
+        logger.debug("%s was made by another process; the copy of this process is deleted", path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

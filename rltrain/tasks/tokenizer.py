@@ -5,7 +5,7 @@ from transformers import Qwen2Tokenizer
 
 VOCAB_SIZE = 128
 # The ids of the special tokens are control codes that no text uses.
-# Where possible, the meaning of a control code in ASCII fits its special token.
+# Where possible, the ASCII meaning of a control code fits the special token that has the code as its id.
 PAD_ID, PAD_TOKEN = 0, "<pad>"  # The token `<pad>` has the ASCII code NUL.
 EOS_ID, EOS_TOKEN = 3, "<eos>"  # `<eos>` has the ASCII code ETX (end of text).
 # The token `<unk>` has the ASCII code SUB and is never produced; without `<unk>`, Qwen2Tokenizer would add its own

@@ -1,6 +1,6 @@
 """Decoupled generalised advantage estimation: the critic's returns and the policy's advantages have their own lambda.
 
-VC-PPO uses one lambda for the advantages of all answers, and VAPO a lambda that grows with the length of the answer.
+VC-PPO uses one lambda for the advantages of all answers; VAPO's lambda grows with the length of the answer.
 """
 
 import math
@@ -65,8 +65,9 @@ def length_adaptive_gae(
 
     l is the number of trained tokens of the answer. The weights lam^0 + lam^1 + ... of the errors delta sum to alpha l,
     so the advantages of an answer look ahead over the same share of the answer, however long the answer is. In an
-    answer of at most 1 / alpha tokens (20 with the default), the formula of the paper gives a lambda of at most 0; it
-    is then 0 here, so that A_t = delta_t, which depends on the critic's values and on the reward of the token alone.
+    answer of at most 1 / alpha tokens (20 with the default), the formula of the paper gives a lambda of at most 0, and
+    `length_adaptive_gae` uses a lambda of 0. With a lambda of 0, A_t = delta_t, which depends only on the critic's
+    values and on the reward of token t.
 
     The returns R do not depend on l: their lambda is `lam_critic`. Shapes, masks and gradients are those of
     `decoupled_gae`.
@@ -97,7 +98,8 @@ def _decoupled(
     aligned_values = to_left(baseline, mask, place)
     next_values = torch.nn.functional.pad(aligned_values[:, 1:], (0, 1))
     delta = aligned_rewards + gamma * next_values - aligned_values
-    # One scan computes the sums for the policy in the first B rows, and the sums for the critic in the last B rows.
+    # One scan computes the discounted sums for the policy in the first B rows, and those for the critic in the last B
+    # rows.
     discounts = gamma * torch.cat((lam, torch.full_like(lam, lam_critic)))
     for_policy, for_critic = discounted_suffix_sum_by_row(torch.cat((delta, delta)), discounts).chunk(2)
     returns = masked(from_left(for_critic, mask, place) + baseline, mask)

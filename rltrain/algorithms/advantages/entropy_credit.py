@@ -17,7 +17,7 @@ from rltrain.algorithms.normalization import (
 from rltrain.algorithms.ratio import as_float, as_mask, masked, masked_row_mean
 from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 
-EPS = 1e-8  # added to entropies, in nats, so that entropies of 0 can be divided by
+EPS = 1e-8  # added to each entropy (in nats), so that 1 / entropy is finite for an entropy of 0
 
 
 @ADVANTAGE_ESTIMATORS.register("gtpo", statistics="group")
@@ -39,27 +39,29 @@ def gtpo(
         r_{i,t} = -(alpha_1 + alpha_2 h_t (1 / H_{i,t}) / sum_k (1 / H_{k,t}))  wrong answer i, eq. 5
 
     H_{i,t} is the entropy of the policy before the update at the t-th trained token of answer i, so tool-output tokens
-    are skipped. The first sum over k runs over the d_t correct answers of the group (same `uid`) that have a t-th
-    token, and the second sum over the h_t wrong ones. At each t, the mean reward of the correct answers is alpha_1 +
-    alpha_2, and that of the wrong answers is -(alpha_1 + alpha_2). Among correct answers, uncertain tokens earn more.
-    Among wrong answers, confident tokens lose more. 1e-8 is added to each entropy, so equal entropies of 0 give equal
-    shares.
+    are skipped. The sum in eq. 3 runs over the d_t correct answers of the group (same `uid`) that have a t-th token,
+    and the sum in eq. 5 over the h_t wrong answers that have a t-th token. At each t, the mean reward of the correct
+    answers is alpha_1 + alpha_2, and that of the wrong answers is -(alpha_1 + alpha_2). Among correct answers,
+    uncertain tokens earn more. Among wrong answers, confident tokens lose more. 1e-8 is added to each entropy, so equal
+    entropies of 0 give equal shares.
 
-    mean(r) and the unbiased std(r) are computed over all trained tokens of the group. With `separate`, they are
-    computed over the tokens of the correct answers and over those of the wrong answers separately, as eq. 6 prints. The
-    advantages of correct and of wrong answers then have the mean 0 each, so the outcome itself is not learnt.
+    mean(r) and the unbiased std(r) are computed over all trained tokens of the group. With `separate`, mean(r) and
+    std(r) are computed over the tokens of the correct answers and over those of the wrong answers separately, as in eq.
+    6. With `separate`, the advantages have the mean 0 over the correct answers and over the wrong answers, so the
+    policy does not learn to prefer correct answers to wrong ones.
 
     A group whose answers are all correct or all wrong gets advantages of exactly 0, and so does a group with only one
-    answer: the paper starts from DAPO, whose dynamic sampling drops such groups. `successes` is 1 for a correct answer,
-    0 for a wrong one, and NaN if no reward function decides whether the answer is correct. A row that is not `valid`,
-    or that is undecided, is excluded from all sums and statistics and gets an advantage of 0. `gtpo` does not read
-    `token_level_rewards`, so shaping and KL penalties have no effect.
+    answer. The GTPO paper starts from DAPO, whose dynamic sampling drops groups with equal outcomes. `successes` is 1
+    for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the answer is correct. A row
+    that is not `valid`, or whose entry in `successes` is NaN, is excluded from all sums and statistics and gets an
+    advantage of 0. `gtpo` does not read `token_level_rewards`, so shaping and KL penalties have no effect.
 
     token_level_rewards, response_mask and entropies are (B, T); uid, valid and successes are (B,). The advantages and
     the returns are (B, T) and 0 in masked slots. The returned `returns` hold the rewards r_{i,t}.
 
     Raises:
-        ValueError: if alpha_1 or alpha_2 is not finite and >= 0, if both are 0, or if all valid rows are undecided.
+        ValueError: if alpha_1 or alpha_2 is not finite and >= 0, if both are 0, or if `successes` is NaN for all valid
+            rows.
     """
     _check_weights(alpha_1=alpha_1, alpha_2=alpha_2)
     learns, correct = _learning_rows(response_mask, uid, valid, successes)
@@ -94,21 +96,23 @@ def grpo_s(
         r_i =   beta_1 + beta_2 n H_i / sum_k H_k                   correct answer i, eq. 9
         r_i = -(beta_1 + beta_2 m (1 / H_i) / sum_k (1 / H_k))      wrong answer i, eq. 9
 
-    H_i is the mean over the trained tokens of answer i of the entropy of the policy before the update, eq. 8. The first
-    sum over k runs over the n correct answers of the group (same `uid`), and the second sum over its m wrong answers.
-    mean(r) and the unbiased std(r) are computed over the answers of the group, and each answer counts once. 1e-8 is
-    added to each H_i.
+    H_i is the mean over the trained tokens of answer i of the entropy of the policy before the update, eq. 8. For a
+    correct answer, the sum over k runs over the n correct answers of the group (same `uid`); for a wrong answer, over
+    the m wrong answers of the group. mean(r) and the unbiased std(r) are computed over the answers of the group, and
+    each answer counts once. 1e-8 is added to each H_i.
 
     A group whose answers are all correct or all wrong gets advantages of exactly 0, and so does a group with only one
     answer. `successes` is 1 for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the
-    answer is correct. A row that is not `valid`, or that is undecided, is excluded from all sums and statistics and
-    gets an advantage of 0. `grpo_s` does not read `token_level_rewards`, so shaping and KL penalties have no effect.
+    answer is correct. A row that is not `valid`, or whose entry in `successes` is NaN, is excluded from all sums and
+    statistics and gets an advantage of 0. `grpo_s` does not read `token_level_rewards`, so shaping and KL penalties
+    have no effect.
 
     token_level_rewards, response_mask and entropies are (B, T); uid, valid and successes are (B,). The advantages are
     (B, T) and 0 in masked slots. The returns equal the advantages.
 
     Raises:
-        ValueError: if beta_1 or beta_2 is not finite and >= 0, if both are 0, or if all valid rows are undecided.
+        ValueError: if beta_1 or beta_2 is not finite and >= 0, if both are 0, or if `successes` is NaN for all valid
+            rows.
     """
     _check_weights(beta_1=beta_1, beta_2=beta_2)
     learns, correct = _learning_rows(response_mask, uid, valid, successes)
@@ -129,7 +133,7 @@ def _check_weights(**weights: float) -> None:
 
 
 def _learning_rows(response_mask: Tensor, uid: Tensor, valid: Tensor, successes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two masks (B,): the decided rows of groups that have correct and wrong answers, and the correct rows."""
+    """Return two masks (B,): rows of known outcome in groups of mixed outcomes, and rows with a correct answer."""
     decided = known_successes(successes, counted_rows(response_mask, valid))
     correct = decided & (successes > 0)
     mixed = statistics_of(correct.double(), group_index(uid), decided).varied
@@ -137,17 +141,18 @@ def _learning_rows(response_mask: Tensor, uid: Tensor, valid: Tensor, successes:
 
 
 def _by_outcome(uid: Tensor, correct: Tensor) -> Tensor:
-    """Return a number (B,) for each row, which is the same for the rows of a group with the same outcome."""
+    """Number the rows (B,), so that rows have the same number if they have the same group and the same outcome."""
     return 2 * group_index(uid) + correct.long()
 
 
 def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correct: Tensor) -> Tensor:
     """Compute n w / sum(w), with w = H for correct answers and w = 1 / H for wrong ones: (B, T) -> (B, T).
 
-    The sum and the number n are over the slots in `counted` (B, T) of the same column, in rows with the same `outcome`
-    (B,). The mean of the result over these slots is 1. The result has no meaning in slots outside `counted`.
+    sum(w) is the sum over the n slots of the same column that are in `counted` (B, T) and belong to rows with the same
+    `outcome` (B,). The mean of the result over these n slots is 1. The result has no meaning in slots outside
+    `counted`.
     """
-    # Rounding can make an entropy slightly negative.
+    # An entropy is clamped to at least 0, because rounding can make it slightly negative.
     entropies = entropies.clamp(min=0) + EPS
     weights = masked(torch.where(correct, entropies, 1 / entropies), counted)
     members = group_index(outcome)

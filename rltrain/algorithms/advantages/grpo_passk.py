@@ -16,12 +16,11 @@ def grpo_passk(
     """Compute A_{i,t} = (r_max - r_second) / (std(r_group) + 1e-6) for a group's best row, else 0; arXiv 2503.19595.
 
     The numerator of A_{i,t} is what row i adds to the maximum reward of its group: the maximum over the group minus the
-    maximum over the rows other than i. For the row with the highest reward, the latter is the second-highest reward of
-    the group, r_second.
-    The maximum of the group is the quantity that pass@k rewards when k is the group size. If two rows share the best
-    reward, neither of the two raises the maximum, and the whole group gets advantages of exactly 0. A group that has
-    only one row gets advantages of exactly 0. A row that is not `valid` is excluded from the statistics and gets an
-    advantage of 0.
+    maximum over the rows other than i. For the row with the highest reward, the maximum over the other rows is the
+    second-highest reward of the group, r_second. The maximum of the group is the quantity that pass@k rewards when k is
+    the group size. If two rows share the highest reward, removing one of them does not change the maximum, and the
+    whole group gets advantages of exactly 0. A group that has only one row gets advantages of exactly 0. A row that is
+    not `valid` is excluded from the statistics and gets an advantage of 0.
 
     r_i is the sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same `uid`. The
     std is unbiased (divisor n - 1). With `norm_by_std` False, the advantages are not divided by the std.

@@ -9,7 +9,7 @@ from rltrain.algorithms.ratio import as_float, as_mask, masked
 def check_discount(name: str, value: float) -> None:
     """Raise ValueError if the discount is outside [0, 1]."""
     if not 0 <= value <= 1:
-        raise ValueError(f"{name}={value} must be in [0, 1], or credit grows with distance; use 1.0 for no discount")
+        raise ValueError(f"{name}={value} must be in [0, 1], or later rewards count more; use 1.0 for no discount")
 
 
 def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:
@@ -62,7 +62,7 @@ def discounted_suffix_sum(values: Tensor, discount: float) -> Tensor:
 def discounted_suffix_sum_by_row(values: Tensor, discounts: Tensor) -> Tensor:
     """Compute `discounted_suffix_sum` of `values` (B, T) with a discount of its own for each row, `discounts` (B,).
 
-    The powers of the discounts are computed in the dtype of `discounts`, and then rounded to the dtype of `values`.
+    The powers of the discounts are computed in the dtype of `discounts` and then rounded to the dtype of `values`.
     """
     span, length, weights = 1, values.shape[-1], discounts[:, None]
     while span < length and bool((weights > 0).any()):

@@ -34,18 +34,20 @@ def aspo(
         l = -A / (1+high), without gradient         where A > 0 and r > 1+high
         l = PPO's clipped loss with dual clip       where A <= 0, as in `vanilla`
 
-    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). PPO's clip decides
-    by r which tokens have a gradient. A good token (A > 0) with a gradient has the value -A / r and the gradient -A / r
-    grad log pi: a token whose probability has fallen gets a larger weight, and a token that the update has already
-    raised gets a smaller weight. In PPO it is the other way around.
+    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). As in PPO, the
+    clip range of r decides which tokens have a gradient. A good token (A > 0) with a gradient has the value -A / r and
+    the gradient -A / r grad log pi: a token whose probability has fallen gets a larger weight, and a token that the
+    update has already raised gets a smaller weight. PPO's weight r does the opposite: it is smaller for a token whose
+    probability has fallen.
 
     The dual clip of good tokens is soft: the value and the weight of the gradient are bounded by c, and the token keeps
-    its gradient. A bad token (A < 0) with r > c has no gradient, as in PPO's dual clip (arXiv 1912.09729). The authors'
-    program differs here: a bad token with r > c keeps the gradient -c A grad log pi.
+    its gradient. A bad token (A < 0) with r > c has no gradient, as in PPO's dual clip (arXiv 1912.09729). In the
+    program of ASPO's authors, by contrast, a bad token with r > c keeps the gradient -c A grad log pi.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. log r is clamped to [-20, 20], and the
-    gradient is 0 outside. The metrics are sums: `clip_fraction` (tokens clipped by PPO's clip), `weight_clip_fraction`
-    (good tokens with 1/r > c), `clip_fraction_c` (bad tokens with r > c), `ratio_mean` (r, not flipped) and `ppo_kl`.
+    gradient is 0 where log r is outside of this range. The metrics are sums: `clip_fraction` (tokens clipped by PPO's
+    clip), `weight_clip_fraction` (good tokens with 1/r > c), `clip_fraction_c` (bad tokens with r > c), `ratio_mean`
+    (r, not flipped) and `ppo_kl`.
 
     Raises:
         ValueError: if a clip ratio is negative, or if `clip_ratio_c` is not above 1.

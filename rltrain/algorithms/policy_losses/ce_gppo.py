@@ -30,7 +30,7 @@ def ce_gppo(
     beta_low: float = 0.75,
     beta_high: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute PPO's loss with a bounded gradient instead of none where the ratio is clipped; CE-GPPO, arXiv 2509.20712.
+    """Compute PPO's loss, but keep a bounded gradient where PPO clips the ratio; CE-GPPO, arXiv 2509.20712.
 
         l = -beta_low (1-low) (r / sg[r]) A        where A < 0 and r < 1-low            sg: stop-gradient
         l = -beta_high (1+high) (r / sg[r]) A      where A > 0 and r > 1+high

@@ -29,8 +29,8 @@ def clip_cov(
         l = 0 where selected, else -min(r A, clip(r, 1-low, 1+high) A)
 
     r = pi(y_t) / pi_old(y_t), and A is the advantage. A selected token has no loss and no gradient, but still counts in
-    the denominators of the aggregation. The selection already acts at r = 1: at the old policy, the gradient is the
-    REINFORCE gradient of the tokens that are not selected.
+    the denominators of the aggregation. The selection has an effect even at r = 1: at the old policy, the gradient is
+    the REINFORCE gradient of the tokens that are not selected.
 
     All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
     metric sums are `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (selected, hence dropped,
@@ -60,8 +60,8 @@ def select_clip_cov(
 
         selected = floor(clip_cov_ratio N) tokens, at least 1, drawn where lb <= (log pi - mean) (A - mean) <= ub
 
-    N is the number of trained tokens, and the means are over these tokens. Among the tokens with a covariance in [lb,
-    ub], the selector takes those with the smallest `random_draws`. The `random_draws` are uniform numbers that the
+    N is the number of trained tokens, and each mean is over the N trained tokens. Among the tokens with a covariance in
+    [lb, ub], the selector takes those with the smallest `random_draws`. The `random_draws` are uniform numbers that the
     caller assigns to tokens, not to positions in the batch, so the order of rows does not matter. A token whose draw
     equals the largest selected draw is also selected. If no token has a covariance in [clip_cov_lb, clip_cov_ub], no
     token is selected.

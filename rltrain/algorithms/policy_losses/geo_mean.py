@@ -30,10 +30,10 @@ def geo_mean(
         l_t = -s_t A_t,  s_t = exp(sg[1/|y| sum_k c_k] + c_t - sg[c_t])        sg: stop-gradient
 
     r_t = pi(y_t) / pi_old(y_t), and |y| is the number of trained tokens in the row. low and high bound the log-ratio:
-    0.4 gives the range (e^-0.4, e^0.4) of the ratio. s_t has the same value at every token, the geometric mean s. The
-    gradient of l_t is -s A_t grad log pi(y_t) at a token that is not clipped, and 0 at a clipped token. A clipped token
-    does not remove the gradient of other tokens. Every row must be complete: under sequence parallelism, gather the
-    log-probs of a row before the call.
+    0.4 gives the range (e^-0.4, e^0.4) of the ratio. s_t has the same value at every token: s, the geometric mean of
+    the clipped ratios. The gradient of l_t is -s A_t grad log pi(y_t) at a token that is not clipped, and 0 at a
+    clipped token. A clipped token does not remove the gradient of other tokens. Every row must be complete: under
+    sequence parallelism, gather the log-probs of a row before the call.
 
     The loss is defined for the aggregation seq-mean-token-mean. If all advantages A_t of a row are equal, the mean of
     l_t over the tokens of the row has the same value and gradient as the sequence loss L of the GMPO paper.

@@ -24,7 +24,7 @@ def gspo(
     clip_ratio_low: float = 3e-4,
     clip_ratio_high: float = 4e-4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the clipped loss with the length-normalised sequence ratio, in its token form.
+    """Compute the token form of the clipped loss with the length-normalised sequence ratio.
 
         l_t = -min(s_t A_t, clip(s_t, 1-low, 1+high) A_t)                      arXiv 2507.18071 eq. 13
         s_t = sg[s] pi(y_t) / sg[pi(y_t)],  s = (pi(y) / pi_old(y))^(1/|y|)    eq. 14 and 7; sg: stop-gradient

@@ -12,7 +12,7 @@ from rltrain.algorithms.policy_losses.selection import check_share, exactly_smal
 from rltrain.algorithms.ratio import as_mask, masked, metric_sum, policy_metrics, safe_log_ratio
 from rltrain.algorithms.registry import POLICY_LOSSES, TOKEN_SELECTORS
 
-# threshold of |log r| in nats; log-probs from two float32 forward passes of one policy differ by less
+# Threshold of |log r| in nats, above the rounding difference between two float32 forward passes of one policy.
 ROUNDING = 1e-5
 
 
@@ -44,8 +44,8 @@ def kl_cov(
     """
     if not 0 <= kl_cov_coef < math.inf:
         raise ValueError(
-            f"kl_cov_coef={kl_cov_coef} must be finite and >= 0, or it rewards a distance from the old policy; use "
-            "1.0, for example"
+            f"kl_cov_coef={kl_cov_coef} must be finite and >= 0, or the loss rewards a distance from the old policy; "
+            "use 1.0, for example"
         )
     mask = as_mask(response_mask)
     penalised = as_mask(selected)
@@ -72,8 +72,8 @@ def select_kl_cov(
 
         selected = the floor(kl_cov_ratio N) tokens, at least 1, with the largest (log pi - mean) (A - mean) > 0
 
-    N is the number of trained tokens, and the means are over these tokens. log pi is that of the old policy, because
-    the selection precedes the update.
+    N is the number of trained tokens, and each mean is over the N trained tokens. pi is the old policy, because the
+    selection precedes the update.
 
     The number of selected tokens never exceeds max(1, floor(kl_cov_ratio N)), as in the KL-Cov paper, which ranks the
     tokens. Many tokens can have equal covariance, for example the tokens of probability 1 in one answer. Among tokens

@@ -27,9 +27,10 @@ def m2po(
     pi(y_t) / pi_old(y_t), and A is the advantage. pi_old is the actor's policy before the update, not the policy that
     sampled the answer. The M2PO paper has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping. The ratio of the M2PO
     paper is r times pi_old / pi_rollout, and pi_old / pi_rollout is the weight of `algorithm.correction` at level
-    token. With this correction, the loss l has the ratio of the M2PO paper, apart from the upper bound of the weight.
+    token. If `algorithm.correction` is used at level token, the loss l has the ratio of the M2PO paper, except where
+    the weight exceeds its upper bound.
 
-    The selection is made before the update and therefore only covers the distance from the sampling policy to pi_old.
+    The selection is made before the update and therefore limits only the distance from the sampling policy to pi_old.
     The clip range bounds the distance from pi_old that the update adds. AReaL's implementation of M2PO also treats the
     distance to pi_old and the distance from pi_old separately. In the first mini-batch after pi_old is recomputed, r is
     1 and the clip has no effect.

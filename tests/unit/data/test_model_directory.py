@@ -147,7 +147,7 @@ def test_a_chunk_of_attention_shorter_than_an_answer_is_refused():
 def test_a_config_that_transformers_does_not_know_is_refused(folder):
     write(folder, "config.json", {"model_type": "unheard_of"})
     message = refusal(model_config, folder)
-    assert message.startswith(f"model.path={folder}: its config.json does not load (")
+    assert message.startswith(f"model.path={folder}: config.json does not load (")
     assert message.endswith("; use a model of a type that the installed transformers knows")
 
 
@@ -250,5 +250,5 @@ def test_a_tokenizer_loads_and_a_broken_one_is_refused(folder):
     assert load_tokenizer(folder)("12", add_special_tokens=False)["input_ids"] == [ord("1"), ord("2")]
     (folder / "tokenizer.json").write_text("{")
     message = refusal(load_tokenizer, folder)
-    assert f"model.path={folder}: its tokenizer does not load (" in message
+    assert f"model.path={folder}: the tokenizer does not load (" in message
     assert "\n" not in message

@@ -378,7 +378,7 @@ def test_text_that_spells_control_tokens_is_refused_or_becomes_them_where_the_co
         f"data.train={path}:2: the prompt contains the name of the control token <|end|>, which "
         "data.special_tokens=refuse forbids; change the prompt, set data.special_tokens=text to encode the name as "
         "text, or set "
-        "data.special_tokens=allow to encode such text as control tokens"
+        "data.special_tokens=allow to encode the names of control tokens as control tokens"
     )
     prompts, end = load(path, chosen, special_tokens="allow"), chosen.convert_tokens_to_ids("<|end|>")
     assert prompts[1].ids == [*coded("user:12"), end, *coded("34="), EOS, end, *coded("bot:")]
@@ -392,7 +392,7 @@ def test_a_template_that_acts_on_spelled_control_tokens_is_refused_with_its_row(
     assert error_of(jsonl(tmp_path, {"prompt": SPELLED}), chosen) == (
         f"data.train={tmp_path}/p.jsonl:1: the prompt contains <|end|>, the name of a control token, and cannot be "
         "encoded as text (the chat template renders control-token names differently from other text); change the "
-        "prompt, or set data.special_tokens=allow to encode such text as control tokens"
+        "prompt, or set data.special_tokens=allow to encode the names of control tokens as control tokens"
     )
 
 

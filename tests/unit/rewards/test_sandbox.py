@@ -168,13 +168,13 @@ def test_G2_each_misdeed_has_its_status_within_its_limit(level, name):
 def test_memory_is_bounded_over_all_processes_too(level):
     code = "import os, time\nfor _ in range(8): os.fork() or (globals().update(x=bytearray(40 << 20)), time.sleep(600))"
     result = in_time(code + "\ntime.sleep(600)", level, memory_mb=128, timeout_s=20.0)
-    assert (result.status, result.reason) == ("killed", "more than 128 MB in all its processes")
+    assert (result.status, result.reason) == ("killed", "more than 128 MB in all processes together")
 
 
 @pytest.mark.parametrize("level", BOTH)
 def test_cpu_time_has_a_limit_of_its_own(level):
     result = in_time("while True: pass", level, cpu_s=0.5, timeout_s=8.0)
-    assert (result.status, result.returncode, result.reason) == ("timeout", -24, "it used up its CPU time")
+    assert (result.status, result.returncode, result.reason) == ("timeout", -24, "the program used up its CPU time")
 
 
 @pytest.mark.parametrize("level", BOTH)
@@ -203,7 +203,7 @@ def test_a_program_cannot_import_ours(level):
 def test_the_weak_form_ends_by_the_death_of_its_watcher_and_what_it_watched_goes_too():
     code = "import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(600)"
     result = in_time(code, "limits", timeout_s=20.0)
-    assert (result.status, result.returncode, result.reason) == ("killed", None, "something killed its watcher")
+    assert (result.status, result.returncode, result.reason) == ("killed", None, "the supervising process was killed")
 
 
 @pytest.mark.parametrize("level", BOTH)

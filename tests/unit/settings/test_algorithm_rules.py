@@ -236,7 +236,7 @@ def test_rewards_that_are_normalised_in_their_group_need_a_group(estimator):
 def test_a_straight_through_form_has_no_place_in_a_reward(estimator):
     assert refusal(f"kl_in_reward.kl_estimator={estimator}+") == (
         f"algorithm.kl_in_reward.kl_estimator={estimator}+: a '+' form differs in its gradient only, and a reward has "
-        f"none; use {estimator}"
+        f"no gradient; use {estimator}"
     )
     accepted(f"kl_in_reward.kl_estimator={estimator}", "kl_in_reward.kl_coef=0.1")
 
@@ -244,7 +244,7 @@ def test_a_straight_through_form_has_no_place_in_a_reward(estimator):
 def test_k1_alone_teaches_nothing_as_a_loss():
     k1 = ["kl_loss.kl_estimator=k1", "kl_loss.kl_loss_coef=0.1"]
     assert refusal(*k1) == (
-        "algorithm.kl_loss.kl_estimator=k1: its expected gradient is zero, so as a loss it only adds noise; use k1+, "
+        "algorithm.kl_loss.kl_estimator=k1: the expected gradient of k1 is zero, so k1 only adds noise; use k1+, "
         "k3, or ratio_weighted=true"
     )
     accepted(*k1, "kl_loss.ratio_weighted=true")
@@ -353,8 +353,8 @@ def test_maxrl_divides_by_the_mean_score_so_settings_that_lower_scores_are_refus
     ):  # fmt: skip
         assert refusal(maxrl, setting) == (
             "algorithm.advantage_estimator=maxrl with reward_normalization, a KL penalty, or shaping that "
-            "lowers or negates scores: it divides by the mean score of the group, so scores must be >= 0; remove this "
-            "setting, or use algorithm.kl_loss for a KL term"
+            "lowers or negates scores: the estimator divides by the mean score of the group, so scores must be >= 0; "
+            "remove this setting, or use algorithm.kl_loss for a KL term"
         ), setting
         accepted(setting)
     accepted(maxrl, "reward_shaping.bias=1", "reward_shaping.scale=2", "reward_shaping.clip=5")
@@ -365,7 +365,7 @@ def test_maxrl_divides_by_the_mean_score_so_settings_that_lower_scores_are_refus
 
 CONTRADICTIONS = [
     ([], "with grpo: this estimator has no critic"),
-    (["advantage_estimator=gae", "suppress_truncated=true"], "with suppress_truncated=true: one credits a cut answer"),
+    (["advantage_estimator=gae", "suppress_truncated=true"], "with suppress_truncated=true: the first credits a cut"),
     (["advantage_estimator=gae", "mask_truncated=true"], "with mask_truncated=true: no token of a cut answer is train"),
     (["advantage_estimator=gae", "advantage={gamma:0.0}"], "with algorithm.advantage.gamma=0: the value is multiplied"),
 ]
@@ -528,8 +528,8 @@ def test_a_greedy_baseline_and_normalised_scores_would_be_on_two_scales():
 
 def test_suppressing_and_excluding_say_the_same_twice():
     assert refusal("suppress_truncated=true", "exclude_truncated=true") == (
-        "algorithm.exclude_truncated=true with suppress_truncated=true: the second implies the first; set only one "
-        "of them"
+        "algorithm.exclude_truncated=true with suppress_truncated=true: suppress_truncated includes exclude_truncated; "
+        "set only one of them"
     )
 
 
@@ -561,7 +561,7 @@ def test_a_loss_that_reads_the_engines_log_probs_is_refused_with_top_p_or_top_k(
     POLICY_LOSSES.register("reading")(reading)
     try:
         check_algorithm(compose(["algorithm.loss_mode=reading"])[0])
-        with pytest.raises(ConfigError, match=r"^rollout.top_k=5 with algorithm.loss_mode=reading, .* one reads"):
+        with pytest.raises(ConfigError, match=r"^rollout.top_k=5 with algorithm.loss_mode=reading, .* the two reads"):
             check_algorithm(compose(["algorithm.loss_mode=reading", "rollout.top_k=5"])[0])
     finally:
         del POLICY_LOSSES._entries["reading"]

@@ -140,8 +140,8 @@ GENERATED = """\
 # They are small.
 
 actor_ranks: 2  # Number of processes that train the actor together.
-# Number of ranks over which one copy of a model is sharded. If there are more ranks, each further group of ranks holds
-# another copy. Must divide placement.actor_ranks. null: one copy is sharded over all ranks.
+# Number of ranks over which one copy of a model is sharded. If a run has more ranks, each further group of ranks holds
+# another copy. The number must divide placement.actor_ranks. null: one copy is sharded over all ranks.
 shard_ranks: null
 
 # Way in which workers are run. ray: Ray starts a process for each worker. inprocess: all workers are objects in one
@@ -162,7 +162,7 @@ def test_the_keys_of_sections_and_of_the_entries_of_a_list_get_comments_too():
     text = "# Head.\n\nvllm:\n  kv_cache_mb: 1\nengine: vllm\n"
     assert commented(text, "rollout.").splitlines()[2:] == [
         "vllm:  # Settings of the engine vLLM, which no other engine uses. null: the run uses another engine.",
-        "  kv_cache_mb: 1  # Size of one engine's KV cache on CPUs. On GPUs, this key has no effect. Unit: MB.",
+        "  kv_cache_mb: 1  # Size of one engine's KV cache on CPUs. On GPUs, kv_cache_mb has no effect. Unit: MB.",
         "# Inference engine that generates the answers. vllm: the library vLLM. hf: the library transformers. "
         "stored: no",
         "# generation, but the stored answers of an earlier run.",

@@ -130,8 +130,8 @@ def test_groups_are_reused_for_the_whole_staleness_bound_unless_the_engines_run_
         ([STALE, "trainer.reuse=4"], "trainer.reuse=4: must be null, or a mapping with a number of groups, as in"),
         (
             [STALE, "trainer.reuse={groups:1,steps:1}", "trainer.deterministic=true", "rollout=hf"],
-            "trainer.max_staleness=2 with deterministic=true: it depends on timing when the weights change during an "
-            "answer; use max_staleness=0, or trainer.reuse.steps=2",
+            "trainer.max_staleness=2 with deterministic=true: the moment at which the weights change during an "
+            "answer depends on timing; use max_staleness=0, or trainer.reuse.steps=2",
         ),
     ],
 )  # fmt: skip

@@ -151,7 +151,7 @@ def test_rewards_that_all_weigh_nothing_are_refused(values, weights):
     functions = [values["reward"]["functions"][0] | {"name": f"f{n}", "weight": w} for n, w in enumerate(weights)]
     with pytest.raises(
         ConfigError,
-        match=r"^reward.functions, models: all weights are 0, so nothing is learnt; set at least one of them$",
+        match=r"^reward.functions, models: all weights are 0, so nothing is learnt; set at least one weight$",
     ):
         parse(Config, changed(values, "reward.functions", functions))
     functions[0]["weight"] = -1.0
@@ -259,8 +259,9 @@ def test_what_needs_the_engines_log_probs_is_refused_with_top_p_or_top_k(overrid
         with pytest.raises(ConfigError) as error:
             compose([*overrides, *restriction])
         assert str(error.value) == (
-            f"{', '.join(restriction)} with {user}: it needs the engine's log-probs under the trained distribution, "
-            f"and the engine's are those of the restricted one; use rollout.top_p=1 rollout.top_k=0, or {way}"
+            f"{', '.join(restriction)} with {user}: {user.partition('=')[0]} needs log-probs of the trained "
+            "distribution, but the engine gives those of the restricted distribution; use rollout.top_p=1 "
+            f"rollout.top_k=0, or {way}"
         )
     compose(overrides)
 

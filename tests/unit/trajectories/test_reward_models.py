@@ -317,7 +317,7 @@ def test_what_is_no_reward_model_is_refused_before_anything_starts(tmp_path):
     with pytest.raises(ConfigError, match="key=/no: no such directory"):
         check_reward_model("/no", "key")
     good = {"architectures": ["XForSequenceClassification"], "id2label": {"0": "a"}}
-    assert f"key={tmp_path}: its config.json does not load" in refused(**good, model_type="unknown")
+    assert f"key={tmp_path}: config.json does not load" in refused(**good, model_type="unknown")
     mixed = {"model_type": "lfm2", "num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
     assert "has layers of the kind conv, and" in refused(**good, **mixed)
 
