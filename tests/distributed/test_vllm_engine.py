@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import subprocess
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -318,7 +319,8 @@ async def test_the_engine_in_processes_of_its_own_answers_syncs_and_checks_like_
     family = psutil.Process((await on([apart.process], lambda host: os.getpid()))[0]).children(True)
     # The processes' shared-memory files have no names, so nothing is left behind however the processes end.
     assert shared_by(family, "psm_", " (deleted)")
-    assert shared_by(family, "vllm_dist_", " (deleted)")
+    if "avx512" in Path("/proc/cpuinfo").read_text():  # vLLM's shards share memory of their own only with AVX-512.
+        assert shared_by(family, "vllm_dist_", " (deleted)")
     assert shared_files([process.pid for process in family]) == set()
     next(process for process in family if process.cmdline()[0] == "VLLM::EngineCore").kill()
     with pytest.raises(WorkerLost, match=r"lost its engine: VLLM::EngineCore \(pid \d+\) is gone"):
@@ -334,6 +336,8 @@ def test_a_call_that_fails_because_a_process_of_the_engine_died_says_so(monkeypa
 
     with subprocess.Popen(["sleep", "1000"]) as worker:
         monkeypatch.setattr(psutil.Process, "children", lambda self, recursive: [psutil.Process(worker.pid)])
+        while not psutil.Process(worker.pid).cmdline():  # The kernel sets the command line shortly after the start.
+            time.sleep(0.001)
         family, raised = Family(), RuntimeError("Executor failed.")
         assert family.reason(raised) is raised
         assert str(family.reason(EngineDeadError())) == "lost its engine: the core of vLLM ended"
