@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     open_closed_streams()
     hide_in_logs()
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # The encoding of stdout cannot represent every character in some locales.
+        # In some locales, the encoding of stdout cannot represent every character.
         sys.stdout.reconfigure(errors="backslashreplace")
     console, verbose = Console(), False
     try:

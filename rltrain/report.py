@@ -49,7 +49,7 @@ def parse(words: Sequence[str]) -> tuple[list[Path], Path]:
         require(len(left) > place + 1, USAGE)
         output = left.pop(place + 1)
         left.pop(place)
-        require(bool(output), "--output='': names no file; leave it out, or give the path of the page")
+        require(bool(output), "--output='': names no file; omit --output, or give the path of the page")
     unknown = [word for word in left if word.startswith("-")]
     require(not unknown, f"unknown flag '{unknown[0] if unknown else ''}': the flags are --output and --help")
     require(bool(left) and all(left), USAGE)

@@ -22,8 +22,8 @@ COLLAPSED_SHARE = 0.05
 # consecutive steps. A single small batch may by chance contain only prompts that are too easy or too hard, but several
 # consecutive batches rarely do.
 PERSISTENT_STEPS = 5
-# The teachers' alarm is raised if more than MISSING_SHARE of a step's answers have no distillation term. A few answers
-# may be too long for a teacher, or lost by an endpoint that restarts.
+# The teachers' alarm is raised if more than MISSING_SHARE of a step's answers have no distillation term. A smaller
+# share raises no alarm, because a few answers may be too long for a teacher, or lost by an endpoint that restarts.
 MISSING_SHARE = 0.05
 # The reward alarm compares mean rewards over windows of WINDOW_STEPS steps, because the prompts of a single step may be
 # unusually hard.
@@ -114,7 +114,7 @@ class Alarms:
         )
 
     def _same_outcome(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if rewards have long been equal for all answers to each prompt; else return "".
+        """Return an alarm message if, for several steps, all answers to each prompt had equal rewards; else return "".
 
         If each prompt has only one answer, there are no answers to compare, so the returned message is "". If the
         policy learns only from teachers, equal outcomes are no failure, so the returned message is "".

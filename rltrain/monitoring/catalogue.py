@@ -136,7 +136,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/kl", "KL(engine || actor), estimated with the estimator k1", "nats per token", "near 0"),
         Metric(
             "rollout/k3",
-            "KL(engine || actor), estimated with the estimator k3, without its limit of 10 nats per token",
+            "KL(engine || actor), estimated with the estimator k3; the estimate is not limited to 10 nats per token",
             "nats per token",
             "near 0",
         ),
@@ -153,7 +153,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "rollout/groups_missing",
-            "number of prompt groups by which the batch is too small after dynamic sampling",
+            "number of prompt groups that the batch lacks after dynamic sampling",
             "groups",
             "0",
         ),
@@ -190,7 +190,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "difficulty/fallback_fraction",
-            "share of the step's draws of prompts that another pool had to serve, because the intended pool was empty",
+            "share of the step's prompts that were drawn from another pool, because the intended pool was empty",
             "share",
         ),
     ),
@@ -244,7 +244,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/same_policy_gap",
-            "mean absolute difference of the actor's log-probs and the old log-probs before the first update",
+            "mean absolute difference between the actor's log-probs and the old log-probs before the first update",
             "nats per token",
             "0",
         ),
@@ -312,13 +312,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/kl_loss",
-            "KL term of the loss before its coefficient, averaged over tokens in the same way as the policy loss",
+            "KL term of the loss without its coefficient, averaged over tokens in the same way as the policy loss",
             "nats",
         ),
         Metric(
             "actor/teacher_kl",
             "mean KL from the policy to the teachers, over the tokens of answers that a teacher has scored; estimated "
-            "before the update with `mode=reward`, and as in the loss with `mode=loss`",
+            "before the update with `algorithm.distillation.mode=reward`, and during the update with `mode=loss`",
             "nats per token",
             "falls",
         ),
@@ -337,7 +337,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/distillation_loss",
-            "distillation term of the loss before its coefficient, averaged in the same way as the policy loss",
+            "distillation term of the loss without its coefficient, averaged in the same way as the policy loss",
             "nats",
             "falls",
         ),
@@ -348,8 +348,8 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/sft_loss",
-            "mean cross-entropy of the tokens of supervised answers, before its coefficient `algorithm.sft_coef`; "
-            "present only in steps with such answers",
+            "mean cross-entropy of the tokens of supervised answers, before the factor `algorithm.sft_coef`; present "
+            "only in steps with supervised answers",
             "nats per token",
             "falls",
         ),
@@ -493,13 +493,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "perf/actor_filler_fraction",
-            "share of filler tokens, which ranks without rows process, in all tokens of the actor update",
+            "share of filler tokens in all tokens of the actor update; a rank without rows processes filler tokens",
             "share",
             "near 0",
         ),
         Metric(
             "perf/critic_filler_fraction",
-            "share of filler tokens, which ranks without rows process, in all tokens of the critic update",
+            "share of filler tokens in all tokens of the critic update; a rank without rows processes filler tokens",
             "share",
             "near 0",
         ),
@@ -530,9 +530,9 @@ def page() -> str:
         "The file `metrics.jsonl` has one line for each training step, and the file `evaluations.jsonl` has one line",
         "for each evaluation. Shares and means over tokens count all trained tokens, including the tokens that the",
         "config sections `correction` and `rejection` drop. No metric under `reward/`, `actor/` or `critic/` depends",
-        "on the time that a step takes. The value `kl` in the progress line is `actor/ppo_kl`, or the KL to the",
-        "reference or to the teachers if the run has such a term. The metric names of a named evaluation set",
-        "(`data.val_sets`) contain the name of the set after `eval/`, as in `eval/aime/sampled_reward`.",
+        "on the time that a step takes. The value `kl` in the progress line is the KL to the reference or to the",
+        "teachers if the run computes one of these KLs, and `actor/ppo_kl` otherwise. The metric names of a named",
+        "evaluation set (`data.val_sets`) contain the name of the set after `eval/`, as in `eval/aime/sampled_reward`.",
     ]
     for title, metrics in SECTIONS.items():
         lines += ["", f"## {title}", "", "| name | meaning | unit | healthy |", "|---|---|---|---|"]

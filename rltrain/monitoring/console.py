@@ -35,7 +35,7 @@ DOWNLOAD_LINE_EVERY_S = 60.0
 # If the output is not a terminal, one line is printed after every tenth training step. A line is also printed after
 # each training step that ends at least 10 seconds after the previously printed line.
 PLAIN_EVERY, PLAIN_EVERY_S = 10, 10.0
-# If nothing is printed about a training step for 60 seconds, a line about the current step is printed.
+# If no line about any training step has been printed for 60 seconds, a line about the current step is printed.
 HEARTBEAT_S = 60.0
 TIMED_STEPS = 20  # The remaining time of a run is estimated from its 20 most recent steps.
 
@@ -161,7 +161,7 @@ class ConsoleDisplay:
                 told_at = now
 
     def failures(self, step: int, batch: DataProto) -> None:
-        """Warn about failed rewards after the first step with a failed reward, and later only in every tenth step."""
+        """Warn about failed rewards of a step. After the first warning, warn only in every tenth step."""
         errors = [error for error in batch.non_tensor_batch["reward_error"] if error]
         if errors and (not self.failures_seen or step % PLAIN_EVERY == 0):
             first = one_line(errors[0])

@@ -55,6 +55,6 @@ def lines_of(rows: Iterable[Mapping[str, float]]) -> bytes:
 
 
 def rows_of(lines: bytes) -> list[dict[str, float]]:
-    """Parse metrics from the content of a file of JSON lines; null becomes NaN."""
+    """Parse metrics from the content of a file of JSON lines, with NaN for each null."""
     rows = (json.loads(line) for line in lines.splitlines())
     return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]

@@ -4,15 +4,15 @@ from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
-# CURVES names the values that the learning curve needs for each step.
+# CURVES names the metrics of a training step that the image of the learning curve shows.
 CURVES = ("step", "reward/mean", "rollout/length_mean")
 
 
 class StepHistory:
-    """The metrics of all training steps, in 24 bytes per step.
+    """The metrics of all training steps, stored in 24 bytes per step.
 
-    The first and the last step keep all metrics. The steps between the first and the last step keep only the metrics of
-    `CURVES`.
+    For the first and the last step, all metrics are stored. For the other steps, only the metrics of `CURVES` are
+    stored.
     """
 
     def __init__(self, rows: Iterable[dict[str, float]] = ()) -> None:

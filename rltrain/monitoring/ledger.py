@@ -7,8 +7,8 @@ The ledger has one line per training step, with the following keys:
 - `dropped`: uids of the prompt groups that were discarded.
 - `failed`: pairs (uid of the prompt group, index of the answer in the group) of the answers whose reward failed.
 
-The uid of each prompt group occurs exactly once in the `used` and `dropped` of the whole ledger. Each uid in `reused`
-also occurs in `used` of an earlier line, and at most once in a line.
+The uid of each prompt group occurs exactly once in all `used` and `dropped` lists of the ledger together. Each uid in a
+`reused` list also occurs in the `used` list of an earlier line. A `reused` list contains a uid at most once.
 """
 
 from collections.abc import Sequence

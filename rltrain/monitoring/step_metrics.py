@@ -57,7 +57,7 @@ def entropy_estimate(batch: DataProto) -> float:
 def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
     """Compute the mean and the maximum staleness of the sampled tokens.
 
-    The staleness of a token is the number of weight versions by which it is older than `version`.
+    The staleness of a token is `version` minus the version of the weights that sampled the token.
     """
     behind = version - batch.values("policy_version")[sampled_tokens(batch)]
     return {

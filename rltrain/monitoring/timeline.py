@@ -41,7 +41,10 @@ class Timeline:
             self.write([] if self.workers is None else await self.workers())
 
     def write(self, recorded: Sequence[Recorded] = ()) -> None:
-        """Write the driver's events and the given events of other processes to the timeline file, if a file exists."""
+        """Write the driver's events and the given events of other processes to the timeline file.
+
+        If the run records no timeline, do nothing.
+        """
         if self.file is None:
             return
         driver = trace.take()

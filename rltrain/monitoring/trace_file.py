@@ -139,7 +139,7 @@ class _Process:
     def name_thread(self, thread: int, *, last: bool) -> Iterator[dict[str, Any]]:
         """Yield two metadata events: one with the name of a thread, and one with its position among the threads.
 
-        Threads with `last` = True are drawn below the threads with `last` = False.
+        If `last` is true, the thread is drawn below all threads for which `last` is false.
         """
         for kind, args in (
             ("thread_name", {"name": self.threads[thread - 1]}),

@@ -107,8 +107,7 @@ def read(folder: Folder) -> Checkpoint:
 
 
 def read_manifest(folder: Folder) -> dict[str, Any]:
-    """Read, check and return the manifest of a checkpoint. The function reads only the manifest, not the other files of
-    the checkpoint.
+    """Read, check and return the manifest of a checkpoint, without reading the other files of the checkpoint.
 
     Raises:
         CheckpointError: the manifest is missing, unreadable or invalid.
@@ -230,7 +229,7 @@ class Checkpoints:
     def restored(self, checkpoint: Checkpoint | None) -> None:
         """Record that the run was restored to a checkpoint, or to the start of the run if `checkpoint` is None.
 
-        A checkpoint in the run's own checkpoint folder does not have to be saved again.
+        If the given checkpoint lies in the run's own checkpoint folder, the checkpoint is not saved a second time.
         """
         own = checkpoint is not None and str(checkpoint.folder) == str(self.folder.at(f"step_{checkpoint.step}"))
         self.last = checkpoint.step if checkpoint is not None and own else None
@@ -433,8 +432,9 @@ class Checkpoints:
         self.folder.remove(name)
 
     def clean(self) -> None:
-        """Remove the unfinished checkpoints that a crash has left behind. The method `clean` must be called at the
-        start of a run.
+        """Remove the unfinished checkpoints that a crash has left behind.
+
+        The method `clean` must be called at the start of a run.
         """
         for name in _unfinished(self.folder):
             self._discard(name)

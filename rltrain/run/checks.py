@@ -156,7 +156,7 @@ def check_prompt_count(config: Config, prompts: int) -> None:
         prompts: number of training prompts.
 
     Raises:
-        ConfigError: with `data.difficulty`, more prompts may be in flight at once than there are.
+        ConfigError: with `data.difficulty`, more prompts may be in flight at once than there are training prompts.
     """
     if config.data.difficulty is None:
         return
@@ -168,7 +168,8 @@ def check_prompt_count(config: Config, prompts: int) -> None:
     require(
         prompts >= most,
         f"data.difficulty with {prompts:,} training prompts: up to {most:,} prompt groups are in flight at once "
-        f"({reasons}), and each needs another prompt; use more prompts, smaller numbers, or data.difficulty=null",
+        f"({reasons}), and each group needs a different prompt; use more training prompts, lower these settings, or "
+        "set data.difficulty=null",
     )
 
 
@@ -237,7 +238,8 @@ def check_cache(config: Config) -> None:
 def output_folder(trainer: TrainerConfig) -> Path:
     """Return the absolute path of the run's output folder, without `..`.
 
-    The path `new/../old` gives `old` even if `new` does not exist yet: once `new` is created, the path leads to `old`.
+    The path `new/../old` is shortened to `old` even if the folder `new` does not exist yet, because `new/../old` and
+    `old` are the same folder as soon as `new` exists.
     """
     return Path(os.path.abspath(Path(trainer.output_dir).expanduser()))
 
@@ -332,8 +334,9 @@ def check_stop_strings(stops: Sequence[str], tokenizer: Any) -> None:
         name = next((name for name in sorted(added | set(tokenizer.all_special_tokens)) if name and name in stop), None)
         require(
             name is None,
-            f"rollout.stop has {stop!r}: the text of an answer is without special tokens such as {name}; leave it out, "
-            "as the model's end tokens end an answer anyway, and eos_token_id in generation_config.json may add some",
+            f"rollout.stop has {stop!r}: answer texts contain no special tokens such as {name}, so this stop string "
+            "would never match; remove the stop string, because the model's end tokens end an answer anyway (list "
+            "further end tokens as eos_token_id in generation_config.json)",
         )
 
 

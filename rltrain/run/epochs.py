@@ -10,15 +10,15 @@ def with_epochs_as_steps(config: Config, prompts: int) -> Config:
     """Return the config with `trainer.total_steps` computed from `trainer.total_epochs`.
 
     If `trainer.total_epochs` is None, the config is returned unchanged. The number of training steps is rounded up.
-    With `trainer.reuse`, each step counts as if it trained again on as many groups as it may, and used new prompts only
-    for its other groups.
+    With `trainer.reuse`, the computation assumes that each step trains again on the maximum number of groups of earlier
+    steps (`trainer.reuse.groups`), and takes new prompts only for the remaining groups.
 
     Args:
         config: the whole config.
         prompts: number of training prompts.
 
     Raises:
-        ConfigError: the critic's warm-up takes all of the steps.
+        ConfigError: the critic's warm-up is as long as the whole run, so the actor would never be trained.
     """
     trainer = config.trainer
     if trainer.total_epochs is None:

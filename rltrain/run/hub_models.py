@@ -19,7 +19,7 @@ def fetch_models(config: Config, console: Console) -> Config:
 
     The pinned name of a model contains a commit of the model's repository.
 
-    If the name of a model has no revision, a resumed run uses the commit that the saved run used.
+    If the config names a model without a revision, a resumed run uses the commit that the saved run used.
 
     Args:
         config: the whole config.
@@ -66,7 +66,10 @@ def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
 
 
 def _entries(saved: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the entries of the reward models and the teachers in a run's config, each with the form of its key."""
+    """Yield a pair for each reward model and teacher in a run's config: a format string of its key, and its entry.
+
+    Inserting the name of the reward model or teacher into the format string gives the config key.
+    """
     for form, path in (
         (REWARD_MODEL_KEY, ("reward", "models")),
         (TEACHER_KEY, ("algorithm", "distillation", "teachers")),

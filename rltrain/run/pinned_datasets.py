@@ -15,7 +15,7 @@ def fetch_datasets(config: Config, console: Console) -> Config:
 
     The pinned name of a data set contains a commit of the data set's repository.
 
-    If the name of a data set has no revision, a resumed run uses the commit that the saved run used.
+    If the config names a data set without a revision, a resumed run uses the commit that the saved run used.
 
     Args:
         config: the whole config.
@@ -34,9 +34,9 @@ def fetch_datasets(config: Config, console: Console) -> Config:
         kept = _sources(saved.get("train"), saved.get("val"), saved.get("val_sets") or {})
     for key, source in named.items():
         name, before = dataset_name(source), dataset_name(str(kept.get(key)))
-        assert name is not None, "kind_of says that it is one"
+        assert name is not None, "`named` contains only names of data sets on the hub"
         chosen = before if before is not None and name.may_mean(before) else name
-        console.print(f"data.{key}: reading {chosen} of the hub", markup=False, highlight=False, soft_wrap=True)
+        console.print(f"data.{key}: reading {chosen} from the hub", markup=False, highlight=False, soft_wrap=True)
         split = "train" if key == "train" else "val"
         sources[key] = str(fetch_dataset(chosen, f"data.{key}={source}", key=split))
     if not named:

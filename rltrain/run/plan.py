@@ -124,7 +124,7 @@ def _signatures(facts: Facts) -> str:
 
 def _defaults(facts: Facts) -> str:
     """Describe the settings that the user has not set and that therefore come from the profile."""
-    return f"of the profile: {', '.join(f'{key}={value}' for key, value in facts.defaults.items())}"
+    return f"from the profile: {', '.join(f'{key}={value}' for key, value in facts.defaults.items())}"
 
 
 def batch_line(config: Config) -> str:
@@ -185,7 +185,7 @@ def _epochs(trainer: TrainerConfig) -> str:
 
 
 def _data(facts: Facts) -> str:
-    """Describe how the training data was read: from which source, and with which form of prompts."""
+    """Describe the source and the form of the prompts of the training data and of each evaluation set."""
     others = {name: said for name, said in facts.val_data.items() if said != facts.data}
     return "; ".join([facts.data, *(f"evaluation{' ' * bool(name)}{name}: {said}" for name, said in others.items())])
 
@@ -229,7 +229,7 @@ def _supervised(config: Config, facts: Facts) -> str:
 
 
 def _teachers(config: Config, facts: Facts) -> str:
-    """Describe the teachers, which of them teaches on a row, and how the policy learns from them."""
+    """Describe the teachers, how a teacher is chosen for a row, and how the policy learns from the teachers."""
     distillation = config.algorithm.distillation
     parts = []
     for teacher in distillation.teachers:
@@ -251,7 +251,9 @@ def _off_policy(config: Config, facts: Facts) -> str:
     algorithm, correction = config.algorithm, config.algorithm.correction
     stale = f"answers up to {_count(config.trainer.max_staleness, 'weight version')} old"
     if algorithm.distillation.alone and algorithm.distillation.in_loss:
-        return f"{stale} are contexts in which the teachers are matched, without weights"
+        return (
+            f"{stale} have no importance weights; the policy is matched to the teachers on the tokens of these answers"
+        )
     if correction.level is not None:
         return f"{stale} have {_weights(correction)}"
     if algorithm.old_log_probs == "rollout" and facts.uses_ratio:
@@ -260,8 +262,8 @@ def _off_policy(config: Config, facts: Facts) -> str:
         )
     if algorithm.rejection.kl_estimator is not None:
         return (
-            f"{stale} are dropped where algorithm.rejection finds them too far from the engine, and are otherwise "
-            "uncorrected"
+            f"{stale} are dropped where algorithm.rejection finds them too far from the engine's policy, and are "
+            "otherwise not corrected"
         )
     back = " with old_log_probs=actor" if algorithm.old_log_probs == "rollout" else ""
     return f"{stale} train uncorrected; algorithm.correction.level=auto{back} corrects them"
@@ -272,7 +274,7 @@ def _is_other_aggregation(algorithm: AlgorithmConfig, facts: Facts) -> bool:
 
 
 def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
-    """Describe the effect of a loss that is not defined for the configured value of `algorithm.loss_agg_mode`."""
+    """Warn that the configured value of `algorithm.loss_agg_mode` is not among the values that define the loss."""
     return (
         f"the {algorithm.loss_mode} loss is defined for algorithm.loss_agg_mode={' or '.join(facts.aggregations)}; "
         f"under {algorithm.loss_agg_mode} an answer weighs in proportion to its length"
@@ -307,9 +309,9 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         f"advantages normalised ({_levels(algorithm.advantage_normalization)})": algorithm.advantage_normalization.on,
         f"advantages limited to +-{algorithm.advantage_clip or 0:g}": algorithm.advantage_clip is not None,
         "cut answers earn nothing": algorithm.suppress_truncated,
-        "cut answers in no statistic": algorithm.exclude_truncated,
+        "cut answers left out of all statistics": algorithm.exclude_truncated,
         "cut answers not trained on": algorithm.mask_truncated,
-        "cut answers credited with the critic's value of their end": algorithm.bootstrap_truncated,
+        "the critic's value of the last state added to the reward of cut answers": algorithm.bootstrap_truncated,
         "groups with one outcome left out": algorithm.dynamic_sampling == 1,
         f"groups with one outcome replaced, <= {algorithm.dynamic_sampling} batches a step": algorithm.dynamic_sampling
         > 1,
@@ -410,8 +412,8 @@ def _answers(config: Config) -> str:
 def _sampling(rollout: RolloutConfig) -> str:
     """Describe how top-p and top-k sampling change the log-probs of the engine."""
     return (
-        f"{rollout.restriction}: answers come from a part of the distribution that is trained; the engine's log-probs "
-        "are of that part, so nothing is corrected with them, and they are not checked against the actor's"
+        f"{rollout.restriction}: answers are sampled from a truncated distribution, which the engine's log-probs "
+        "describe; these log-probs are therefore neither used for corrections nor compared with the actor's"
     )
 
 
@@ -471,7 +473,7 @@ def _memory(config: Config, facts: Facts) -> str:
 
 
 def _engine_memory(config: Config, facts: Facts) -> str:
-    assert facts.parameters is not None, "the caller knows the size"
+    assert facts.parameters is not None, "`_memory` calls this function only if the size of the model is known"
     vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
     if config.rollout.engine == "stored":
         return "no model"

@@ -122,13 +122,13 @@ def _auto(config: Config, own: Folder) -> Beginning:
         "the start",
     )
     if not files:
-        return Beginning(None, (f"trainer.resume=auto: {output} holds no run yet, so a new one starts",))
+        return Beginning(None, (f"trainer.resume=auto: {output} holds no run yet, so a new run starts",))
     require(
         MODEL not in files,
         f"trainer.resume=auto: {output} holds the model of a checkpoint, but {own} no longer holds a checkpoint; put "
         "the checkpoints back, or name a new trainer.output_dir",
     )
-    return Beginning(None, (f"trainer.resume=auto: the run in {output} has no checkpoint yet; it starts again",))
+    return Beginning(None, (f"trainer.resume=auto: the run in {output} has no checkpoint yet; the run starts again",))
 
 
 def _require_own_output(config: Config, own: Folder) -> list[str]:
@@ -280,7 +280,7 @@ def _require_same(config: Config, saved: str, where: str) -> None:
     """
     old, new = _flat(_values(saved, where)), _flat(asdict(config))
     for key in sorted(old.keys() | new.keys(), key=lambda key: (not key.startswith("trainer."), key)):
-        # Values are also compared by `repr`, because NaN is not equal to NaN.
+        # Values that are not equal are also compared by their `repr`, because NaN is not equal to NaN.
         same = old.get(key) == new.get(key) or repr(old.get(key)) == repr(new.get(key))
         if not same and not _is_changeable(key):
             raise ConfigError(
@@ -334,8 +334,8 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
 
     The files of data, models and rewards must be unchanged, and the checkpoint's state must be loadable.
 
-    If an error in a user's function ended the run, the file of that function may differ from the file that the run
-    used.
+    One file may have changed: if an error in a user's function ended the saved run, the user may have repaired the file
+    with the function.
 
     Args:
         config: the whole config.

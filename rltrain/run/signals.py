@@ -23,7 +23,7 @@ class Signals:
 
     A signal that was already ignored when the program started stays ignored. `nohup` ignores SIGHUP, and a shell
     without job control ignores SIGINT for the processes that it starts in the background. A SIGHUP after another signal
-    has no effect: when a connection drops, the shell sends a second SIGHUP after the SIGHUP of the terminal.
+    has no effect, because a dropped connection causes two SIGHUPs: one from the terminal, and one from the shell.
 
     If a signal stops the code in the context immediately, the context raises the exception Stopped with the exit status
     for that signal.
@@ -68,4 +68,4 @@ class Signals:
         if not first or self._tasks is None or self._loop is None:
             raise KeyboardInterrupt
         self._tasks.interrupt(Stopped(self.status))
-        self._loop.call_soon_threadsafe(lambda: None)  # Wake the asyncio loop, which may be waiting for an event.
+        self._loop.call_soon_threadsafe(lambda: None)  # Wake the asyncio event loop, which may be idle.

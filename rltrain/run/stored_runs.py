@@ -62,8 +62,8 @@ def check_stored_run(config: Config) -> None:
     require(
         not missing,
         f"{where}: has stored {len(groups)} prompt groups, and {len(needed)} are needed (trainer.total_steps={steps} x "
-        f"trainer.prompts_per_step={config.trainer.prompts_per_step}), of which number {missing[0] if missing else 0} "
-        "is not stored; take fewer steps, or a run that used all its groups",
+        f"trainer.prompts_per_step={config.trainer.prompts_per_step}); group {missing[0] if missing else 0} is not "
+        "stored; lower trainer.total_steps, or name a run that dropped no groups",
     )
     fewest = min(groups[uid].size for uid in needed)
     require(
@@ -95,7 +95,7 @@ def _config_of(folder: Path, where: str) -> Mapping[str, Any]:
         rollout = found["rollout"]
     except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError) as error:
         raise ConfigError(f"{where}: its config.yaml cannot be read ({described(error, 120)})") from None
-    require(isinstance(rollout, Mapping), f"{where}: its config.yaml has no settings of rollout")
+    require(isinstance(rollout, Mapping), f"{where}: its config.yaml has no section rollout")
     return found  # type: ignore[no-any-return]
 
 
@@ -112,7 +112,8 @@ def _require_same_distribution(config: Config, earlier: Mapping[str, Any], where
 def _require_same_pools(config: Config, earlier: Mapping[str, Any], where: str) -> None:
     """Raise ConfigError if the runs sample prompts differently, because stored groups have the earlier run's prompts.
 
-    Runs with the same pools sample the same prompts as long as their rewards find the same answers correct.
+    Two runs with the same `data.difficulty` sample the same prompts, as long as the reward functions of both runs judge
+    the same answers to be correct.
     """
     data, own = earlier.get("data"), config.data.difficulty
     then = data.get("difficulty") if isinstance(data, Mapping) else None

@@ -134,7 +134,7 @@ def _with_dots(text: str) -> str:
 def _run(command: list[str]) -> int:
     """Run the command of one job of a sweep, and return the command's exit status.
 
-    If the user presses Ctrl-C, the command also receives the interrupt, so wait until the command has ended.
+    If the user presses Ctrl-C, the command receives SIGINT too, and `_run` waits until the command has ended.
     """
     with subprocess.Popen(command) as process:
         try:
@@ -166,7 +166,8 @@ def show_results(folder: Path, console: Console) -> int:
         table.add_row(settings, str(job["status"]), result, job["output_dir"])
     console.print(table)
     console.print(
-        f"result: last value of the metric in trainer.keep_best, or if that key is null of {' or '.join(OBJECTIVES)}",
+        f"result: last value of the metric that trainer.keep_best names, or of {' or '.join(OBJECTIVES)} if "
+        "trainer.keep_best is null",
         style="dim",
     )
     return int(any(job["status"] for job in jobs))

@@ -22,8 +22,8 @@ def check_teachers(config: Config, tokenizer: Any, prompts: PromptSet) -> None:
         prompts: the training prompts.
 
     Raises:
-        ConfigError: a row names no teacher or lacks a value that a teacher's template needs, a teacher has another
-            tokenizer than the policy, or an endpoint does not answer or gives no prompt log-probs.
+        ConfigError: a data row names no teacher or lacks a value that a teacher's template needs, a teacher has another
+            tokenizer than the policy, or a teacher's endpoint does not answer or gives no prompt log-probs.
     """
     distillation = config.algorithm.distillation
     if not distillation.teachers:
@@ -65,7 +65,7 @@ def _check_tokenizer(config: Config, teacher: TeacherConfig, tokenizer: Any) -> 
 
 
 def _check_rows(config: Config, prompts: PromptSet) -> None:
-    """Raise ConfigError if a row names no teacher, or lacks a value that its teacher's template inserts."""
+    """Raise ConfigError if a data row names no teacher, or lacks a value that the template of its teacher inserts."""
     from rltrain.data.prompt_form import RowError, filled, template_parts
     from rltrain.trajectories.teachers import number_of
 

@@ -19,7 +19,7 @@ SHARED = Path("/dev/shm")
 # SharedMemory, and "vllm_dist_" for the buffers of vLLM's CPU workers.
 PREFIXES = ("psm_", "vllm_dist_")
 WEIGHTS_PREFIX = "rltrain-weights-"  # Prefix of the names of files through which processes exchange weights.
-_ROUND_S = 0.3  # Seconds between two searches for processes, so that a search finds newly started processes.
+_ROUND_S = 0.3  # Seconds between two searches for processes; the later search finds processes that started since then.
 _LIMIT_S = 10.0
 
 

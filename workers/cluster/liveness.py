@@ -24,7 +24,7 @@ from workers.cluster.ray_daemons import Daemons
 PROCESSES, STACKS = "processes.json", "stacks"  # names of the process table's file and of the folder of stack traces
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # Seconds after which a stopped process (SIGSTOP) counts as dead.
-_PROOF_S = 2.0  # Seconds to wait, after a failed call, for evidence that a process has died.
+_PROOF_S = 2.0  # After a call has failed, seconds to wait for evidence that the death of a process is the cause.
 _REMOTE_S = 10.0  # Timeout in seconds of a request to the observer actor of a remote machine.
 T = TypeVar("T")
 

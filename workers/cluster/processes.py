@@ -73,7 +73,7 @@ class Pending(Generic[R]):
 
     @property
     def later(self) -> R:
-        """The future result of a call, which can be passed as an argument to another call.
+        """Return the future result of this call, which can be passed as an argument to another call.
 
         A process that is called with a future result as an argument waits for the result and fetches it.
         """

@@ -42,7 +42,7 @@ class Join:
 class InnerCall:
     """Argument of a call that stands for the result of a call of another role in the same process.
 
-    The process makes the inner call first, and passes the result on as it is, without copying it.
+    The process makes the inner call first, and passes the result to the method without copying the result.
 
     Attributes:
         role: Name of the other role.
@@ -110,7 +110,7 @@ class Host:
             return getattr(called, method)(*map(self._argument, args), **kwargs)
 
     def _argument(self, given: Any) -> Any:
-        """Return the result of an inner call, or an argument that is no inner call as it is."""
+        """Return the result of the call if `given` is an `InnerCall`; otherwise return `given` unchanged."""
         inner = isinstance(given, InnerCall)
         return self.call(given.role, given.method, *given.args, **given.kwargs) if inner else given
 

@@ -128,7 +128,7 @@ def _minus_softmax(
     entropies.
     """
     if of_entropies is None:
-        assert of_log_probs is not None, "log-probs, entropies or both of them have a gradient"
+        assert of_log_probs is not None, "log-probs or entropies must have a gradient"
         return log_pi.exp_().mul_(-of_log_probs[:, None])
     assert entropy is not None, "the forward pass saves the entropies if it returns them"
     factor = log_pi.clamp(min=LEAST_LOG).add_(entropy[:, None]).mul_(-of_entropies[:, None])

@@ -107,7 +107,7 @@ def _refusal(target: str, bad: str | None, modules: Mapping[str, nn.Module], lin
     if modules[bad] is head:
         return (
             f"model.lora.targets: '{target}' is the last layer, where log-probs are computed without an adapter; "
-            "leave it out"
+            "remove this target"
         )
     kind = type(modules[bad]).__name__
     return f"model.lora.targets: '{target}' is of the kind {kind}, not nn.Linear; use some of {', '.join(known)}"

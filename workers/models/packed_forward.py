@@ -258,7 +258,7 @@ def load_model(
             kind, path, where, new_head=new_head, dtype=torch.float32, attn_implementation=PACKED, **kwargs
         )
         return model
-    except KeyError as error:  # this architecture looks up attention functions in a table of its own
+    except KeyError as error:  # raised by an architecture that looks up attention functions in a table of its own
         if PACKED not in error.args:
             raise
         raise ConfigError(

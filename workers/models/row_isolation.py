@@ -77,8 +77,9 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
 def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], seed: int, where: str) -> float:
     """Return how much the last hidden states of two rows change when another row of their pack is replaced.
 
-    The last hidden states of two packs are compared: one of rows 0, 1 and 2, and one of rows 3, 0 and 2. The returned
-    value is the largest change of a token's last hidden state in rows 0 and 2, relative to the state's norm.
+    The last hidden states of two packs are compared: the first pack has the rows 0, 1 and 2, and the second pack has
+    the rows 3, 0 and 2. The returned value is the largest change of a token's last hidden state in rows 0 and 2,
+    relative to the state's norm.
     """
     states, embeddings = list[Tensor](), model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding), f"the input embedding is of type {type(embeddings).__name__}"

@@ -26,14 +26,17 @@ def weight_groups(model: nn.Module) -> list[list[str]]:
 
 
 def local_shard(tensor: Tensor) -> Tensor:
-    """Return this rank's shard of a sharded tensor, or any other tensor itself. The result shares the memory."""
+    """Return this rank's shard of a sharded tensor, and any other tensor unchanged.
+
+    The returned tensor shares its memory with `tensor`.
+    """
     return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def whole_of(shard: Tensor, like: Tensor) -> Tensor:
-    """Gather a tensor that is sharded as `like` from this rank's shard and those of the other ranks.
+    """Gather a whole tensor from the shards of all ranks; the tensor is sharded in the same way as `like`.
 
-    If `like` is sharded, all ranks must call this function. Otherwise `shard` is the whole tensor.
+    If `like` is sharded, all ranks must call this function. If `like` is not sharded, `shard` is the whole tensor.
     """
     if not isinstance(like, DTensor):
         return shard
@@ -45,8 +48,8 @@ def whole_of(shard: Tensor, like: Tensor) -> Tensor:
 def move_weights(targets: Sequence[Tensor], sources: Sequence[Tensor], coef: float) -> None:
     """Replace each target t in place by a s + (1 - a) t, where a = `coef` is in (0, 1] and s is the source.
 
-    If a = 1, the target becomes a copy of the source, rounded to the target's dtype. Otherwise the target must be at
-    least float32, because a target in bfloat16 would round small updates away.
+    If `coef` is 1, each target becomes a copy of its source, rounded to the target's dtype. If `coef` is below 1, each
+    target must be at least float32, because a target in bfloat16 would round small updates away.
     """
     for target, source in zip(targets, sources, strict=True):
         if coef == 1:

@@ -70,7 +70,8 @@ class _LostError(Exception):
     """Error: the child process of a reward worker is no longer usable. The error's text becomes `Ended.reason`."""
 
 
-# Pids of all child processes of this guard, which must survive when the orphans of one child are killed.
+# Pids of all child processes of this guard. The child processes must survive when the guard kills the orphans that one
+# child process has left behind.
 _LOCK, _GUARDED = threading.Lock(), set[int]()
 
 
@@ -245,7 +246,10 @@ class GuardedWorker:
         return Ended(timed_out, reason, outside=stopped or status == -signal.SIGKILL, results=results)
 
     def stop(self) -> None:
-        """Kill the child process and start no new one. Another thread may be waiting for the child process."""
+        """Kill the child process without starting a new child process.
+
+        Another thread may be waiting for the child process.
+        """
         with _LOCK:
             self._stopped = True
             self._kill()
@@ -388,7 +392,10 @@ class Guard:
         return announce(ray.get_runtime_context().get_node_id())
 
     def stop(self) -> None:
-        """Kill all child processes and start no new ones. Other threads may be waiting for the child processes."""
+        """Kill all child processes without starting new child processes.
+
+        Other threads may be waiting for the child processes.
+        """
         for worker in list(self._lanes.values()):
             worker.stop()
 

@@ -40,7 +40,7 @@ def new_path() -> str:
 def whereabouts() -> str | None:
     """Return a string that is equal in two processes if and only if the processes can map each other's shared files.
 
-    If the identity of the host cannot be read, return None.
+    Return None if the string cannot be determined, because the identity of the host cannot be read.
     """
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
@@ -101,7 +101,7 @@ class Reader:
         """
         if bucket.data is not None:
             return bucket.data
-        assert bucket.path is not None, "a bucket without data has a file"
+        assert bucket.path is not None, "a bucket without data in memory has the path of a shared file"
         if self.file is None or self.file.path != bucket.path:
             try:
                 self.file = SharedFile(bucket.path)

@@ -197,7 +197,7 @@ class AdapterSender(Sender):
             step = max(1, CHUNK_BYTES // max(1, rows[:1].nbytes))
             chunks: Iterable[Tensor] = rows.split(step)
             if a is not None:
-                assert b, "an adapter's B is sharded by rows, as the matrix that it adapts"
+                assert b, "the matrix B of an adapter must be sharded by rows, like the adapted matrix"
                 chunks = map(partial(merge, a=a, scale=self.scale), chunks, b[0].split(step))
             products = [probe(chunk.to(self.engine_dtype).cpu()).numpy() for chunk in chunks]
             yield Piece(name, own[1], 0, None, np.concatenate(products))

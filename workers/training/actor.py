@@ -98,8 +98,7 @@ class ActorWorker:
 
         Returns:
             A batch with the column `old_log_probs`, with `entropies` if the advantage estimator or the loss's token
-            selector reads entropies, and
-            with `full_kl` if the exact KL to the reference is subtracted from the reward.
+            selector reads entropies, and with `full_kl` if the exact KL to the reference is subtracted from the reward.
         """
         in_reward, temperature = self.config.algorithm.kl_in_reward.full, self.config.rollout.temperature
 
@@ -171,7 +170,8 @@ class ActorWorker:
             entropy_coef: coefficient of the entropy bonus in this training step.
 
         Raises:
-            LogProbError: as in `update`.
+            LogProbError: before the first optimizer step, the actor's log-probs differ from `old_log_probs` by more
+                than rounding explains.
         """
         result = UpdateResult()
         for number, (minibatch, answers) in enumerate(zip(minibatches, supervised_minibatches, strict=True)):
@@ -187,8 +187,7 @@ class ActorWorker:
     ) -> UpdateResult:
         """Add the gradient of a mini-batch of sampled answers, and return the results of the mini-batch.
 
-        If the mini-batch is the first of the update, also compare the log-probs of the tokens with those from before
-        the update.
+        In the first mini-batch of the update, also compare the log-probs of the tokens with the old log-probs.
         """
         chosen = with_selected(batch, minibatch.rows, self.config.algorithm)
         statistics = weight_statistics(batch, minibatch.rows, self.config.algorithm.correction)
@@ -205,7 +204,8 @@ class ActorWorker:
     def _supervised_gradient(self, supervised: DataProto, minibatch: Minibatch, result: UpdateResult) -> None:
         """Add `algorithm.sft_coef` times the gradient of the mean cross-entropy of a mini-batch's supervised answers.
 
-        All ranks know the number of tokens in the mini-batch, so they skip a mini-batch without such answers together.
+        If the mini-batch has no supervised answers, all ranks return without a forward pass, because all ranks know the
+        number of tokens of the whole mini-batch.
         """
         result.supervised_tokens = minibatch.num_tokens
         for rows in minibatch.microbatches if minibatch.num_tokens else ():
@@ -296,8 +296,8 @@ class ActorWorker:
         Args:
             number: number of the group of weights, as in `weight_groups`.
             to_host: whether the shards are returned in CPU memory.
-            _taken: results of the calls that took earlier groups. Ray runs `shards` only once they are available, so
-                that few groups are in Ray's object store at a time.
+            _taken: results of the calls that took earlier groups. Ray runs `shards` only once the results in `_taken`
+                are available, so that few groups are in Ray's object store at a time.
         """
         tick()
         parameters = dict(self.model.named_parameters())
@@ -308,7 +308,7 @@ class ActorWorker:
         """Gather the reference model's output head (V, H) for the exact KL. All training ranks must call this method.
 
         Args:
-            shard: the shard that the reference's rank of the same number holds.
+            shard: the shard of the output head that the rank of the reference model with the same number holds.
         """
         self.ref_head = whole_of(shard.to(device(), copy=True), self.model.get_output_embeddings().weight)
 
@@ -400,8 +400,8 @@ def actor_loss(
         algorithm: settings of the loss, the aggregation and the coefficients.
         entropy_coef: coefficient of the entropy bonus in this training step.
         statistics: statistics of the importance weights of the whole mini-batch, or None if the settings need none.
-        num_positive_tokens: number of trained tokens in correct answers of the whole mini-batch; None to count those of
-            this micro-batch.
+        num_positive_tokens: number of trained tokens in correct answers of the whole mini-batch. If
+            `num_positive_tokens` is None, the trained tokens in correct answers of this micro-batch are counted.
         counts: `num_tokens`, `num_sequences` and `max_response_length` of the whole mini-batch.
 
     Returns:
@@ -415,7 +415,7 @@ def actor_loss(
 
     token_losses, counted, sums = policy_term(columns, algorithm, statistics)
     if algorithm.correction.normalize == "kept":
-        assert statistics is not None, "the number of kept tokens is that of the whole mini-batch"
+        assert statistics is not None, "the number of kept tokens comes from the statistics of the whole mini-batch"
         of_kept = {"num_tokens": statistics.num_tokens, "num_sequences": statistics.num_sequences}
         loss = aggregate_loss(token_losses, counted, algorithm.loss_agg_mode, **counts | of_kept)
     else:
@@ -476,7 +476,7 @@ def policy_term(
         policies = columns["old_log_probs"], columns["rollout_log_probs"]
         weights, kept, found = rollout_correction(*policies, mask, **correction.weighting)
         if correction.batch_normalize:
-            assert statistics is not None, "the mean weight is that of the whole mini-batch"
+            assert statistics is not None, "the mean weight comes from the statistics of the whole mini-batch"
             weights = weights / statistics.weight_mean
         losses = torch.where(kept, weights * losses, 0)
         counted = kept if correction.normalize == "kept" else mask

@@ -72,7 +72,7 @@ class CriticWorker:
                 step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
-            torch.cuda.empty_cache()  # In a step of the warm-up, no actor update frees memory for the engine.
+            torch.cuda.empty_cache()  # In the critic's warm-up, no actor update frees memory for the engine.
         return result
 
     def _backward(self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult) -> None:

@@ -98,8 +98,8 @@ def split_rows(
 ) -> list[list[Rows]]:
     """Split all rows of a batch into micro-batches for each rank, and return the micro-batches.
 
-    The docstring of `assign_minibatch` explains the argument `work`. The roles of one step split the same batch, so the
-    last results are cached.
+    The docstring of `assign_minibatch` explains the argument `work`. The last results are cached, because several roles
+    split the same batch in each training step.
     """
     return _split_rows(tuple(lengths), ranks, max_tokens, None if work is None else tuple(work))
 
@@ -180,13 +180,13 @@ def sum_updates(results: Sequence[UpdateResult]) -> dict[str, float]:
     """Combine the results of all ranks into the metrics of one update. The returned metrics include no timings.
 
     Token metrics are means over trained tokens, and `teacher_kl` is the mean over the trained tokens of answers that a
-    teacher has scored. Losses, `grad_norm` and `lr` are means over optimizer steps, and
-    `grad_norm_max` is the maximum over optimizer steps. `skipped_updates` is the number of skipped optimizer steps.
-    Skipped optimizer steps are excluded from all means except the mean of `lr`. If all steps were skipped, the token
-    metrics, losses and gradient norms are NaN.
+    teacher has scored. Losses, `grad_norm` and `lr` are means over optimizer steps, and `grad_norm_max` is the maximum
+    over optimizer steps. `skipped_updates` is the number of skipped optimizer steps. Skipped optimizer steps are
+    excluded from all means except the mean of `lr`. If all optimizer steps were skipped, the token metrics, losses and
+    gradient norms are NaN.
 
-    `sft_loss` is the mean of the supervised loss over the tokens of supervised answers, and `sft_tokens` the number of
-    these tokens. Without such a token, there is no `sft_loss`.
+    `sft_tokens` is the number of tokens of supervised answers, and `sft_loss` is the mean supervised loss of a token of
+    a supervised answer. If `sft_tokens` is 0, the metric `sft_loss` is missing.
     """
     first = results[0]
     kept = [step for step in first.steps if not step["skipped"]]

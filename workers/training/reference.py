@@ -64,7 +64,7 @@ class ReferenceWorker(TeacherWorker):
 
         Args:
             number: number of the group of weights, as in `weight_groups`.
-            shards: the shards of the same weights that the actor's rank of the same number holds.
+            shards: the actor's shards of the group of weights, from the actor's rank with the same rank number.
         """
         tick()
         parameters = dict(self.model.named_parameters())

@@ -1,9 +1,9 @@
 """Updates of the reference model during training: each weight moves to, or becomes, the actor's weight (TR-DPO).
 
-A rank of the reference holds the same shards as the actor's rank of the same number. Each rank therefore updates its
-own shards, and no tensor is gathered. If both roles of a rank are in one process, the reference reads the actor's
-shards in place. Otherwise the actor's process sends its shards directly to the reference's process, in groups of
-limited size.
+Rank i of the reference holds the shards of the same weights as rank i of the actor. Each rank of the reference
+therefore updates its own shards, and no tensor is gathered. If actor and reference are in one process, the reference
+reads the actor's shards in place. If actor and reference are in two processes, the actor's process sends its shards
+directly to the reference's process, in groups of limited size.
 
 With the exact KL, each rank of the actor also keeps the whole output head of the reference model. After an update, the
 ranks of the actor gather the new head from the shards of the reference.

@@ -44,7 +44,7 @@ class SharedColumns:
     """
 
     def __init__(self) -> None:
-        # Each entry is a batch of stored columns, and its object reference in Ray's object store.
+        # Each entry of `_parts` is a pair: a batch of stored columns, and the batch's reference in Ray's object store.
         self._parts: list[tuple[DataProto, Any]] = []
 
     def share(self, batch: DataProto, columns: Sequence[str], process: WorkerProcess) -> DataProto:

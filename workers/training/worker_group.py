@@ -67,7 +67,7 @@ class WorkerGroup(Generic[W_co]):
         max_tokens: int,
         only: Sequence[int] | None = None,
     ) -> DataProto:
-        """Compute new columns for the rows of a batch, split over the ranks, and return them in the batch's row order.
+        """Compute new columns for a batch that is split over the ranks, and return them in the batch's row order.
 
         Args:
             method: the role's method that computes the new columns on one rank.
@@ -131,7 +131,7 @@ class WorkerGroup(Generic[W_co]):
     ) -> dict[str, float]:
         """Train as `update` does, and in each mini-batch also on the supervised answers to the mini-batch's prompts.
 
-        The supervised answers are split over the ranks and into micro-batches of their own.
+        The supervised answers are split over the ranks and into micro-batches separately from the sampled answers.
 
         Args:
             method: the role's method that trains one rank on its part of the mini-batches and supervised answers.

@@ -15,7 +15,8 @@ from rltrain.monitoring.doctor import engine_rules, policy_rules, reward_rules
 from rltrain.monitoring.doctor.history import Finding, History
 from rltrain.monitoring.report.run_files import RunFiles
 
-# Updated weights are first used in the following training step, so an update's effects appear at least one step later.
+# The weights that a training step produces are first used in the next training step, so the effects of an update appear
+# at least one step later.
 NEXT_STEP = 1
 # As the entropy of a policy falls, its answers become alike before the rule `entropy collapsed` reports the collapse.
 # The effects of an entropy collapse can therefore begin before the first step of the finding `entropy collapsed`.
@@ -30,8 +31,8 @@ class Rule:
         name: name of the rule, which is also the name of its finding.
         check: function that returns a finding if the condition of the rule holds, and returns None otherwise.
         explains: names of other rules; their findings count as effects of this rule's finding.
-        after: another finding counts as an effect of this rule's finding only if it begins at least `after` training
-            steps later.
+        after: another finding counts as an effect of this rule's finding only if the other finding begins at least
+            `after` training steps later.
     """
 
     name: str

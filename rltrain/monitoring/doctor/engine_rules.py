@@ -16,7 +16,8 @@ DEFAULT_GAP = 0.02  # If the run has no config, `rollout.max_log_prob_gap` is ta
 # Rounding differences between engine and actor never make the log-prob gap grow tenfold during a run.
 GROWN_GAP = 10.0
 CUT_SHARE = 0.5  # If half of the answers are truncated, the length limit dominates what the policy learns.
-# An effective sample size below half of the number of tokens means that more than half of the batch is wasted.
+# If the effective sample size of the importance weights is below half of the number of tokens, more than half of the
+# batch is wasted.
 SMALL_SAMPLE = 0.5
 
 
@@ -113,7 +114,7 @@ def stale_answers(history: History) -> Finding | None:
             f"engine and actor differ by {shown(mean(gaps))} nats per token on average, above {limit:g}",
             "algorithm.correction.level=null: the loss treats the answers as answers of the current policy",
         ],
-        ["the config or a preset for synchronous training switched the off-policy correction off"],
+        ["the config, or a preset for synchronous training, switched the off-policy correction off"],
         ["algorithm.correction.level=auto", "a lower trainer.max_staleness"],
     )
 

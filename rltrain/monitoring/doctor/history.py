@@ -13,8 +13,8 @@ from rltrain.data.stored_samples import SampleFile
 from rltrain.monitoring.alarms import PERSISTENT_STEPS, START_STEPS, WINDOW_STEPS
 from rltrain.monitoring.report.run_files import RunFiles
 
-# The conditions of several rules must hold in at least 3 steps, because a condition may hold by chance in one or two
-# steps.
+# Several rules of the doctor report a finding only if their condition holds in at least 3 steps, because a condition
+# may hold by chance in one or two steps.
 ENOUGH_STEPS = 3
 SOLVED_ACCURACY = 0.95  # A task counts as solved if at least 95% of the answers are correct.
 

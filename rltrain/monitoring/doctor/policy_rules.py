@@ -22,7 +22,7 @@ HEALTHY_CLIPPED = 0.3  # Usually, at most 30% of the tokens of a step are clippe
 EXPLODED = 10.0  # A gradient norm counts as exploded if it is at least ten times the gradient norm of the first step.
 # A fall of the mean reward by less than half the standard deviation of single rewards counts as noise.
 LOST_SPREADS = 0.5
-JUMP = 3.0  # At a usual learning rate, the entropy never changes by a factor of 3 within `JUMP_STEPS` steps.
+JUMP = 3.0  # At a usual learning rate, a policy's entropy never changes by a factor of 3 within `JUMP_STEPS` steps.
 JUMP_STEPS = 2
 FAR_KL = 1.0  # At a KL to the reference of 1 nat per token, the policy's text hardly resembles the reference's text.
 # The rule `entropy grows` requires that the entropy has at least doubled since the start of the run.
@@ -38,10 +38,10 @@ def learning_rate_too_high(history: History) -> Finding | None:
     The rule has three conditions, of which at least one holds. First condition: the updates of one step moved the
     policy by a KL of at least 0.5 nats per token, and the mean reward then fell. Second condition: the updates of at
     least 3 steps each moved the policy by a KL of at least 0.3 nats per token. Third condition: the entropy changed by
-    a factor of at least 3 within two steps, the mean reward then fell, and the run measured no KL above 0 (which is
-    normal with one update per step). A fall of the mean reward counts if it is at least half the standard
-    deviation of single rewards. The fall of the mean reward is measured from the 5 steps up to the large update to the
-    last 5 steps of the run.
+    a factor of at least 3 within two steps, the mean reward then fell, and the run measured no KL above 0. (A KL of 0
+    is normal with one update per step.) A fall of the mean reward counts if it is at least half the standard
+    deviation of single rewards. The fall of the mean reward is the difference between two means: over the 5 steps that
+    end with the large update, and over the last 5 steps of the run.
     """
     kl = history.points("actor/ppo_kl")
     huge = [point for point in kl if point[1] >= HUGE_KL]
@@ -106,7 +106,8 @@ def _jump(history: History) -> int | None:
 def _largest_change(entropy: Points) -> tuple[float, float]:
     """Return the largest factor by which the entropy changed within `JUMP_STEPS` steps of the first point.
 
-    The second returned value is the entropy after the change. If there is only one point, the factor is 1.
+    The second returned value is the entropy after the largest change. If `entropy` has only one point, the returned
+    factor is 1.
     """
     before = max(entropy[0][1], 1e-9)
     after = [max(value, 1e-9) for _, value in entropy[: JUMP_STEPS + 1]]

@@ -9,11 +9,11 @@ from rltrain.base.errors import one_line
 from rltrain.monitoring.alarms import LOST_SHARE, PERSISTENT_STEPS, WINDOW_STEPS
 from rltrain.monitoring.doctor.history import Finding, History, Points, final_streak, last_mean, mean, shown, windows
 
-# The rule `reward function fails` ignores a share of failed rewards below 1%, because malformed answers may cause a few
-# failures.
+# The rule `reward function fails` reports nothing if fewer than 1% of the rewards failed, because malformed answers may
+# cause a few failures.
 FAILED_SHARE = 0.01
 UNSCORED_SHARE = 0.5  # The doctor reports missing scores only if at least half of the answers have no score.
-ENOUGH_FOR_TRENDS = 10  # Ten steps are the smallest number of steps that contains two disjoint windows of five steps.
+ENOUGH_FOR_TRENDS = 10  # A trend compares two disjoint windows of five steps, so a run needs at least ten steps.
 # A rise of the mean reward by less than half the standard deviation of single rewards counts as noise.
 GAINED_SPREADS = 0.5
 FLAT_SHARE = 0.02  # An accuracy that rises by less than 0.02 counts as constant.
@@ -218,7 +218,7 @@ def worse_evaluation(history: History) -> Finding | None:
         [*(text for _, texts in found for text in texts[:1]), evidence[1]],
         [
             "the policy memorises the training prompts",
-            "the training reward rewards something that the evaluation does not reward",
+            "the reward function of training rewards something that the evaluation does not reward",
         ],
         [
             "stop earlier: trainer.keep_best keeps the best checkpoint, with trainer.eval_every and trainer.save_every",

@@ -62,6 +62,6 @@ def _matches(patterns: Sequence[str], names: Iterable[str]) -> list[list[str]]:
 
 
 def descriptions(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Map each given metric name that the catalogue contains to the metric's meaning, unit and healthy range."""
+    """Return the meaning, unit and healthy range of each given metric that the catalogue describes, by metric name."""
     found = {name: next((metric for metric in METRICS if metric.matches(name)), None) for name in names}
     return {name: {**asdict(metric), "name": name} for name, metric in found.items() if metric is not None}

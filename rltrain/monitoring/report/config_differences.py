@@ -13,7 +13,7 @@ from typing import Any
 from rltrain.base.secret_values import redacted
 
 COMMAND = "command.json"
-# The output and checkpoint folders are not compared with the presets, because every run has other folders.
+# The output and checkpoint folders are not compared with the presets, because every run has folders of its own.
 _OF_A_PLACE = {"trainer.output_dir", "trainer.checkpoint_dir"}
 
 
@@ -50,10 +50,10 @@ def read_command(text: str) -> Command:
     """
     found = json.loads(text)
     if not isinstance(found, dict) or not isinstance(found.get("values"), dict):
-        raise ValueError("it holds no command")
+        raise ValueError("the file holds no command")
     lists = [found.get(name) for name in ("arguments", "presets")]
     if not all(isinstance(one, list) and all(isinstance(word, str) for word in one) for one in lists):
-        raise ValueError("it holds no arguments")
+        raise ValueError("the file holds no arguments of the command")
     return Command(found["arguments"], found["presets"], found["values"])
 
 

@@ -106,7 +106,7 @@ def _text(run: RunFiles, name: str, *, needed: bool = True) -> str | None:
 def _json_lines(run: RunFiles, name: str, *, needed: bool = True) -> list[dict[str, Any]]:
     """Return the JSON objects in a file that has one object per line.
 
-    A line that is not a JSON object with the key `step` is left out, and a note in `run.notes` says so.
+    A line that is not a JSON object with the key `step` is left out, and a note about the line is added to `run.notes`.
     """
     found = []
     for number, line in enumerate((_text(run, name, needed=needed) or "").splitlines(), 1):

@@ -35,10 +35,10 @@ SMALLEST = 1e-3
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
-# About 300,000 tokens are encoded as a test, to correct the estimated size of all encoded samples.
+# About 300,000 tokens are encoded first, and their actual size is used to correct the estimated size of all samples.
 PROBED_TOKENS = 300_000
 MISSING = -(1 << 15)  # The 16-bit integer -32768 stands for NaN and for infinity.
-# A response token is observed (tool output), sampled but not trained on, or trained on.
+# Each response token has one of three states: observed (tool output), sampled but not trained on, or trained on.
 OBSERVED, SAMPLED, TRAINED = 0, 1, 2
 # An observation token has `policy_version` -1. The constant NOT_SAMPLED is not imported from rltrain.batch.trajectory,
 # because that module imports torch.
@@ -120,7 +120,7 @@ class Size:
 def encode_samples(run: RunFiles, budget: int) -> Samples:
     """Read and encode the samples of a run.
 
-    If all samples together exceed the size limit, prompt groups are left out, in the same proportion in each step. If
+    If all samples together exceed the size limit, the same share of the prompt groups is left out in each step. If
     fewer than one of 8 prompt groups would remain in a step, whole steps are left out too.
 
     Args:
@@ -322,9 +322,9 @@ class Chunk:
     def _numbers(self) -> dict[str, np.ndarray]:
         """Return the columns of real numbers, such as log-probs and advantages, by name.
 
-        Instead of the log-probs of actor and reference, the columns contain the differences actor minus engine and
-        policy minus reference. The encoding of real numbers is finer near 0, so small log-prob differences are stored
-        more exactly than log-probs.
+        Instead of the log-probs of actor and reference, the columns contain two log-prob differences: actor minus
+        engine, and policy minus reference. The encoding of real numbers is finer near 0, so small log-prob differences
+        are stored more exactly than log-probs.
         """
         rollout, old, ref = (self._column(f"{name}_log_probs") for name in ("rollout", "old", "ref"))
         found = {"advantage": self._column("advantages"), "log_prob": rollout, "entropy": self._column("entropies")}

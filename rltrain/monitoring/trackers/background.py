@@ -104,7 +104,7 @@ class BackgroundSink:
         Wait until the wrapped sink is closed, or until 30 seconds have passed since the call of `finish`.
         """
         self.finish()
-        assert self._ends_by is not None, "set by `finish`"
+        assert self._ends_by is not None, "`finish` has set `_ends_by`"
         self._thread.join(max(0.0, self._ends_by - time.monotonic()))
         if self._thread.is_alive():
             waiting = self._calls.qsize()
@@ -118,7 +118,7 @@ class BackgroundSink:
     def alarms(self) -> list[str]:
         """Return the alarms that were raised since the last call of `alarms`.
 
-        Of several exceptions, and of several dropped calls, only the first raises an alarm.
+        Only the first exception and the first dropped call raise an alarm.
         """
         return [self._alarms.get() for _ in range(self._alarms.qsize())]
 

@@ -1,4 +1,4 @@
-"""Checks the sinks that the config key `trainer.trackers` names before a run starts, and creates these sinks."""
+"""Checks and creates the sinks that the config key `trainer.trackers` names, before a run starts."""
 
 import difflib
 import importlib

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 EXPERIMENT = "rltrain"
 # MLflow's REST API accepts at most 1000 metric values and 100 parameters in one request.
 METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100
-# At least 5 seconds pass between two requests, because one request per short training step takes three times the CPU
-# time.
+# The tracker sends at most one request every 5 seconds, because a request after each short training step would take
+# three times as much CPU time.
 INTERVAL_S = 5.0
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 

@@ -22,7 +22,7 @@ class TrackioTracker:
     """Sink that writes a run to trackio's database, or to the server that `TRACKIO_SPACE_ID` or another variable names.
 
     The library trackio cannot remove logged rows. When a run goes back to a checkpoint and repeats steps, trackio has
-    two rows for each repeated step, and the later row counts.
+    two rows for each repeated step, and the row that was logged later is the valid one.
 
     Args:
         output_dir: output folder of the run; must exist.

@@ -267,7 +267,9 @@ def test_checkpoints_are_not_kept_where_results_are_replaced(tmp_path, name):
 
 def test_a_stop_string_with_a_special_token_is_refused_because_no_text_has_it():
     tokenizer = char_tokenizer()
-    with pytest.raises(ConfigError, match=r"^rollout.stop has 'a<eos>': .* special tokens such as <eos>; leave it out"):
+    with pytest.raises(
+        ConfigError, match=r"^rollout.stop has 'a<eos>': .* tokens such as <eos>, so .*; remove the stop"
+    ):
         check_stop_strings(["###", "a<eos>"], tokenizer)
     tokenizer.add_tokens(["<think>", AddedToken("<|turn|>", special=True)])
     check_stop_strings(["###", "<think>"], tokenizer)

@@ -236,7 +236,8 @@ STALE = "trainer.max_staleness=4"
         (["algorithm.correction.level=null"], "train uncorrected; algorithm.correction.level=auto corrects them"),
         (
             ["algorithm=sequence_masking"],
-            "are dropped where algorithm.rejection finds them too far from the engine, and are otherwise uncorrected",
+            "are dropped where algorithm.rejection finds them too far from the engine's policy, and are otherwise not "
+            "corrected",
         ),
         (
             ["algorithm.old_log_probs=rollout"],
@@ -328,7 +329,8 @@ def test_teachers_have_a_line_and_their_memory():
         "math = /t/math; exact reverse KL in the loss, coefficient 1; rewards only measured"
     )
     assert row("off-policy", *exact, "trainer.max_staleness=1") == (
-        "answers up to 1 weight version old are contexts in which the teachers are matched, without weights"
+        "answers up to 1 weight version old have no importance weights; the policy is matched to the teachers on the "
+        "tokens of these answers"
     )
     assert "(actor, reference, teacher math)" in row("processes", *words)
     assert "teachers" not in dict(plan_rows(config_of(), FACTS))
@@ -383,9 +385,8 @@ def test_anything_else_gets_one_line_an_entry_however_long():
 
 def test_top_p_and_top_k_are_said_with_what_they_mean_for_the_engines_log_probs():
     assert row("sampling", "rollout.top_p=0.9", "rollout.top_k=50") == (
-        "rollout.top_p=0.9, rollout.top_k=50: answers come from a part of the distribution that is trained; the "
-        "engine's log-probs are of that part, so nothing is corrected with them, and they are not checked against the "
-        "actor's"
+        "rollout.top_p=0.9, rollout.top_k=50: answers are sampled from a truncated distribution, which the engine's "
+        "log-probs describe; these log-probs are therefore neither used for corrections nor compared with the actor's"
     )
     assert row("sampling", "rollout.top_k=50").startswith("rollout.top_k=50: ")
     assert "sampling" not in dict(plan_rows(config_of(), FACTS))

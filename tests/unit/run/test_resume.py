@@ -41,7 +41,7 @@ def refusal(tmp_path, *overrides) -> str:
 def test_auto_starts_anew_where_there_is_no_run_and_says_so(tmp_path):
     found = beginning(config(tmp_path / "new", "trainer.resume=auto"))
     assert found.checkpoint is None
-    assert found.said == (f"trainer.resume=auto: {tmp_path / 'new'} holds no run yet, so a new one starts",)
+    assert found.said == (f"trainer.resume=auto: {tmp_path / 'new'} holds no run yet, so a new run starts",)
 
 
 async def test_auto_takes_the_newest_good_one(tmp_path):
@@ -58,7 +58,7 @@ def test_auto_starts_again_with_the_same_config_where_there_is_no_checkpoint_yet
     (tmp_path / "metrics.jsonl").write_text("")
     found = beginning(config(tmp_path, "trainer.resume=auto"))
     assert (found.checkpoint, len(found.said)) == (None, 1)
-    assert "has no checkpoint yet; it starts again" in found.said[0]
+    assert "has no checkpoint yet; the run starts again" in found.said[0]
     assert "actor.lr=1.0: the checkpoint has 0.0004" in refusal(tmp_path, "trainer.resume=auto", "actor.lr=1")
     (tmp_path / "config.yaml").unlink()
     assert "holds metrics.jsonl and no config.yaml" in refusal(tmp_path, "trainer.resume=auto")

@@ -39,7 +39,7 @@ def test_a_run_that_stored_all_answers_is_accepted_also_for_fewer_steps_and_samp
     ("override", "said"),
     [
         ("trainer.total_steps=3", "has stored 4 prompt groups, and 6 are needed (trainer.total_steps=3 x"),
-        ("trainer.total_steps=3", "of which number 4 is not stored"),
+        ("trainer.total_steps=3", "group 4 is not stored; lower trainer.total_steps"),
         ("rollout.samples_per_prompt=3", "rollout.samples_per_prompt=3: rollout.run="),
         ("rollout.samples_per_prompt=3", "has stored 2 answers to a prompt; use at most 2"),
         ("rollout.temperature=0.5", "sampled its answers with 1.0, and the loss needs the same; use rollout.temp"),
@@ -74,7 +74,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, folder):
     assert "holds no tables rollouts/*.parquet" in refusal(tmp_path / "nowhere")
     assert "is also trainer.output_dir" in refusal(folder, f"trainer.output_dir={folder}")
     (folder / "config.yaml").write_text("rollout: 3\n")
-    assert "its config.yaml has no settings of rollout" in refusal(folder)
+    assert "its config.yaml has no section rollout" in refusal(folder)
     (folder / "config.yaml").unlink()
     assert "its config.yaml cannot be read" in refusal(folder)
 

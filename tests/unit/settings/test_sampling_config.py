@@ -92,7 +92,8 @@ def test_there_must_be_a_prompt_for_each_group_in_flight(overrides, least, reaso
         check_prompt_count(config, least - 1)
     assert str(error.value) == (
         f"data.difficulty with {least - 1} training prompts: up to {least} prompt groups are in flight at once "
-        f"({reasons}), and each needs another prompt; use more prompts, smaller numbers, or data.difficulty=null"
+        f"({reasons}), and each group needs a different prompt; use more training prompts, lower these settings, or "
+        "set data.difficulty=null"
     )
     check_prompt_count(compose([*SMALL[1:], *overrides])[0], 1)
 

@@ -294,7 +294,7 @@ def test_merging_is_the_sum_and_the_scaled_product():
         (
             ["lm_head"],
             "model.lora.targets: 'lm_head' is the last layer, where log-probs are computed without an adapter; "
-            "leave it out",
+            "remove this target",
         ),
         (["q_proj", "embed_tokens"], "model.lora.targets: 'embed_tokens' is of the kind Embedding, not nn.Linear; use"),
         (["proj"], "no layer is called 'proj'"),
