@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rltrain.batch.data_proto import DataProto, jagged
-from rltrain.batch.trajectory import Trajectory, Turn, sampled_tokens
+from rltrain.batch.trajectory import Trajectory, sampled_tokens
 from rltrain.data.prompts import Prompt
 from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.prompt_groups import Group
 from rltrain.trajectories.scoring import component_matrix, successes, weighted_sum
-from workers.rollout.messages import Completion
 
 
 def mean_score(groups: Sequence[Group], config: Config) -> float:
@@ -27,16 +26,9 @@ def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
     If `baseline` is True, the batch contains only the greedy answers, one row per group.
     """
     rows = _rows(groups, baseline=baseline)
-    batch = batch_of([trajectory_of(group.prompt.ids, group.completions[number]) for group, number in rows])
+    batch = batch_of([group.trajectories[number] for group, number in rows])
     texts = {"prompt_text": [group.prompt.text for group, _ in rows]}
     return batch.union(DataProto.from_dict(non_tensors=texts))
-
-
-def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
-    """Convert a prompt and a finished answer to a trajectory with a single turn."""
-    c = completion
-    turn = Turn(prompt_ids, c.token_ids, c.log_probs, c.versions, c.finish_reason, c.text)
-    return Trajectory(*c.key, (turn,))
 
 
 def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
