@@ -16,7 +16,7 @@ class Request:
         seed: Seed of the random numbers with which the answer is sampled.
     """
 
-    key: tuple[int, int]
+    key: tuple[int, ...]
     prompt_ids: list[int]
     temperature: float
     max_tokens: int
@@ -37,7 +37,7 @@ class Completion:
         text: Text of the answer up to the first stop string, without special tokens.
     """
 
-    key: tuple[int, int]
+    key: tuple[int, ...]
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
