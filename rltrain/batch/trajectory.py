@@ -6,20 +6,16 @@ tokens.
 
 Two columns of a batch distinguish tokens that the policy sampled from tokens that belong to observations. The column
 `response_mask` is True at sampled tokens that are trained on. Later stages of a training step may set `response_mask`
-to False, for instance in rows without a score. The column `policy_version` of a batch never changes. The functions
-`sampled_tokens` and `sampled_lengths` read `policy_version`, so they also include the sampled tokens of rows that are
-not trained on.
+to False, for instance in rows without a score. The column `policy_version` of a batch never changes, so
+`rltrain.batch.sampled_tokens` also finds the sampled tokens of rows that are not trained on.
+
+This module imports no torch, because environment processes build trajectories without torch.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
 from typing import Any, Self, TypeVar
-
-import torch
-from torch import Tensor
-
-from rltrain.batch.data_proto import DataProto
 
 NOT_SAMPLED = -1  # The value of `policy_version` at a response token that belongs to an observation.
 # Values of `Trajectory.stop_reason` for which the trajectory was cut off by a limit instead of ending by itself.
@@ -181,18 +177,3 @@ def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequen
     if not later:
         return first
     return list(chain(first, *chain.from_iterable(zip(observations, later, strict=True))))
-
-
-def sampled_tokens(batch: DataProto) -> Tensor:
-    """Return a bool tensor (N,) that says for each response token whether the policy sampled the token.
-
-    Unlike `response_mask`, the result of `sampled_tokens` is also True for the sampled tokens of rows that are not
-    trained on.
-    """
-    return batch.values("policy_version") != NOT_SAMPLED
-
-
-def sampled_lengths(batch: DataProto) -> Tensor:
-    """Return an int64 tensor (B,) with the number of response tokens of each row that the policy sampled."""
-    counts = sampled_tokens(batch).cumsum(0)
-    return torch.cat([counts.new_zeros(1), counts])[batch.offsets("policy_version")].diff()

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from rltrain.algorithms import rollout_diagnostics
 from rltrain.batch.data_proto import DataProto
-from rltrain.batch.trajectory import sampled_lengths, sampled_tokens
+from rltrain.batch.sampled_tokens import sampled_lengths, sampled_tokens
 from workers.training.dispatch import divergence
 
 

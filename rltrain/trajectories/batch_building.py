@@ -5,7 +5,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from rltrain.batch.data_proto import DataProto, jagged
-from rltrain.batch.trajectory import Trajectory, sampled_tokens
+from rltrain.batch.sampled_tokens import sampled_tokens
+from rltrain.batch.trajectory import Trajectory
 from rltrain.data.prompts import Prompt
 from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.settings.schema import Config

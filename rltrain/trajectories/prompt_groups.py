@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from rltrain.base.random_streams import stream_seed
 from rltrain.batch.trajectory import Trajectory, Turn
 from rltrain.data.prompts import Prompt
 from workers.reward.messages import RewardRequest, SampleScores
@@ -337,17 +338,3 @@ def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajecto
     c = completion
     turn = Turn(prompt_ids, c.token_ids, c.log_probs, c.versions, c.finish_reason, c.text)
     return Trajectory(*c.key, (turn,))
-
-
-def stream_seed(seed: int, uid: int, sample: int) -> int:
-    """Compute a 63-bit seed from (seed, uid, sample): a hash that applies SplitMix64 steps to the three numbers."""
-    state = 0
-    for word in (seed, uid, sample):
-        state = (state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
-    return state >> 1
-
-
-_MASK = (1 << 64) - 1

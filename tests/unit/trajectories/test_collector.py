@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from rltrain.base.errors import RewardError
+from rltrain.base.random_streams import stream_seed
 from rltrain.batch.data_proto import DataProto
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.trajectories.batch_building import to_batch
 from rltrain.trajectories.collector import EVAL_SEED, Collector
-from rltrain.trajectories.prompt_groups import Group, GroupState, stream_seed, trajectory_of
+from rltrain.trajectories.prompt_groups import Group, GroupState, trajectory_of
 from rltrain.trajectories.scoring import on_last_token
 from tests.collecting import collect
 from tests.fakes import Immortal, Waiting, turns

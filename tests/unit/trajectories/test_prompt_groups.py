@@ -1,7 +1,8 @@
 import pytest
 
+from rltrain.base.random_streams import stream_seed
 from rltrain.data.prompts import Prompt
-from rltrain.trajectories.prompt_groups import GroupState, PromptGroups, requests_of, stream_seed
+from rltrain.trajectories.prompt_groups import GroupState, PromptGroups, requests_of
 from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
