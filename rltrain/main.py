@@ -335,7 +335,14 @@ async def _train(
         async with BackgroundTasks() as tasks:
             path = start_model(config, display)
             with display.waiting("starting the workers"):
-                workers = await start(config, path, stop_ids, tasks, needs_critic=needs_critic(config.algorithm))
+                workers = await start(
+                    config,
+                    path,
+                    stop_ids,
+                    tasks,
+                    needs_critic=needs_critic(config.algorithm),
+                    environments=environments_of(config, stop_ids),
+                )
             async with workers:
                 collector = Collector(
                     config,
@@ -370,6 +377,18 @@ async def _train(
                 status = await fit(trainer, checkpoint, display.console)
                 await events.update()
                 return status
+
+
+def environments_of(config: Config, stop_ids: list[int]) -> "Environments | None":
+    """Load and check the environments and tools of the run. Return None if the run has none."""
+    if not config.rollout.has_environment:
+        return None
+    from rltrain.run.environments import environment_source, limits_of, turn_format
+    from workers.placement import Environments
+
+    rollout = config.rollout
+    turns = turn_format(rollout, tokenizer_of(config)[0], stop_ids)
+    return Environments(environment_source(rollout), turns, limits_of(rollout))
 
 
 def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":

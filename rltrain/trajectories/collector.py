@@ -31,7 +31,7 @@ from rltrain.trajectories.batch_building import (
     without_invalid,
 )
 from rltrain.trajectories.correct_answers import correct_answers
-from rltrain.trajectories.prompt_groups import Group, GroupState, PromptGroups, requests_of
+from rltrain.trajectories.prompt_groups import Group, GroupState, PromptGroups, episodes_of, requests_of
 from rltrain.trajectories.reuse_buffer import ReuseBuffer
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
 from rltrain.trajectories.scoring import flat_rows, shaped_scores
@@ -454,9 +454,12 @@ class Collector:
     def _ship(self, flight: _Flight, version: int | None) -> None:
         limit, whole = self.config.rollout.max_response_length, self.config.trainer.deterministic
         if shipped := flight.groups.ship(version):
+            temperature, seed = flight.temperature, flight.seed
             self.rollout.submit(
                 [
-                    requests_of(group, temperature=flight.temperature, max_tokens=limit, seed=flight.seed, whole=whole)
+                    episodes_of(group, temperature=temperature, seed=seed)
+                    if self.config.rollout.has_environment
+                    else requests_of(group, temperature=temperature, max_tokens=limit, seed=seed, whole=whole)
                     for group in shipped
                 ]
             )

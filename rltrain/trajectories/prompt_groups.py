@@ -13,13 +13,14 @@ than the staleness bound allows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
 from rltrain.base.random_streams import stream_seed
 from rltrain.batch.trajectory import Trajectory, Turn
 from rltrain.data.prompts import Prompt
+from workers.environments.messages import EpisodeRequest
 from workers.reward.messages import RewardRequest, SampleScores
 from workers.rollout.messages import Completion, Request
 
@@ -237,12 +238,14 @@ class PromptGroups:
         if group is None or number in group.trajectories or group.state is GroupState.PENDING:
             return None
         trajectory = answer if isinstance(answer, Trajectory) else trajectory_of(group.prompt.ids, answer)
+        if trajectory.error:  # The row of a failed trajectory consists of the prompt alone.
+            trajectory = replace(trajectory, turns=[Turn(group.prompt.ids, (), (), (), "abort")])
         group.trajectories[number] = trajectory
         if len(group.trajectories) == group.size:
             group.state = GroupState.SCORING
         if not trajectory.error:
             return group.request(number)
-        failed = SampleScores(answer.key, (None,) * self.components, failed=True, error=trajectory.error)
+        failed = SampleScores(trajectory.key, (None,) * self.components, failed=True, error=trajectory.error)
         self.scored(failed)
         return None
 
@@ -314,6 +317,19 @@ class PromptGroups:
         return found if len(found) == count and all(group.state in states for group in found) else []
 
 
+def episodes_of(group: Group, *, temperature: float, seed: int) -> list[EpisodeRequest]:
+    """Return one request to run a trajectory in an environment for each missing trajectory of a group."""
+    prompt = group.prompt
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    return [
+        EpisodeRequest(
+            (group.uid, number), messages, prompt.columns, temperature if number < group.samples else 0.0, seed
+        )
+        for number in range(group.size)
+        if number not in group.trajectories
+    ]
+
+
 def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int, whole: bool = False) -> list[Request]:
     """Return one generation request for each missing answer of a group.
 
@@ -335,6 +351,6 @@ def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int,
 
 def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
     """Convert a prompt and a finished answer to a trajectory with a single turn."""
-    c = completion
+    c, (uid, sample) = completion, completion.key
     turn = Turn(prompt_ids, c.token_ids, c.log_probs, c.versions, c.finish_reason, c.text)
-    return Trajectory(*c.key, (turn,))
+    return Trajectory(uid, sample, (turn,))

@@ -1,6 +1,17 @@
 """Messages to and from a rollout engine."""
 
 from dataclasses import dataclass
+from typing import Protocol
+
+from rltrain.batch.trajectory import Trajectory
+
+
+class HasKey(Protocol):
+    """A request to a replica. Requests for single answers and for trajectories in environments have the same keys."""
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Key of the request: (prompt group uid, number of the sample in its group)."""
 
 
 @dataclass(frozen=True)
@@ -50,3 +61,6 @@ class Completion:
                 f"sample {self.key}: {len(self.token_ids)} tokens, {len(self.log_probs)} log-probs, "
                 f"{len(self.versions)} versions; an engine must return one log-prob and one version per token"
             )
+
+
+Answer = Completion | Trajectory  # What a replica answers: a single answer, or a trajectory in an environment.

@@ -57,7 +57,7 @@ class TurnServer:
         self.finished.setdefault(client, []).extend(results)
 
     def _begun(self, turn: TurnRequest) -> tuple[TurnResult, list[int], int]:
-        """Return the turn's result so far, the context of the action, and the maximum number of tokens of the action."""
+        """Return the result of a turn so far, the context of its action, and the action's maximum number of tokens."""
         first, messages = turn.key[2] == 0, list(turn.messages)
         try:
             if first:
@@ -65,8 +65,8 @@ class TurnServer:
             else:
                 messages = [self._shortened(message, turn.max_message_tokens) for message in messages]
                 observed = self.renderer.observation_ids(messages, turn.action_ids)
-        except ValueError as error:
-            return TurnResult(turn.key, error=str(error)), [], 0
+        except ValueError as refused:
+            return TurnResult(turn.key, error=str(refused)), [], 0
         result = TurnResult(turn.key, observed, messages=messages)
         if first and len(observed) > turn.max_prompt_tokens:
             error = f"the prompt has {len(observed)} tokens, above rollout.max_prompt_length={turn.max_prompt_tokens}"
