@@ -55,6 +55,7 @@ if TYPE_CHECKING:
     from rltrain.monitoring.console import ConsoleDisplay
     from rltrain.monitoring.tracking import Tracker
     from rltrain.run.checkpoints import Checkpoint, Checkpoints
+    from rltrain.run.environments import Environments
     from rltrain.run.signals import Signals
     from rltrain.trainer import Trainer
 
@@ -215,6 +216,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     tokenizer, stop_ids = tokenizer_of(config)
     prompts, evaluations = load_data(config, tokenizer)
     check_teachers(config, tokenizer, prompts)
+    environments = environments_of(config, tokenizer, stop_ids, [prompts, *evaluations.values()])
     config = with_epochs_as_steps(config, len(prompts))
     start = beginning(with_all_knobs(config))
     repaired = [] if start.checkpoint is None else require_usable(config, start.checkpoint, prompts)
@@ -244,6 +246,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
             prompts,
             evaluations,
             start.checkpoint,
+            environments=environments,
             text_of=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
     finally:
@@ -273,6 +276,7 @@ def train(
     evaluations: Mapping[str, PromptSet],
     checkpoint: "Checkpoint | None",
     *,
+    environments: "Environments | None",
     text_of: Callable[[list[int]], str],
 ) -> tuple["Tracker", Path | None, int]:
     """Start the workers, and run the training loop.
@@ -304,7 +308,18 @@ def train(
         checkpoints.clean()
         try:
             status = asyncio.run(
-                _train(config, display, signals, stop_ids, prompts, evaluations, checkpoint, tracker, checkpoints)
+                _train(
+                    config,
+                    display,
+                    signals,
+                    stop_ids,
+                    prompts,
+                    evaluations,
+                    checkpoint,
+                    tracker,
+                    checkpoints,
+                    environments,
+                )
             )
             checkpoints.publish(output_dir / "model")
         finally:
@@ -322,6 +337,7 @@ async def _train(
     checkpoint: "Checkpoint | None",
     tracker: "Tracker",
     checkpoints: "Checkpoints",
+    environments: "Environments | None",
 ) -> int:
     """Start the workers, train, stop the workers, and return the exit status."""
     from rltrain.monitoring.timeline import timeline
@@ -341,7 +357,7 @@ async def _train(
                     stop_ids,
                     tasks,
                     needs_critic=needs_critic(config.algorithm),
-                    environments=environments_of(config, stop_ids),
+                    environments=environments,
                 )
             async with workers:
                 collector = Collector(
@@ -379,16 +395,18 @@ async def _train(
                 return status
 
 
-def environments_of(config: Config, stop_ids: list[int]) -> "Environments | None":
-    """Load and check the environments and tools of the run. Return None if the run has none."""
+def environments_of(
+    config: Config, tokenizer: Any, stop_ids: list[int], prompts: Sequence[PromptSet]
+) -> "Environments | None":
+    """Load and check the environments and tools of the run. Return None if the run has none.
+
+    Raise ConfigError if the model cannot be told about them, or if the data lacks a column that the environment needs.
+    """
     if not config.rollout.has_environment:
         return None
-    from rltrain.run.environments import environment_source, limits_of, turn_format
-    from workers.placement import Environments
+    from rltrain.run.environments import environments_for
 
-    rollout = config.rollout
-    turns = turn_format(rollout, tokenizer_of(config)[0], stop_ids)
-    return Environments(environment_source(rollout), turns, limits_of(rollout))
+    return environments_for(config.rollout, tokenizer, stop_ids, prompts)
 
 
 def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":

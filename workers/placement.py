@@ -35,13 +35,12 @@ from workers.cluster.ray_daemons import Daemons
 from workers.cluster.ray_guard import Guard
 from workers.cluster.shared_devices import SharedDevices
 from workers.cluster.worker_process import Host
-from workers.environments.messages import EnvironmentSource, Limits
+from workers.environments.messages import Environments
 from workers.environments.pool import EnvironmentPool, EnvironmentReplica
 from workers.environments.worker import EnvironmentWorker
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 from workers.rollout.replica import Building, Replica
-from workers.rollout.turns import TurnFormat
 from workers.training.actor import ActorWorker
 from workers.training.critic import CriticWorker
 from workers.training.reference import ReferenceWorker
@@ -84,34 +83,22 @@ class _Connection:
 _connection = _Connection()
 
 
-@dataclass(frozen=True)
-class Environments:
-    """The environments and tools of a run.
+def build_environment_worker(
+    environments: Environments, spawn: Callable[[int], WorkerProcess], number: int, starts: int, *, threaded: bool
+) -> tuple[Role[EnvironmentWorker], Pending[None]]:
+    """Start a process for an environment worker, and begin to build the worker in the process.
 
-    Attributes:
-        source: Where the environment and the tools come from.
-        turn_format: How turns of trajectories are written and read.
-        limits: Limits of each trajectory.
+    Args:
+        environments: The environments and tools of the run.
+        spawn: Function that starts a process, given the number of the worker.
+        number: Number of the worker.
+        starts: Number of processes that the worker had before, which makes the name of the worker unique.
+        threaded: Whether the worker runs its trajectories in a thread of their own.
     """
-
-    source: EnvironmentSource
-    turn_format: TurnFormat
-    limits: Limits
-
-    def build(
-        self, spawn: Callable[[int], WorkerProcess], number: int, starts: int, *, threaded: bool
-    ) -> tuple[Role[EnvironmentWorker], Pending[None]]:
-        """Start a process for an environment worker, and begin to build the worker in the process.
-
-        Args:
-            spawn: Function that starts a process, given the number of the worker.
-            number: Number of the worker.
-            starts: Number of processes that the worker had before, which makes the name of the worker unique.
-            threaded: Whether the worker runs its trajectories in a thread of their own.
-        """
-        process, name = spawn(number), f"{ENVIRONMENT} {number}.{starts}"
-        built = process.build(ENVIRONMENT, ENVIRONMENT_WORKER, name, self.source, self.limits, threaded=threaded)
-        return Role(process, ENVIRONMENT), built
+    process, name = spawn(number), f"{ENVIRONMENT} {number}.{starts}"
+    source, limits = environments.source, environments.limits
+    built = process.build(ENVIRONMENT, ENVIRONMENT_WORKER, name, source, limits, threaded=threaded)
+    return Role(process, ENVIRONMENT), built
 
 
 class Training:
@@ -498,7 +485,9 @@ async def _start_here(
 
     replica = Replica(0, start_engine)
     if engine.environments is not None:
-        build_worker = functools.partial(engine.environments.build, lambda _: process, threaded=False)
+        build_worker = functools.partial(
+            build_environment_worker, engine.environments, lambda _: process, threaded=False
+        )
         replica = EnvironmentReplica(0, start_engine, EnvironmentPool(build_worker, 1, tasks))
     return rewards, RolloutPool([replica], tasks, replaces=False), training, None
 
@@ -537,7 +526,9 @@ async def _start_on_ray(
     if engine.environments is not None:
         count = placement.environment_workers
         spawn_environment = spawner(config, ENVIRONMENT, count, liveness=liveness)
-        build_worker = functools.partial(engine.environments.build, spawn_environment, threaded=True)
+        build_worker = functools.partial(
+            build_environment_worker, engine.environments, spawn_environment, threaded=True
+        )
         make_replica = functools.partial(EnvironmentReplica, environments=EnvironmentPool(build_worker, count, tasks))
     pool = RolloutPool(
         [

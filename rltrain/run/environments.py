@@ -11,10 +11,24 @@ from rltrain.environments.contract import STEP, missing_columns, tool_names
 from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, format_of, parser_of
 from rltrain.rewards.loading import absolute, import_function
 from rltrain.settings.schema import RolloutConfig
-from workers.environments.messages import EnvironmentSource, Limits
+from workers.environments.messages import Environments, EnvironmentSource, Limits
 from workers.rollout.turns import TurnFormat
 
 AUTO = "auto"
+
+
+def environments_for(
+    config: RolloutConfig, tokenizer: Any, stop_ids: Sequence[int], prompts: Sequence[PromptSet]
+) -> Environments:
+    """Load and check the environments and tools of a run.
+
+    Raises:
+        ConfigError: something cannot be loaded or described to the model, or a data set in `prompts` lacks a column that
+            the environment needs.
+    """
+    source, turns = environment_source(config), turn_format(config, tokenizer, stop_ids)
+    check_environment_columns(config, prompts)
+    return Environments(source, turns, limits_of(config))
 
 
 def environment_source(config: RolloutConfig) -> EnvironmentSource:

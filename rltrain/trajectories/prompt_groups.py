@@ -102,7 +102,7 @@ class Group:
         }
         if trajectory.stop_reason:
             columns |= {
-                "messages": list(trajectory.messages),
+                "environment_messages": list(trajectory.messages),
                 "stop_reason": trajectory.stop_reason,
                 "environment_reward": trajectory.environment_reward,
             }

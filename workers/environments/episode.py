@@ -54,9 +54,7 @@ class Episode:
         limits: Limits of the trajectory.
     """
 
-    def __init__(
-        self, request: EpisodeRequest, engine: Samples, environment: UserEnvironment, limits: Limits
-    ) -> None:
+    def __init__(self, request: EpisodeRequest, engine: Samples, environment: UserEnvironment, limits: Limits) -> None:
         self.request, self.engine, self.environment, self.limits = request, engine, environment, limits
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
@@ -94,7 +92,7 @@ class Episode:
         seed = stream_seed(self.request.seed, *self.request.key, *([number] if number else []))
         return TurnRequest(
             key=(*self.request.key, number),
-            context_ids=self.ids,
+            context_ids=list(self.ids),
             action_ids=last,
             messages=new,
             room=limits.max_response_tokens - (len(self.ids) + len(last) - prompt),

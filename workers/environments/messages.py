@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from workers.rollout.turns import TurnFormat
+
 
 @dataclass(frozen=True)
 class EpisodeRequest:
@@ -58,3 +60,18 @@ class EnvironmentSource:
 
     environment: str
     tools: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Environments:
+    """The environments and tools of a run.
+
+    Attributes:
+        source: Where the environment and the tools come from.
+        turn_format: How turns of trajectories are written and read.
+        limits: Limits of each trajectory.
+    """
+
+    source: EnvironmentSource
+    turn_format: TurnFormat
+    limits: Limits

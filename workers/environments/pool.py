@@ -98,7 +98,9 @@ class EnvironmentPool:
             with progress_required([process]) as scope:
                 while worker.running:
                     aborts, sent = worker.aborts, list(worker.sent)
-                    poll = worker.role.start(EnvironmentWorker.poll, LONG_POLL_S if process.concurrent else LOCAL_POLL_S)
+                    poll = worker.role.start(
+                        EnvironmentWorker.poll, LONG_POLL_S if process.concurrent else LOCAL_POLL_S
+                    )
                     await results_in(scope, sent)
                     worker.sent = worker.sent[len(sent) :]
                     found = (await results_in(scope, [poll]))[0]
@@ -126,9 +128,7 @@ class _Worker:
         running: Replica that gets each unfinished trajectory, by the trajectory's key.
     """
 
-    def __init__(
-        self, number: int, start: Callable[[int, int], tuple[Role[EnvironmentWorker], Pending[None]]]
-    ) -> None:
+    def __init__(self, number: int, start: Callable[[int, int], tuple[Role[EnvironmentWorker], Pending[None]]]) -> None:
         self.number, self._start, self.starts, self.aborts = number, start, 0, 0
         self.running: dict[tuple[int, int], Takes] = {}
         self._begin()
@@ -172,7 +172,9 @@ class EnvironmentReplica(Replica):
         start_timeout_s: Maximum seconds until the engine must be ready.
     """
 
-    def __init__(self, number: int, start: Any, environments: EnvironmentPool, *, start_timeout_s: float = math.inf) -> None:
+    def __init__(
+        self, number: int, start: Any, environments: EnvironmentPool, *, start_timeout_s: float = math.inf
+    ) -> None:
         super().__init__(number, start, start_timeout_s=start_timeout_s)
         self.environments = environments
         self._owner: Owner | None = None

@@ -7,7 +7,6 @@ from typing import Any
 
 from rltrain.data.turn_rendering import TurnRenderer
 from rltrain.environments.tool_calls import ParsedAction, parser_of
-
 from workers.rollout.messages import Completion, Request
 from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
 
