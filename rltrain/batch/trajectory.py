@@ -20,6 +20,7 @@ from typing import Any, Self, TypeVar
 NOT_SAMPLED = -1  # The value of `policy_version` at a response token that belongs to an observation.
 # Values of `Trajectory.stop_reason` for which the trajectory was cut off by a limit instead of ending by itself.
 LIMITS = ("max_turns", "max_response_length", "deadline")
+STOP_REASONS = ("answer", "done", "error", *LIMITS)  # All values for trajectories in environments.
 
 _Value = TypeVar("_Value", int, float)
 
@@ -123,6 +124,11 @@ class Trajectory:
         """
         rewards = [one for one in (*(turn.reward for turn in self.turns), self.reward) if one is not None]
         return sum(rewards) if rewards else None
+
+    @property
+    def tool_calls(self) -> int:
+        """Number of well-formed tool calls in the conversation."""
+        return sum(len(message.get("tool_calls", ())) for message in self.messages)
 
     def sampled_ids(self) -> list[int]:
         """Return the token ids that the policy sampled, in order, without the observations between the turns."""
