@@ -75,13 +75,16 @@ class ChatTemplates:
             self._end()
         self._process = None
 
-    def render(self, tokenizer: Any, chats: Sequence[Any], *, add_generation_prompt: bool) -> Iterator[str]:
+    def render(
+        self, tokenizer: Any, chats: Sequence[Any], *, add_generation_prompt: bool, tools: Sequence[Any] = ()
+    ) -> Iterator[str]:
         """Yield the rendered text of each chat, in order.
 
         Args:
             tokenizer: a Hugging Face tokenizer, which provides the template and the special tokens.
             chats: lists of messages, each a dict with `role` and `content`.
             add_generation_prompt: whether to append the text that opens the assistant's answer.
+            tools: schemas of the tools that the template shows to the model.
 
         Raises:
             TemplateError: a chat cannot be rendered. The texts of the chats before the failed chat are yielded first.
@@ -93,6 +96,7 @@ class ChatTemplates:
             except Exception as error:  # The tokenizer has several templates, and none is the default.
                 raise TemplateError(f"the chat template cannot be chosen ({_words(error)}); {_FIX}") from None
             variables = {**tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt}
+            variables |= {"tools": list(tools)} if tools else {}
             texts, refusal = self._answer(pickle.dumps((template, variables, pickles)), done)
             yield from texts
             done += len(texts)

@@ -83,6 +83,12 @@ class EnvironmentPool:
             except WorkerLost:
                 continue  # The worker's own task replaces the process.
 
+    def close(self) -> None:
+        """End the workers that run in the driver's own process. All other processes end with the run."""
+        for worker in self.workers:
+            if not worker.role.process.concurrent:
+                worker.role.start(EnvironmentWorker.close)
+
     async def _live(self, worker: "_Worker") -> None:
         while True:
             try:
@@ -209,6 +215,10 @@ class EnvironmentReplica(Replica):
         """Make the environment workers and the engine abort all trajectories."""
         await self.environments.abort()
         await super().abort()
+
+    def close(self) -> None:
+        """End the environment workers."""
+        self.environments.close()
 
     async def _answer(self, pool: Owner) -> None:
         """Wait while trajectories use the engine."""

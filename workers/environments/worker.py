@@ -153,3 +153,7 @@ class EnvironmentWorker:
         """End all trajectories and their threads."""
         self.abort()
         self.threads.shutdown(wait=False, cancel_futures=True)
+        if not self.threaded:
+            with outside_event_loop():
+                self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()

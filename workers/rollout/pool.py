@@ -230,6 +230,8 @@ class RolloutPool:
     async def close(self) -> None:
         """End the replicas' tasks, and close all engines that are built."""
         await cancelled(*self._lives)
+        for replica in self.replicas:
+            replica.close()
         ready = [replica.role for replica in self.replicas if replica.ready]
         with contextlib.suppress(RLTrainError):
             await results([role.start(RolloutWorker.close) for role in ready])

@@ -118,6 +118,9 @@ class Replica:
         self.running.update(request.key for request in requests)
         self._sent.append(self.role.start(RolloutWorker.submit, cast(Sequence[Request], requests)))
 
+    def close(self) -> None:
+        """Release what the replica holds besides its process. A plain replica holds nothing."""
+
     def drop(self) -> None:
         """Forget all unfinished requests, so that no answers to these requests are delivered to the pool."""
         self.running.clear()
