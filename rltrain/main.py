@@ -55,9 +55,9 @@ if TYPE_CHECKING:
     from rltrain.monitoring.console import ConsoleDisplay
     from rltrain.monitoring.tracking import Tracker
     from rltrain.run.checkpoints import Checkpoint, Checkpoints
-    from rltrain.run.environments import Environments
     from rltrain.run.signals import Signals
     from rltrain.trainer import Trainer
+    from workers.environments.messages import Environments
 
 # A printed error message has at most 4000 characters, because a message may quote long user input or data.
 LONGEST = 4000

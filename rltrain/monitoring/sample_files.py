@@ -84,8 +84,9 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
 
     The columns of the table include texts, token ids, log-probs, scores, advantages and finish reasons. The column
     `reward_components` maps the name of each reward function and reward model to its score for the sample. The score is
-    null if the function does not apply to the sample or if the sample's reward failed. In a run with an environment, the
-    column `messages` holds the conversation as JSON, and further columns its turns, tool calls and stop reason.
+    null if the function does not apply to the sample or if the sample's reward failed. In a run with an environment,
+    the column `messages` holds the conversation as JSON, and further columns hold its number of turns, its number of
+    tool calls and the reason why it ended.
     """
     objects = batch.non_tensor_batch
     offsets = batch.offsets("responses")

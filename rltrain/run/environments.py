@@ -8,10 +8,11 @@ from rltrain.base.errors import ConfigError, one_line
 from rltrain.data.prompts import PromptSet
 from rltrain.data.turn_rendering import TurnRenderer
 from rltrain.environments.contract import STEP, missing_columns, tool_names
-from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, format_of, parser_of
+from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, format_of
 from rltrain.rewards.loading import absolute, import_function
 from rltrain.settings.schema import RolloutConfig
 from workers.environments.messages import Environments, EnvironmentSource, Limits
+from workers.rollout.turn_server import parser_of
 from workers.rollout.turns import TurnFormat
 
 AUTO = "auto"
@@ -23,8 +24,8 @@ def environments_for(
     """Load and check the environments and tools of a run.
 
     Raises:
-        ConfigError: something cannot be loaded or described to the model, or a data set in `prompts` lacks a column that
-            the environment needs.
+        ConfigError: something cannot be loaded or described to the model, or a data set in `prompts` lacks a column
+            that the environment needs.
     """
     source, turns = environment_source(config), turn_format(config, tokenizer, stop_ids)
     check_environment_columns(config, prompts)
@@ -142,14 +143,14 @@ def _schema(function: Callable[..., Any], where: str) -> dict[str, Any]:
     Raises:
         ConfigError: the tool has no docstring, or a parameter without a type hint or a description.
     """
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         schema: dict[str, Any] = get_json_schema(function)
     except Exception as error:
         raise ConfigError(
-            f"{where}: no schema can be made for the model ({one_line(str(error), 200)}); give the function a docstring "
-            "in Google style that describes each parameter under Args:, and a type hint for each parameter"
+            f"{where}: no schema can be made for the model ({one_line(str(error), 200)}); give the function a "
+            "docstring in Google style that describes each parameter under Args:, and a type hint for each parameter"
         ) from error
     return schema
 
@@ -159,7 +160,7 @@ def _template_of(tokenizer: Any) -> str:
         template: str = tokenizer.get_chat_template()
     except Exception as error:
         raise ConfigError(
-            f"rollout.environment and rollout.tools need a chat template ({one_line(str(error), 120)}); use an instruct "
-            "model"
+            f"rollout.environment and rollout.tools need a chat template ({one_line(str(error), 120)}); use an "
+            "instruct model"
         ) from error
     return template

@@ -120,8 +120,8 @@ class EnvironmentPool:
         limit = REPLACEMENTS * len(self.workers)
         if not worker.role.process.concurrent or self.deaths > limit:
             raise WorkerError(
-                f"environment worker {worker.number} {how}; {self.deaths} workers died without a finished trajectory in "
-                f"between, and the limit is {limit}: look at the memory of the environment and the tools"
+                f"environment worker {worker.number} {how}; {self.deaths} workers died without a finished trajectory "
+                f"in between, and the limit is {limit}: look at the memory of the environment and the tools"
             )
         logger.warning("environment worker %d %s: another process replaces it", worker.number, how)
         worker.replace()

@@ -1,12 +1,13 @@
 """The part of a rollout worker that samples turns of trajectories for environment processes."""
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rltrain.data.turn_rendering import TurnRenderer
-from rltrain.environments.tool_calls import ParsedAction, parser_of
+from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, Parser
+from rltrain.rewards.loading import import_function
 from workers.rollout.messages import Completion, Request
 from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
 
@@ -26,7 +27,7 @@ class TurnServer:
         finished: Finished turns of each client that were not polled yet.
     """
 
-    def __init__(self, tokenizer: Any, renderer: TurnRenderer, parse: Callable[[str], ParsedAction]) -> None:
+    def __init__(self, tokenizer: Any, renderer: TurnRenderer, parse: Parser) -> None:
         self.tokenizer, self.renderer, self.parse = tokenizer, renderer, parse
         self.open: dict[tuple[int, ...], tuple[str, TurnResult]] = {}
         self.finished: dict[str, list[TurnResult]] = {}
@@ -118,3 +119,18 @@ def turn_server(tokenizer: Any, turn_format: TurnFormat, stop_ids: Sequence[int]
     """Return the turn server of a rollout worker."""
     renderer = TurnRenderer(tokenizer, tools=turn_format.tools, stop_ids=stop_ids)
     return TurnServer(tokenizer, renderer, parser_of(turn_format.tool_format))
+
+
+def parser_of(tool_format: str) -> Parser:
+    """Return the function that finds tool calls in a text.
+
+    Args:
+        tool_format: name of a format in `TOOL_CALL_FORMATS`, or path of the user's function, `package.module:function`
+            or `file.py:function`.
+
+    Raises:
+        ConfigError: the user's function cannot be imported.
+    """
+    if tool_format in TOOL_CALL_FORMATS:
+        return TOOL_CALL_FORMATS[tool_format]
+    return import_function(tool_format, f"rollout.tool_format={tool_format}")
