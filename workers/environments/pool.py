@@ -16,7 +16,7 @@ from rltrain.batch.trajectory import Trajectory
 from workers.cluster.processes import Pending, RayProcess, Role, progress_required, results, results_in
 from workers.environments.engines import Connection, LocalConnection, RayConnection
 from workers.environments.messages import EpisodeRequest
-from workers.environments.worker import EnvironmentWorker
+from workers.environments.worker import EnvironmentWorker, ReplicaId
 from workers.rollout.replica import Owner, Replica, ReplicaState
 
 logger = logging.getLogger(__name__)
@@ -56,29 +56,34 @@ class EnvironmentPool:
         for worker in self.workers:
             tasks.start(self._live(worker), f"environment worker {worker.number}")
 
-    def submit(self, replica: int, role: Role[Any], taker: Takes, groups: Sequence[Sequence[EpisodeRequest]]) -> None:
+    def submit(
+        self, replica: ReplicaId, role: Role[Any], taker: Takes, groups: Sequence[Sequence[EpisodeRequest]]
+    ) -> None:
         """Run trajectories whose actions a replica samples, without waiting for their ends.
 
         All trajectories of a prompt group go to one worker, which is the worker with the fewest unfinished ones.
 
         Args:
-            replica: Number of the replica.
+            replica: Identity of the replica's process.
             role: Handle of the replica's rollout worker.
             taker: Gets the finished trajectories.
             groups: The requests of each prompt group.
         """
+        connection = connection_to(role)
         for requests in groups:
             worker = min(self.workers, key=lambda one: (len(one.running), one.number))
-            worker.submit(replica, role, taker, requests)
+            worker.submit(replica, connection, taker, requests)
         self.changes.notify()
 
     async def abort(self) -> None:
         """End all trajectories, and drop those that were not delivered yet."""
         for worker in self.workers:
             worker.running.clear()
+            worker.waiting.clear()
             worker.aborts += 1
         for worker in self.workers:
             try:
+                await results(worker.sent)  # No `submit` may reach the worker after the abort.
                 await worker.role.call(EnvironmentWorker.abort)
             except WorkerLost:
                 continue  # The worker's own task replaces the process.
@@ -93,6 +98,8 @@ class EnvironmentPool:
         while True:
             try:
                 await results([worker.built])
+                worker.send_waiting()
+                self.changes.notify()
                 await self._serve(worker)
             except WorkerLost as error:
                 self._replace(worker, worker.role.process.how_lost or str(error))
@@ -143,14 +150,21 @@ class _Worker:
         self.role, self.built = self._start(self.number, self.starts)
         self.starts += 1
         self.sent: list[Pending[Any]] = []
-        self.connected: dict[int, Role[Any]] = {}
+        self.waiting: list[tuple[ReplicaId, Connection, Sequence[EpisodeRequest]]] = []
+        self.ready = False  # Whether the worker is built.
 
-    def submit(self, replica: int, role: Role[Any], taker: Takes, requests: Sequence[EpisodeRequest]) -> None:
-        if self.connected.get(replica) is not role:
-            self.connected[replica] = role
-            self.sent.append(self.role.start(EnvironmentWorker.connect, replica, connection_to(role)))
+    def submit(
+        self, replica: ReplicaId, connection: Connection, taker: Takes, requests: Sequence[EpisodeRequest]
+    ) -> None:
         self.running |= dict.fromkeys((request.key for request in requests), taker)
-        self.sent.append(self.role.start(EnvironmentWorker.submit, replica, requests))
+        self.waiting.append((replica, connection, requests))
+        if self.ready:
+            self.send_waiting()
+
+    def send_waiting(self) -> None:
+        """Send the requests that came before the worker was built, and all later requests without delay."""
+        self.ready, waiting, self.waiting = True, self.waiting, []
+        self.sent += [self.role.start(EnvironmentWorker.submit, *one) for one in waiting]
 
     def deliver(self, trajectories: Sequence[Trajectory]) -> None:
         takers: dict[int, tuple[Takes, list[Trajectory]]] = {}
@@ -176,7 +190,12 @@ class EnvironmentReplica(Replica):
         start: Function that starts a process for the replica, and begins to build the engine in the process.
         environments: The environment workers of the run.
         start_timeout_s: Maximum seconds until the engine must be ready.
+
+    Attributes:
+        begun: Number of processes that the replica has had.
     """
+
+    begun = 0
 
     def __init__(
         self, number: int, start: Any, environments: EnvironmentPool, *, start_timeout_s: float = math.inf
@@ -184,6 +203,10 @@ class EnvironmentReplica(Replica):
         super().__init__(number, start, start_timeout_s=start_timeout_s)
         self.environments = environments
         self._owner: Owner | None = None
+
+    def _begin(self) -> None:
+        self.begun += 1
+        super()._begin()
 
     async def live(self, pool: Owner) -> None:
         """Sample turns until the task is cancelled, and replace each lost process if the pool permits it."""
@@ -196,7 +219,7 @@ class EnvironmentReplica(Replica):
         groups: dict[int, list[EpisodeRequest]] = {}
         for request in requests:
             groups.setdefault(request.key[0], []).append(request)
-        self.environments.submit(self.number, self.role, self, list(groups.values()))
+        self.environments.submit((self.number, self.begun), self.role, self, list(groups.values()))
 
     def deliver(self, trajectories: Sequence[Trajectory]) -> None:
         """Pass finished trajectories on to the pool."""

@@ -20,6 +20,10 @@ IDLE_S = 0.0005  # Seconds between two looks at trajectories that wait for the u
 LINGER_S = 0.01  # Seconds for which `poll` waits for further trajectories after the first.
 
 
+# Number of a replica in its pool, and number of the processes that the replica had before its current process.
+ReplicaId = tuple[int, int]
+
+
 class EnvironmentWorker:
     """Worker that runs trajectories in environments.
 
@@ -41,8 +45,7 @@ class EnvironmentWorker:
         self.make: Any = import_function(path, f"rollout.environment={path}") if path else None
         self.tools = {tool: import_function(path, f"rollout.tools: {path}") for tool, path in source.tools.items()}
         self.threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="environment")
-        self.connections: dict[int, Connection] = {}
-        self.replicas: dict[int, Replica] = {}
+        self.replicas: dict[ReplicaId, Replica] = {}
         self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.finished: list[Trajectory] = []
         self.error: BaseException | None = None
@@ -52,26 +55,25 @@ class EnvironmentWorker:
         if threaded:
             threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
 
-    def connect(self, replica: int, connection: Connection) -> None:
-        """Use a connection for the future trajectories of a replica, whose process may be new."""
-        self._in_loop(lambda: self._connect(replica, connection))
+    def submit(self, replica: ReplicaId, connection: Connection, requests: Sequence[EpisodeRequest]) -> None:
+        """Start trajectories whose actions a replica samples, without waiting for their ends.
 
-    def _connect(self, number: int, connection: Connection) -> None:
-        self.connections[number] = connection
-        if before := self.replicas.pop(number, None):
-            before.close()
+        Args:
+            replica: Identity of the replica's process.
+            connection: Connection to the replica's process, which is used if the worker has none yet.
+            requests: The trajectories to run. If a trajectory with the same key is running, it ends first.
+        """
+        self._in_loop(lambda: self._start(replica, connection, requests))
 
-    def submit(self, replica: int, requests: Sequence[EpisodeRequest]) -> None:
-        """Start trajectories whose actions a replica samples, without waiting for their ends."""
-        self._in_loop(lambda: self._start(replica, requests))
-
-    def _start(self, number: int, requests: Sequence[EpisodeRequest]) -> None:
-        if number not in self.replicas:
-            self.replicas[number] = Replica(self.connections[number], f"{self.name} {self.epoch}")
+    def _start(self, replica: ReplicaId, connection: Connection, requests: Sequence[EpisodeRequest]) -> None:
+        if replica not in self.replicas:
+            for old in [one for one in self.replicas if one[0] == replica[0]]:
+                self.replicas.pop(old).close()
+            self.replicas[replica] = Replica(connection, f"{self.name} {self.epoch}")
         for request in requests:
             if before := self.running.get(request.key):
                 before.cancel()
-            self.running[request.key] = asyncio.ensure_future(self._run(self.replicas[number], request))
+            self.running[request.key] = asyncio.ensure_future(self._run(self.replicas[replica], request))
 
     async def _run(self, replica: Replica, request: EpisodeRequest) -> None:
         try:
