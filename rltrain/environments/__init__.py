@@ -1,0 +1,1 @@
+"""Environments of several turns, and the tool calls in a model's text. This folder uses the standard library only."""
