@@ -216,9 +216,10 @@ def test_deep_nesting_and_long_numbers_are_malformed_calls():
 
 
 MARKS = [
-    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]",
-    "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "function", "<｜tool▁call▁end｜>", "```json\n", "```tool_call\n", "```", "\n", ";", "[", "]", ",",
-    '"a": 1', "{", "}", '{"name": "f", "arguments": {}}', '{"name": "f"', "f", "<think>", "</think>", "é", "\ud800",
+    "<tool_call>", "</tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[ARGS]", "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>", "function", "<｜tool▁call▁end｜>", "```json\n", "```tool_call\n", "```", "\n", ";", "[", "]",
+    ",", '"a": 1', "{", "}", '{"name": "f", "arguments": {}}', '{"name": "f"', "f", "<think>", "</think>", "é",
+    "\ud800",
 ]  # fmt: skip
 
 
