@@ -208,7 +208,10 @@ def _require_open(renderer: "TurnRenderer", chat: "Sequence[Message]", whole: st
     context = _THOUGHT.sub("", whole).rstrip()[-_TAIL:]
     before = _THOUGHT.sub("", following.rpartition(renderer.mark)[0]).rstrip()
     if not before.endswith(context):
-        raise _FaultError(f"the chat template does not open the assistant's next answer; {_WAY_OUT}")
+        raise _FaultError(
+            f"the chat template does not open the assistant's next answer: it opens an answer with {context!r}, but "
+            f"writes the answer after {before[-_TAIL:]!r}; {_WAY_OUT}"
+        )
 
 
 def _name(renderer: "TurnRenderer", id: int | None) -> str:

@@ -63,7 +63,7 @@ class TurnRenderer:
 
     Attributes:
         tokenizer, tools, stop_ids: as given.
-        special_ids: ids of the control tokens, without the unknown token.
+        special_ids: `stop_ids`, and the ids of the control tokens without the unknown token.
         mark: the known word, which occurs in no tool.
     """
 
@@ -79,7 +79,7 @@ class TurnRenderer:
         self._templates = templates or ChatTemplates()
         self._control = ControlTokens(tokenizer)
         names = [name for name in self._control.names if name != tokenizer.unk_token]
-        self.special_ids = frozenset(tokenizer.convert_tokens_to_ids(names))
+        self.special_ids = frozenset(tokenizer.convert_tokens_to_ids(names)) | self.stop_ids
         self.mark = "QZXV"
         while self.mark in json.dumps(self.tools):
             self.mark += "QZ"
@@ -171,6 +171,10 @@ class TurnRenderer:
         return next((id for id in ids if id in self.special_ids), None)
 
     @functools.cached_property
+    def _mark_ids(self) -> list[int]:
+        return self.encoded(self.mark)
+
+    @functools.cached_property
     def answer_anchor(self) -> Anchor:
         """The anchor of an answer without tool calls."""
         message = {"role": "assistant", "content": self.mark}
@@ -236,7 +240,7 @@ class TurnRenderer:
     def _after_mark(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the text that the template writes after an answer, with all of the answer's end."""
         # The known word precedes the text, because some tokenizers treat the start of a text in a special way.
-        lead = self.encoded(self.mark)
+        lead = self._mark_ids
         ids = self._encoded(messages, lambda messages: self.mark + self._difference(messages))
         if ids[: len(lead)] != lead:
             raise TemplateError("the tokenizer joins the end of an answer with the template's text after it")

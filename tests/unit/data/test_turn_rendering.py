@@ -210,7 +210,8 @@ def test_a_template_that_writes_no_calls_still_writes_results(templates):
         (CHATML_TOOLS.replace("{%- elif message.role == 'tool' %}", "{%- elif message.role == 'tool' %}{%- elif 0 %}"),
          "leaves out messages of the role tool"),
         (CHATML_TOOLS.replace("add_generation_prompt", "false"), "does not open the assistant's"),
-        (CHATML_TOOLS.replace("message in messages", "message in messages[-4:]"), "leaves out messages of the role user"),
+        (CHATML_TOOLS.replace("message in messages", "message in messages[-4:]"),
+         "leaves out messages of the role user"),
         ("{{- messages | length }}" + CHATML_TOOLS, "stands where the template writes"),
         ("{% for m in messages[:-1] %}<s>{% endfor %}" + CHATML_TOOLS, "control token"),
         ("{% if x %}", "Unexpected end of template"),
@@ -222,6 +223,36 @@ def test_a_template_that_cannot_be_extended_is_refused_in_one_line(templates, te
     line = chosen.probe()
     assert said in line
     assert "\n" not in line
+
+
+class Wrong(TurnRenderer):
+    """A renderer whose observations are changed by `change`."""
+
+    change = staticmethod(lambda renderer, ids: ids)
+
+    def observation_ids(self, messages, action_ids):
+        return self.change(self, super().observation_ids(messages, action_ids))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda renderer, ids: [renderer.tokenizer.bos_token_id, *ids],
+        lambda renderer, ids: [*renderer.prompt_ids([ASK])[:5], *ids],
+        lambda renderer, ids: ids[1:],
+        lambda renderer, ids: ids[:-1],
+        lambda renderer, ids: [renderer.end_id, *ids],
+        lambda renderer, ids: [id for id in ids if id != renderer.encoded("\n")[0]],
+    ],
+    ids=["begin token", "system prompt", "no newline", "not open", "end twice", "no newlines"],
+)
+@pytest.mark.parametrize("shape", ["chatml", "strips thinking"])
+def test_a_renderer_that_is_wrong_is_found_out(templates, shape, change):
+    tokenizer, stops = shaped(shape)
+    wrong = Wrong(tokenizer, tools=TOOLS, stop_ids=stops, templates=templates)
+    assert wrong.probe() is None
+    wrong.change = change
+    assert wrong.probe() is not None
 
 
 def test_an_end_token_at_which_the_engine_does_not_stop_is_refused(templates):
@@ -272,6 +303,15 @@ def test_the_built_in_tokenizer_with_a_template_of_text(templates):
     for action in ([*b"42", EOS_ID], [*b"42"]):
         assert bytes(chosen.observation_ids([user("<eos>?")], action)) == b"\n\nUser: <eos>?\n\nAssistant: "
     assert bytes(chosen.prompt_ids([user("a")])) == b"User: a\n\nAssistant: "
+
+
+def test_an_ordinary_token_can_end_an_answer(templates):
+    tokenizer = char_tokenizer()
+    tokenizer.chat_template = PLAIN_TEXT
+    chosen = TurnRenderer(tokenizer, stop_ids=[EOS_ID, ord("\n")], templates=templates)
+    assert chosen.probe() is None
+    for action, rest in ((b"42\n", b"\n"), (b"42\x03", b"\n"), (b"42", b"\n\n")):
+        assert bytes(chosen.observation_ids([user("x")], [*action])) == rest + b"User: x\n\nAssistant: "
 
 
 def test_a_saved_model_directory(templates, tmp_path):
