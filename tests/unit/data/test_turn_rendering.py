@@ -288,6 +288,15 @@ def test_a_template_may_open_or_close_a_thought_for_the_model(templates, templat
     assert chosen.probe() is None
 
 
+def test_a_template_may_keep_the_white_space_of_a_thought_that_it_strips(templates):
+    said = "{%- set said = message.content.split('</think>')[-1] %}{{- said }}"
+    strips = CHATML_TOOLS.replace("{{- message.content }}", said).replace("\n<tool_call>\n", "<|user|>")
+    assert "<|user|>{" in strips
+    chosen = of_template(templates, strips)
+    assert chosen.strips_thinking()
+    assert chosen.probe() is None
+
+
 @pytest.mark.parametrize("kind", ["metaspace", "legacy_llama"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tokenizers_of_other_kinds(templates, shape, kind):
