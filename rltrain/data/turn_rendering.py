@@ -1,17 +1,23 @@
-"""Token ids of the messages that a conversation adds between two actions of the policy.
+"""Rendering of conversations of several turns, so that sampled token ids are never decoded and encoded again.
 
-Sampled tokens are never decoded and encoded again. Instead, the token ids of a conversation grow at the end only: the
-ids of the new messages are appended to the ids that the policy has sampled. The text of the new messages is the
-difference that the chat template makes. A conversation of two messages, a question and an answer, is rendered with the
-new messages behind it. The text after the answer's end token then consists of what the template writes between an end
-token and the next message, of the new messages, and of the opening of the next answer.
+A context grows only at its end: the prompt's ids, the ids that the policy sampled, the ids of an *observation*, the
+next sampled ids, and so on. An observation is what the chat template writes between two answers of the assistant: the
+end of the first answer, as far as the policy did not sample it, the new messages, and the text that opens the next
+answer.
 
-The method `TurnRenderer.probe` compares conversations that are built in this way with the template's own rendering of
-the whole conversation.
+The text of an observation is a difference. A short conversation is rendered: a user's message, an *anchor*, which is an
+answer that ends with a known word, and the new messages. The observation is the text after the known word. If the new
+messages start with results of tools, the anchor calls these tools, because some templates require that. Only the
+difference is tokenized. `rltrain.data.turn_probe` checks at the start of a run that the ids of a row agree with the
+template's rendering of the whole conversation.
 """
 
+import functools
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from rltrain.data.chat_templates import ChatTemplates, TemplateError
@@ -19,219 +25,302 @@ from rltrain.data.control_tokens import ControlTokenError, ControlTokens
 from rltrain.data.prompt_encoding import one_bos
 
 Message = Mapping[str, Any]
-_ANCHOR = "rltrain anchor"  # Text of the answer behind which new messages are rendered.
-_THOUGHTS = re.compile(r"<think>.*?</think>\s*", re.DOTALL)  # Templates may leave out the thoughts of earlier answers.
+
+_USER = {"role": "user", "content": "a"}
+_PLAIN_NAME = re.compile(r"[\w.-]{1,64}")
+_SURROGATES = re.compile("[\ud800-\udfff]")  # Half of a surrogate pair is not valid Unicode.
+_PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # ControlTokens uses these characters itself.
+_ANCHORS = 1024  # Number of anchors that are kept.
 
 
-class TurnError(ValueError):
-    """Raised if messages cannot be added to a conversation. The message of a `TurnError` is one line."""
+@dataclass(frozen=True)
+class Anchor:
+    """An answer of the assistant that stands for the sampled answer before an observation.
+
+    Attributes:
+        message: the assistant's message.
+        marks: how often the known word occurs in the rendered message.
+        markup: text that belongs to the answer after the last occurrence of the known word, such as the end of a call.
+        closing: text that the template writes after the answer if no other message follows.
+    """
+
+    message: Message
+    marks: int
+    markup: str
+    closing: str
 
 
 class TurnRenderer:
-    """Renders the messages of a conversation as token ids.
+    """Renders and tokenizes prompts and observations with a tokenizer's chat template.
+
+    The rendering takes place in a separate process, which starts with the first rendering and ends with `close`.
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        tools: schemas of the tools that the template shows to the model.
-        stop_ids: ids of the tokens that end an action.
+        tools: JSON schemas of the tools, as `get_json_schema` of transformers returns them.
+        stop_ids: ids of the tokens at which the engine ends an answer.
+        templates: renders messages; by default a new `ChatTemplates`.
+
+    Attributes:
+        tokenizer, tools, stop_ids: as given.
+        special_ids: `stop_ids`, and the ids of the control tokens without the unknown token.
+        mark: the known word, which occurs in no tool.
     """
 
-    def __init__(self, tokenizer: Any, *, tools: Sequence[Mapping[str, Any]], stop_ids: Sequence[int]) -> None:
-        self._tokenizer, self._tools, self._stop_ids = tokenizer, list(tools), set(stop_ids)
-        self._templates, self._control = ChatTemplates(), ControlTokens(tokenizer)
-        self._stops = {tokenizer.convert_ids_to_tokens(one): one for one in stop_ids}
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop_ids: Collection[int],
+        templates: ChatTemplates | None = None,
+    ) -> None:
+        self.tokenizer, self.tools, self.stop_ids = tokenizer, tuple(tools), frozenset(stop_ids)
+        self._templates = templates or ChatTemplates()
+        self._control = ControlTokens(tokenizer)
+        names = [name for name in self._control.names if name != tokenizer.unk_token]
+        self.special_ids = frozenset(tokenizer.convert_tokens_to_ids(names)) | self.stop_ids
+        self.mark = "QZXV"
+        while self.mark in json.dumps(self.tools):
+            self.mark += "QZ"
+        self._anchors: dict[tuple[tuple[str, str], ...], Anchor] = {}
+
+    def __enter__(self) -> "TurnRenderer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the rendering process."""
+        self._templates.close()
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a prompt, which end with the opening of the first action.
+        """Return the token ids of a conversation, up to the text that opens the assistant's answer.
+
+        The template is applied once, with the tools, and the ids start with at most one beginning-of-sequence token.
+        The names of control tokens in the messages and in the tools are encoded as ordinary text.
 
         Raises:
-            TemplateError: the template refuses the messages.
-            TurnError: the prompt contains the name of a control token and cannot be encoded as text.
+            TemplateError: the template refuses the messages, or they cannot be encoded.
         """
 
-        def write(messages: Any) -> str:
-            return self._rendered(messages, opened=True)
+        def write(value: Mapping[str, Any]) -> str:
+            return self.render(value["messages"], opened=True, tools=value["tools"])
 
-        return one_bos(self._encoded(list(messages), write), self._tokenizer.bos_token_id)
+        ids = self._encoded({"messages": self._usable(messages), "tools": self.tools}, write)
+        return one_bos(ids, self.tokenizer.bos_token_id)
 
     def observation_ids(self, messages: Sequence[Message], action_ids: Sequence[int]) -> list[int]:
-        """Return the token ids to append after an action: the rest of the action's message, the new messages, and the
-        opening of the next action.
+        """Return the token ids that follow a sampled answer in the context, up to the opening of the next answer.
+
+        The ids start with the end of the answer, as far as the policy did not sample it: for example the end token and
+        a newline if the answer was cut, and only the newline if the policy sampled the end token. If the policy ended
+        the answer with another of `stop_ids`, that token takes the place of the template's end token. In a template
+        without an end token, the opener of the next message ends an answer: if the policy sampled this opener, it is
+        not added again, and if it sampled the opener of another role, the right opener follows.
 
         Args:
-            messages: the messages since the action.
-            action_ids: token ids that the policy sampled. If they do not end with an end token, for instance because
-                the action was cut off, the returned ids begin with the end token.
+            messages: the new messages: results of tools, or messages of a user. Results at the start belong to the
+                calls in the sampled answer.
+            action_ids: the sampled ids, of which only the last one matters.
 
         Raises:
-            TemplateError: the template refuses the messages.
-            TurnError: the place of the messages in the template's output cannot be found, or the messages cannot be
-                encoded.
+            TemplateError: the template refuses the messages, or they cannot be encoded.
+            ValueError: there are no messages, or one of them is the assistant's.
         """
-        ended = action_ids[-1] if action_ids and action_ids[-1] in self._stop_ids else None
+        if not messages or any(message["role"] == "assistant" for message in messages):
+            raise ValueError("an observation has at least one message, and none of the assistant")
+        ids = self._after_mark(self._usable(messages))
+        if not action_ids or action_ids[-1] not in self.stop_ids:
+            return ids
+        first = next((at for at, id in enumerate(ids) if id in self.special_ids), None)
+        if first is None:
+            return ids
+        closed = self.end_id is not None and ids[first] in self.stop_ids
+        opened = ids[first] == action_ids[-1] and not self.decoded(ids[:first]).strip()
+        return ids[first + 1 :] if closed or opened else ids
 
-        def write(messages: Any) -> str:
-            return self._after_action(messages, ended)
+    def action_text(self, ids: Sequence[int]) -> str:
+        """Return the text of sampled ids, with the marks of tool calls and without the token that ended the answer."""
+        ended = bool(ids) and ids[-1] in self.stop_ids
+        return self.decoded(ids[: len(ids) - ended])
 
-        return self._encoded(list(messages), write)
+    def probe(self, roles: Collection[str] = ("tool", "user")) -> str | None:
+        """Return one line that says why turns cannot be appended exactly; None if they can.
 
-    def action_text(self, action_ids: Sequence[int]) -> str:
-        """Return the text of an action with the marks of its tool calls, and without the end token."""
-        ids = list(action_ids)
-        if ids and ids[-1] in self._stop_ids:
-            ids.pop()
-        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return text
-
-    def probe(self) -> str | None:
-        """Compare conversations that grow message by message with the template's rendering of the whole conversation.
-
-        Returns:
-            One line that says why messages cannot be appended exactly, or None if they can.
+        Args:
+            roles: roles of the messages that follow an answer of the assistant.
         """
-        try:
-            if self._tools and self._rendered([_user("a")], opened=True) == self._rendered(
-                [_user("a")], opened=True, tools=False
-            ):
-                return "the template does not show tools to the model"
-            for conversation in self._conversations():
-                if difference := self._difference(conversation):
-                    return difference
-        except (TemplateError, TurnError) as error:
-            return str(error)
-        return None
+        from rltrain.data.turn_probe import fault
 
-    def _conversations(self) -> list[list[list[Message]]]:
-        """Return conversations for `probe`. Each is a list that alternates between new messages and one action."""
-        conversations = [[[_user("a b")], [_answer("c d")], [_user("e  f\n")], [_answer("g")], [_user("h")]]]
-        if self._tools:
-            one, two = [_call(0)], [_call(0), _call(1)]
-            results = [_result(0, "1 2"), _result(1, "x\ny")]
-            conversations += [
-                [[_user("a")], [_answer("", one)], results[:1], [_answer("b")], [_user("c")]],
-                [[_user("a")], [_answer("t", two)], results, [_answer("", one)], results[:1], [_answer("d")]],
-            ]
-        return conversations
+        return fault(self, roles)
 
-    def _difference(self, conversation: Sequence[Sequence[Message]]) -> str | None:
-        """Build the ids of a conversation turn by turn, and return how they differ from the whole, or None."""
-        messages: list[Message] = []
-        ids: list[int] = []
-        action: list[int] = []
-        for number, new in enumerate(conversation):
-            if number % 2:
-                following = conversation[number + 1] if number + 1 < len(conversation) else [_user("z")]
-                action = self._action_ids(messages, new[0], following)
-                ids += action
-            else:
-                ids += self.observation_ids(new, action) if number else self.prompt_ids(new)
-            messages += new
-        opened = len(conversation) % 2 == 1
-        expected = self._tokenizer(self._rendered(messages, opened=opened), add_special_tokens=False)["input_ids"]
-        if not opened:  # After an end token, a template may write a line break, which belongs to the next message.
-            ids += self.observation_ids([_user("z")], action)
-            messages.append(_user("z"))
-            expected = self._tokenizer(self._rendered(messages, opened=True), add_special_tokens=False)["input_ids"]
-        expected = one_bos(expected, self._tokenizer.bos_token_id)
-        names = set(self._tokenizer.convert_tokens_to_ids(list(self._control.names)))
-        if [one for one in ids if one in names] != [one for one in expected if one in names]:
-            return "a conversation that grows message by message has other control tokens than the whole conversation"
-        if self._plain(ids) != self._plain(expected):
-            return "the template writes earlier messages differently when a message is added"
-        return None
+    def strips_thinking(self) -> bool:
+        """Return whether the template removes `<think>...</think>` from an answer when a user's message follows it.
 
-    def _action_ids(self, messages: Sequence[Message], action: Message, following: Sequence[Message]) -> list[int]:
-        """Return ids that the policy could sample for an action: the template's own text up to the end token."""
-        before = self._rendered(messages, opened=True)
-        whole = self._rendered([*messages, action, *following], opened=False)
-        text = whole[len(before) :] if whole.startswith(before) else self._behind(whole, before)
-        found = self._first_stop(text)
-        if found is None:
-            raise TurnError("the template ends an answer with none of the model's end tokens")
-        ids: list[int] = self._tokenizer(text[: found[1]], add_special_tokens=False)["input_ids"]
+        Sampled ids are never removed from a context, so a context keeps the thoughts that the template would remove.
+        """
+        answer = {"role": "assistant", "content": f"<think>\n{self.mark}\n</think>\n\nb"}
+        return self.mark not in self.render([_USER, answer, _USER], opened=True)
+
+    @functools.cached_property
+    def end_id(self) -> int | None:
+        """Id of the control token with which the template ends an answer; None if it writes no such token."""
+        ids = self.encoded(self.answer_anchor.closing)
+        return next((id for id in ids if id in self.special_ids), None)
+
+    @functools.cached_property
+    def _mark_ids(self) -> list[int]:
+        return self.encoded(self.mark)
+
+    @functools.cached_property
+    def answer_anchor(self) -> Anchor:
+        """The anchor of an answer without tool calls."""
+        message = {"role": "assistant", "content": self.mark}
+        _, mark, closing = self.render([_USER, message], opened=False).rpartition(self.mark)
+        if not mark:
+            raise TemplateError("the chat template does not write the assistant's messages; use another template")
+        return Anchor(message, 1, "", closing)
+
+    def anchor(self, messages: Sequence[Message]) -> Anchor:
+        """Return the anchor for new messages.
+
+        The anchor calls tools if the new messages start with results of tools and the template writes calls.
+        """
+        results = list(takewhile(lambda message: message["role"] == "tool", messages))
+        if not results:
+            return self.answer_anchor
+        calls = tuple(_call_of(number, result) for number, result in enumerate(results))
+        if calls not in self._anchors:
+            if len(self._anchors) >= _ANCHORS:
+                self._anchors.clear()
+            self._anchors[calls] = self._call_anchor(calls)
+        return self._anchors[calls]
+
+    def render(
+        self, messages: Sequence[Message], *, opened: bool, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """Return the template's text of a conversation.
+
+        Args:
+            messages: the conversation.
+            opened: whether the text that opens the assistant's next answer follows.
+            tools: the tools; by default those of this renderer.
+        """
+        given = self.tools if tools is None else tools
+        chats = [list(messages)]
+        return next(self._templates.render(self.tokenizer, chats, add_generation_prompt=opened, tools=given))
+
+    def encoded(self, text: str) -> list[int]:
+        """Return the token ids of a text in which the names of control tokens are control tokens."""
+        batch = self.tokenizer(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)
+        ids: list[int] = batch["input_ids"]
         return ids
 
-    def _behind(self, whole: str, before: str) -> str:
-        """Return the part of a rendered conversation behind its longest common start with `before`."""
-        common = 0
-        while common < min(len(whole), len(before)) and whole[common] == before[common]:
-            common += 1
-        return whole[common:]
-
-    def _plain(self, ids: Sequence[int]) -> str:
-        text = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
-        return _THOUGHTS.sub("", text)
-
-    def _after_action(self, messages: Sequence[Message], ended: int | None) -> str:
-        """Return the text to append after an action that ended with the token `ended`; None if it has no end token."""
-        anchored = self._anchored(messages)
-        behind = self._rendered([*anchored, *messages], opened=True)
-        at = behind.rindex(_ANCHOR) if _ANCHOR in behind else -1
-        if at < 0:
-            raise TurnError("the template leaves out the text of an answer")
-        behind = behind[at + len(_ANCHOR) :]
-        found = self._first_stop(behind)
-        if found is None:
-            raise TurnError("the template ends an answer with none of the model's end tokens")
-        start, end = found
-        if ended is None:
-            return behind[start:]
-        if ended == self._stops[behind[start:end]]:
-            return behind[end:]
-        # If the end token of the template opens the next message, an action that ended with another token, such as the
-        # opening of another role, still needs the opening of the message that follows.
-        alone = self._rendered(anchored, opened=False)
-        opens_next = behind[start:end] not in alone[alone.rindex(_ANCHOR) :]
-        return behind[start:] if opens_next else behind[end:]
-
-    def _anchored(self, messages: Sequence[Message]) -> list[Message]:
-        """Return a question and an answer, with the calls that the results in `messages` answer."""
-        results = [message for message in messages if message["role"] == "tool"]
-        calls = [
-            {
-                "id": message.get("tool_call_id") or f"call{number:05d}",
-                "type": "function",
-                "function": {"name": message.get("name") or "tool", "arguments": {"anchor": _ANCHOR}},
-            }
-            for number, message in enumerate(results)
-        ]
-        return [_user("a"), _answer(_ANCHOR, calls)]
-
-    def _first_stop(self, text: str) -> tuple[int, int] | None:
-        """Return the start and the end of the first end token in a text, or None if there is no end token."""
-        found = [(at, at + len(name)) for name in self._stops if (at := text.find(name)) >= 0]
-        return min(found, default=None)
-
-    def _rendered(self, messages: Sequence[Message], *, opened: bool, tools: bool = True) -> str:
-        chosen = self._tools if tools else []
-        return next(
-            self._templates.render(self._tokenizer, [list(messages)], add_generation_prompt=opened, tools=chosen)
+    def decoded(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, with the names of control tokens."""
+        text: str = self.tokenizer.decode(
+            list(ids),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+            spaces_between_special_tokens=False,
         )
+        return text
 
-    def _encoded(self, messages: list[Message], write: Any) -> list[int]:
-        """Return the ids of the text that `write` makes of messages, with names of control tokens in them as text."""
-        text = write(messages)
-        if self._control.first_in(messages) is None:
-            ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-            return ids
+    def _usable(self, messages: Sequence[Message]) -> Any:
+        """Return messages that can be encoded.
+
+        U+FFFD replaces invalid characters, and also private-use characters if the messages contain the name of a
+        control token.
+        """
+        messages = _replaced(messages, _SURROGATES)
+        return messages if self._control.first_in(messages) is None else _replaced(messages, _PRIVATE)
+
+    def _after_mark(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of the text that the template writes after an answer, with all of the answer's end."""
+        # The known word precedes the text, because some tokenizers treat the start of a text in a special way.
+        lead = self._mark_ids
+        ids = self._encoded(messages, lambda messages: self.mark + self._difference(messages))
+        if ids[: len(lead)] != lead:
+            raise TemplateError("the tokenizer joins the end of an answer with the template's text after it")
+        return ids[len(lead) :]
+
+    def _difference(self, messages: Sequence[Message]) -> str:
+        anchor = self.anchor(messages)
+        text = self.render([_USER, anchor.message, *messages], opened=True)
+        after = text.split(self.mark, anchor.marks)[-1]
+        if text.count(self.mark) < anchor.marks or not after.startswith(anchor.markup):
+            raise TemplateError("the chat template writes an answer differently if other messages follow it")
+        return after[len(anchor.markup) :]
+
+    def _call_anchor(self, calls: Sequence[tuple[str, str]]) -> Anchor:
+        """Return an anchor that calls tools, in the first form that the template accepts.
+
+        Most templates want the arguments as an object, and some as its JSON text. Some templates refuse several calls
+        in one message, but write several results.
+        """
+        refusal = None
+        for message in _call_messages(calls, self.mark):
+            try:
+                text = self.render([_USER, message], opened=False)
+            except TemplateError as error:
+                refusal = refusal or error
+                continue
+            if self.mark not in text:  # The template does not write calls.
+                return self.answer_anchor
+            markup, closing = self._ended(text.rpartition(self.mark)[2])
+            return Anchor(message, text.count(self.mark), markup, closing)
+        raise refusal or TemplateError("the chat template refuses tool calls")
+
+    def _ended(self, tail: str) -> tuple[str, str]:
+        """Split the text after the known word of a call into the rest of the call and the text that ends the answer."""
+        usual = self.answer_anchor.closing
+        if tail.endswith(usual):
+            return tail[: len(tail) - len(usual)], usual
+        names = self.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids & self.special_ids))
+        starts = [tail.index(name) for name in names if name in tail]
+        if not starts:
+            raise TemplateError("the chat template ends tool calls with a token at which the engine does not stop")
+        return tail[: min(starts)], tail[min(starts) :]
+
+    def _encoded(self, value: Any, write: Callable[[Any], str]) -> list[int]:
+        text = write(value)
+        name = self._control.first_in(value)
+        if name is None:
+            return self.encoded(text)
         try:
-            return self._control.encode(messages, write, written=text, add_special_tokens=False)
+            return self._control.encode(value, write, written=text, add_special_tokens=False)
         except ControlTokenError as error:
-            raise TurnError(f"a message contains the name of a control token: {error}") from error
+            raise TemplateError(
+                f"the messages contain {name}, the name of a control token, and cannot be encoded as text ({error})"
+            ) from error
 
 
-def _user(text: str) -> Message:
-    return {"role": "user", "content": text}
+def _call_of(number: int, result: Message) -> tuple[str, str]:
+    """Return the name and the id of the call to which a result belongs."""
+    name, id = result.get("name"), result.get("tool_call_id")
+    plain = isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
+    return str(name) if plain else "tool", id if isinstance(id, str) else f"call{number:05d}"
 
 
-def _answer(text: str, calls: Sequence[Message] = ()) -> Message:
-    return {"role": "assistant", "content": text} | ({"tool_calls": list(calls)} if calls else {})
+def _call_messages(calls: Sequence[tuple[str, str]], mark: str) -> Iterator[Message]:
+    """Yield messages of the assistant with calls, in the forms that templates accept."""
+    for chosen in [calls, calls[:1]] if len(calls) > 1 else [calls]:
+        for arguments in ({"value": mark}, json.dumps({"value": mark})):
+            made = [
+                {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
+                for name, id in chosen
+            ]
+            yield {"role": "assistant", "content": "", "tool_calls": made}
 
 
-def _call(number: int) -> Message:
-    function = {"name": f"tool{number}", "arguments": {"x": number}}
-    return {"id": f"call{number:05d}", "type": "function", "function": function}
-
-
-def _result(number: int, text: str) -> Message:
-    return {"role": "tool", "content": text, "tool_call_id": f"call{number:05d}", "name": f"tool{number}"}
+def _replaced(value: Any, unusable: re.Pattern[str]) -> Any:
+    """Return messages in which unusable characters are replaced by U+FFFD."""
+    if isinstance(value, str):
+        return unusable.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {_replaced(key, unusable): _replaced(part, unusable) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(part, unusable) for part in value]
+    return value

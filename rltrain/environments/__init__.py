@@ -1,4 +1,1 @@
-"""Environments, with which the policy talks over several turns, and the tool calls of the policy.
-
-This folder is a library without torch, ray, vllm and transformers.
-"""
+"""Environments of several turns, and the tool calls in a model's text. This folder uses the standard library only."""
