@@ -75,7 +75,10 @@ def turn_format(config: RolloutConfig, tokenizer: Any, stop_ids: Sequence[int]) 
             )
         chosen = chosen or "json"
     parser_of(chosen)
-    if refusal := TurnRenderer(tokenizer, tools=schemas, stop_ids=stop_ids).probe():
+    roles = ["tool"] if schemas else ["user"]
+    with TurnRenderer(tokenizer, tools=schemas, stop_ids=stop_ids) as renderer:
+        refusal = renderer.probe(roles)
+    if refusal:
         raise ConfigError(f"the model's chat template cannot add turns to a conversation: {refusal}")
     return TurnFormat(schemas, chosen)
 

@@ -1,16 +1,17 @@
 """The part of a rollout worker that samples turns of trajectories for environment processes."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from rltrain.data.turn_rendering import TurnRenderer
-from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, Parser
+from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, ParsedAction
 from rltrain.rewards.loading import import_function
 from workers.rollout.messages import Completion, Request
 from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
 
+Parser = Callable[[str], ParsedAction]  # Finds the tool calls in the text of an action.
 CUT = "\n[cut off after {tokens} tokens]"  # Appended to a message whose text was cut off.
 
 
