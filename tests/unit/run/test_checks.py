@@ -74,7 +74,7 @@ def test_every_algorithm_passes(algorithm):
         (["algorithm.loss_mode=vanila"], "algorithm.loss_mode=vanila: unknown policy loss; the nearest is 'vanilla'"),
         (["algorithm.advantage_estimator=gea"], "unknown advantage estimator; the nearest is 'gae'"),
         (["algorithm.kl_loss.kl_estimator=k9"], "algorithm.kl_loss.kl_estimator=k9: unknown KL estimator; use one of"),
-        (["algorithm.kl_in_reward.kl_estimator=k3+"], "and a reward has none; use k3"),
+        (["algorithm.kl_in_reward.kl_estimator=k3+"], "a reward has no gradient; use k3"),
         (["algorithm.loss.clip=0.2"], "algorithm.loss.clip=0.2: 'vanilla' has no such knob; it takes clip_ratio_low"),
         (["algorithm.loss.clip_ratio_low=wide"], "algorithm.loss.clip_ratio_low='wide': 'vanilla' expects a float"),
         (["algorithm.advantage.lam=1.0"], "algorithm.advantage.lam=1.0: 'grpo' has no such knob; it takes norm_by_std"),
