@@ -1,8 +1,10 @@
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import rltrain
 from rltrain.environments.lookup import Lookup
 
 TABLE = "7150932846"
@@ -47,6 +49,8 @@ def test_the_only_tool_is_lookup():
 @pytest.mark.parametrize("module", ["lookup", "higher_lower"])
 def test_an_environment_needs_the_standard_library_alone(module):
     script = f"import sys, rltrain.environments.{module}; print(*{{name.partition('.')[0] for name in sys.modules}})"
-    loaded = subprocess.run([sys.executable, "-S", "-c", script], check=True, capture_output=True, text=True).stdout
+    root = Path(rltrain.__file__).parents[1]
+    command = [sys.executable, "-S", "-c", script]  # With -S, Python cannot find installed packages.
+    loaded = subprocess.run(command, cwd=root, check=True, capture_output=True, text=True).stdout
     others = set(loaded.split()) - sys.stdlib_module_names - {"rltrain", "__main__"}
     assert not others
