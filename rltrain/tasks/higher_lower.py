@@ -12,7 +12,8 @@ from rltrain.environments.higher_lower import GUESSES, HIGHER, INVALID, LOWER, N
 from rltrain.tasks.conversation import ConversationTask, Message, Row
 
 QUESTION = "Guess my digit."
-CONSISTENT = 0.3  # Share of games with consistent guesses, among the games that the starting model imitates.
+CONSISTENT = 0.35  # Share of games with consistent guesses, among the games that the starting model imitates.
+MIDDLE = 0.5  # Share of consistent guesses in the middle of the digits that are still possible.
 STUBBORN = 0.5  # Share of guesses in the other games that repeat the last guess. The rest are random digits.
 SPOILT = 0.05  # Share of the starting model's messages that are not a digit.
 
@@ -31,7 +32,7 @@ def mess(row: Mapping[str, Any], rng: Random) -> list[Message]:
     possible, guess, done = list(NUMBERS), rng.choice(NUMBERS), False
     while not done:
         if consistent:
-            guess = rng.choice(possible)
+            guess = possible[len(possible) // 2] if rng.random() < MIDDLE else rng.choice(possible)
         elif rng.random() >= STUBBORN:
             guess = rng.choice(NUMBERS)
         text = "?" if rng.random() < SPOILT else guess
