@@ -13,7 +13,7 @@ from rltrain.run.checks import check
 from rltrain.settings import config_groups
 from rltrain.settings.algorithm_config import CorrectionConfig
 from rltrain.settings.command_line import EXAMPLES, Args, parse_args, usage
-from rltrain.settings.compose import compose, profile_defaults
+from rltrain.settings.compose import choices_of, compose, profile_defaults
 from rltrain.settings.config_groups import choices, config_dir, group_names
 from rltrain.settings.schema import Config, LoRAConfig, RolloutConfig
 from rltrain.settings.typed import keys
@@ -370,6 +370,22 @@ def test_a_task_with_several_turns_comes_with_its_environment_and_profile(task):
     assert [function.path for function in config.reward.functions] == [task.reward]
     own, _ = compose([f"data={task.name}", "model.path=x"])
     assert (own.rollout.environment, own.profile) == (task.environment, "instruct")
+
+
+@pytest.mark.parametrize(
+    ("words", "profile"),
+    [
+        (["data=lookup"], "conversation"),
+        (["data=higher_lower"], "conversation"),
+        (["data=lookup", "model.path=x"], "instruct"),
+        (["data=lookup", "profile=demo"], "demo"),
+        (["data=sort"], None),
+        (["data=lookup", "data=median"], None),
+    ],
+)
+def test_the_profile_follows_the_model_and_the_task_unless_one_is_chosen(words, profile):
+    chosen = dict(choice.split("=") for choice in choices_of(words))
+    assert chosen.get("profile") == profile
 
 
 def test_the_reward_follows_the_task():
