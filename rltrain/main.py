@@ -489,9 +489,7 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
     from rltrain.data.model_weights import BUILTIN_MODEL
 
     if config.model.path == BUILTIN_MODEL:
-        from rltrain.tasks.tokenizer import char_tokenizer
-
-        return char_tokenizer(), end_ids_of(config, None)
+        return builtin_task(config).tokenizer(), end_ids_of(config, None)
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(config.model.path, tokenizer, f"model.path={config.model.path}")
     return tokenizer, end_ids_of(config, tokenizer)
@@ -634,7 +632,7 @@ def plan(
         uses_ratio=loss.get("uses_ratio", True),
         aggregations=loss.get("aggregations", ()),
         alpha=with_all_knobs(config).algorithm.advantage.get("alpha"),
-        defaults={} if config.profile == "demo" else profile_defaults(args.overrides, args.files),
+        defaults={} if config.profile != "instruct" else profile_defaults(args.overrides, args.files),
     )
     show_plan(console, config, facts)
 

@@ -64,7 +64,7 @@ class ParsedAction:
     """
 
     content: str
-    calls: Sequence[ToolCall | BrokenCall]
+    calls: Sequence[ToolCall | BrokenCall] = ()
 
 
 def hermes(text: str) -> ParsedAction:

@@ -646,9 +646,10 @@ class PlacementConfig:
 class Config:
     """The complete config of a run, with all references such as `${data.train}` resolved."""
 
-    profile: Literal["demo", "instruct"] = key(
+    profile: Literal["demo", "conversation", "instruct"] = key(
         "Profile of default values for learning rate, lengths, batch sizes and evaluation. demo: defaults for the "
-        "built-in tiny model. instruct: defaults for an instruct model. A run that sets model.path uses the profile "
+        "built-in tiny model. conversation: defaults for the built-in tiny model with data=lookup or "
+        "data=higher_lower. instruct: defaults for an instruct model. A run that sets model.path uses the profile "
         "instruct unless another profile is chosen.",
         changeable=True,
     )
