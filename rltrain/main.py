@@ -57,7 +57,10 @@ if TYPE_CHECKING:
     from rltrain.run.checkpoints import Checkpoint, Checkpoints
     from rltrain.run.signals import Signals
     from rltrain.trainer import Trainer
+    from rltrain.trajectories.collector import Collector
+    from rltrain.trajectories.teachers import Teachers
     from workers.environments.messages import Environments
+    from workers.placement import Workers
 
 # A printed error message has at most 4000 characters, because a message may quote long user input or data.
 LONGEST = 4000
@@ -342,9 +345,6 @@ async def _train(
     """Start the workers, train, stop the workers, and return the exit status."""
     from rltrain.monitoring.timeline import timeline
     from rltrain.trainer import Trainer
-    from rltrain.trajectories.collector import Collector
-    from rltrain.trajectories.reward_models import reward_models
-    from rltrain.trajectories.teachers import Teachers
     from workers.placement import start
 
     with timeline(tracker.output_dir, wanted=config.trainer.trace) as events:
@@ -360,25 +360,15 @@ async def _train(
                     environments=environments,
                 )
             async with workers:
-                collector = Collector(
-                    config,
-                    rollout=workers.rollout,
-                    rewards=workers.rewards,
-                    prompts=prompts,
-                    tasks=tasks,
-                    models=reward_models(config, workers.reward_models),
-                )
+                collector = collector_of(config, workers, prompts, tasks)
                 collector.start()
-                teachers = None
-                if config.algorithm.distillation.teachers:
-                    teachers = Teachers(config, workers.teachers, tokenizer_of(config)[0], tasks)
                 trainer = Trainer(
                     config,
                     collector=collector,
                     actor=workers.actor,
                     reference=workers.reference,
                     critic=workers.critic,
-                    teachers=teachers,
+                    teachers=teachers_of(config, workers, tasks),
                     tracker=tracker,
                     checkpoints=checkpoints,
                     val_prompts=evaluations,
@@ -407,6 +397,30 @@ def environments_of(
     from rltrain.run.environments import environments_for
 
     return environments_for(config.rollout, tokenizer, stop_ids, prompts)
+
+
+def collector_of(config: Config, workers: "Workers", prompts: PromptSet, tasks: BackgroundTasks) -> "Collector":
+    """Create the object that requests answers and their scores."""
+    from rltrain.trajectories.collector import Collector
+    from rltrain.trajectories.reward_models import reward_models
+
+    return Collector(
+        config,
+        rollout=workers.rollout,
+        rewards=workers.rewards,
+        prompts=prompts,
+        tasks=tasks,
+        models=reward_models(config, workers.reward_models),
+    )
+
+
+def teachers_of(config: Config, workers: "Workers", tasks: BackgroundTasks) -> "Teachers | None":
+    """Create the teachers of the run. Return None if the run has none."""
+    if not config.algorithm.distillation.teachers:
+        return None
+    from rltrain.trajectories.teachers import Teachers
+
+    return Teachers(config, workers.teachers, tokenizer_of(config)[0], tasks)
 
 
 def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":

@@ -39,6 +39,7 @@ from rltrain.settings.typed import require
 from rltrain.tasks import TASKS, BuiltinTask
 
 ENGINES = ("vllm", "hf", "stored")
+ENVIRONMENT_REWARD = ("environment_reward", "rltrain.rewards.environment_reward:environment_reward")
 # Names of files and folders that a run writes. An output folder that contains a file or folder in `RUN_FILES` belongs
 # to a run.
 RUN_FILES = (
@@ -379,6 +380,11 @@ def _check_rewards(config: Config) -> None:
         check_aggregation(config.reward.aggregation)
     source = config.data.train
     for function in config.reward.functions:
+        require(
+            function.path not in ENVIRONMENT_REWARD or config.rollout.has_environment,
+            f"reward.functions: '{function.name}' is the reward that an environment gives, and the run has no "
+            "environment; set rollout.environment, or choose another reward function",
+        )
         of_tasks = [name for name, task in TASKS.items() if task.reward == function.path]
         require(
             not of_tasks or not source.startswith(BUILTIN) or source.removeprefix(BUILTIN) in of_tasks,

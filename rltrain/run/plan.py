@@ -88,7 +88,7 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
         ("model", _model(config, facts)),
         *([("defaults", _defaults(facts))] if facts.defaults else []),
         ("answers", _answers(config)),
-        *([("environment", _environment(config.rollout))] if config.rollout.has_environment else []),
+        *([("turns", _turns(config.rollout))] if config.rollout.has_environment else []),
         *([("sampling", _sampling(config.rollout))] if config.rollout.is_restricted else []),
         ("processes", _processes(config, facts)),
         ("memory", _memory(config, facts)),
@@ -410,16 +410,15 @@ def _answers(config: Config) -> str:
     )
 
 
-def _environment(rollout: RolloutConfig) -> str:
+def _turns(rollout: RolloutConfig) -> str:
     """Describe the environment and the tools with which the model talks, and the limits of a conversation."""
     tools = [path.rpartition(":")[2] for path in rollout.tools]
     partners = [rollout.environment] if rollout.environment else []
     partners += [f"the tools {', '.join(tools)}"] if tools else []
     turn = f" of <= {rollout.max_turn_length:,} tokens" if rollout.max_turn_length else ""
-    return (
-        f"{' and '.join(partners)}; <= {rollout.max_turns} turns{turn}, messages <= {rollout.max_message_length:,} "
-        f"tokens; {rollout.call_timeout_s:g} s a call, {rollout.trajectory_timeout_s:g} s a conversation"
-    )
+    limits = f"<= {rollout.max_turns} a conversation{turn}, messages <= {rollout.max_message_length:,} tokens"
+    times = f"{rollout.call_timeout_s:g} s a call, {rollout.trajectory_timeout_s:g} s a conversation"
+    return f"with {' and '.join(partners)}; {limits}; {times}"
 
 
 def _sampling(rollout: RolloutConfig) -> str:

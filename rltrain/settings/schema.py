@@ -546,6 +546,16 @@ class RolloutConfig:
                 f"stop={self.stop!a}: {text!a} is empty or not valid Unicode, so no answer could be searched for it; "
                 "leave it out",
             )
+        require(
+            not self.has_environment or self.engine != "stored",
+            "environment or tools with rollout.engine=stored: a stored run holds no answers to other messages; use "
+            "rollout=vllm or rollout=hf",
+        )
+        require(
+            not self.has_environment or not self.stop,
+            f"stop={self.stop!r} with an environment or tools: a stop string would be missing from the conversation; "
+            "leave it out, and limit answers with rollout.max_turn_length",
+        )
 
     @property
     def has_environment(self) -> bool:
@@ -675,6 +685,11 @@ class Config:
             not self.trainer.deterministic or self.rollout.engine != "vllm" or self.placement.rollout_replicas == 1,
             f"trainer.deterministic=true with {self.placement.rollout_replicas} vLLM replicas: which replica answers "
             "depends on timing; use placement.rollout_replicas=1 or rollout=hf",
+        )
+        require(
+            not self.rollout.has_environment or self.data.special_tokens == "text",
+            f"data.special_tokens={self.data.special_tokens} with rollout.environment or rollout.tools: the names of "
+            "control tokens in a conversation are always encoded as text; use data.special_tokens=text",
         )
         self._require_whole_distribution()
         buffer, limit = self.algorithm.reward_shaping.overlong_buffer, self.rollout.max_response_length

@@ -2,8 +2,7 @@
 
 import asyncio
 import inspect
-from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 from rltrain.base.errors import described
@@ -20,6 +19,7 @@ from rltrain.environments.contract import (
     tool_names,
 )
 from rltrain.environments.tool_calls import ToolCall
+from workers.environments.daemon_threads import in_daemon_thread
 
 
 class UserEnvironment:
@@ -28,18 +28,11 @@ class UserEnvironment:
     Args:
         make: The user's class, or None if the run has only tools.
         tools: Functions that the policy can call, by name.
-        threads: Threads that run the user's functions that are not coroutine functions.
         timeout_s: Maximum seconds of one call.
     """
 
-    def __init__(
-        self,
-        make: type | None,
-        tools: Mapping[str, Callable[..., Any]],
-        threads: ThreadPoolExecutor,
-        timeout_s: float,
-    ) -> None:
-        self._threads, self._timeout_s = threads, timeout_s
+    def __init__(self, make: type | None, tools: Mapping[str, Callable[..., Any]], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
         self._object: Any = None
         self._make, self._tools = make, dict(tools)
 
@@ -121,6 +114,13 @@ class UserEnvironment:
     async def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         async with asyncio.timeout(self._timeout_s):
             if inspect.iscoroutinefunction(function):
-                return await function(*args, **kwargs)
-            loop = asyncio.get_running_loop()
-            return await loop.run_in_executor(self._threads, lambda: function(*args, **kwargs))
+                return await _without_exit(function(*args, **kwargs))
+            return await in_daemon_thread(lambda: function(*args, **kwargs))
+
+
+async def _without_exit(call: Awaitable[Any]) -> Any:
+    """Await a call of the user's code. If the code raises SystemExit, raise RuntimeError, which ends no process."""
+    try:
+        return await call
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(described(error)) from error

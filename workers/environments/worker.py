@@ -4,7 +4,6 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from rltrain.base.background_tasks import outside_event_loop
@@ -15,7 +14,6 @@ from workers.environments.episode import run_episode
 from workers.environments.messages import EnvironmentSource, EpisodeRequest, Limits
 from workers.environments.user_environment import UserEnvironment
 
-MAX_THREADS = 1024  # Threads start when they are needed; each waits for one call of the user's code.
 IDLE_S = 0.0005  # Seconds between two looks at trajectories that wait for the user's code.
 LINGER_S = 0.01  # Seconds for which `poll` waits for further trajectories after the first.
 
@@ -44,7 +42,6 @@ class EnvironmentWorker:
         path = source.environment
         self.make: Any = import_function(path, f"rollout.environment={path}") if path else None
         self.tools = {tool: import_function(path, f"rollout.tools: {path}") for tool, path in source.tools.items()}
-        self.threads = ThreadPoolExecutor(MAX_THREADS, thread_name_prefix="environment")
         self.replicas: dict[ReplicaId, Replica] = {}
         self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.finished: list[Trajectory] = []
@@ -93,7 +90,7 @@ class EnvironmentWorker:
             self.news.notify_all()
 
     def _environment(self) -> UserEnvironment:
-        return UserEnvironment(self.make, self.tools, self.threads, self.limits.call_timeout_s)
+        return UserEnvironment(self.make, self.tools, self.limits.call_timeout_s)
 
     def poll(self, timeout_s: float) -> list[Trajectory]:
         """Return the trajectories that finished since the previous call of `poll`.
@@ -152,9 +149,8 @@ class EnvironmentWorker:
                 self.loop.run_until_complete(run())
 
     def close(self) -> None:
-        """End all trajectories and their threads."""
+        """End all trajectories."""
         self.abort()
-        self.threads.shutdown(wait=False, cancel_futures=True)
         if not self.threaded:
             with outside_event_loop():
                 self.loop.run_until_complete(self.loop.shutdown_asyncgens())

@@ -1,6 +1,7 @@
 """The part of a rollout worker that samples turns of trajectories for environment processes."""
 
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -33,6 +34,8 @@ class TurnServer:
         self.open: dict[tuple[int, ...], tuple[str, TurnResult]] = {}
         self.finished: dict[str, list[TurnResult]] = {}
         self._numbers = itertools.count()
+        # Environment workers call `begin` from several threads, and the renderer has one rendering process.
+        self._rendering = threading.Lock()
 
     def begin(self, client: str, turns: Sequence[TurnRequest]) -> tuple[list[Request], list[TurnResult]]:
         """Render the messages of the given turns.
@@ -43,7 +46,8 @@ class TurnServer:
         """
         requests, ended = [], []
         for turn in turns:
-            result, prompt_ids, max_tokens = self._begun(turn)
+            with self._rendering:
+                result, prompt_ids, max_tokens = self._begun(turn)
             if result.error or result.full:
                 ended.append(result)
                 continue
@@ -90,7 +94,9 @@ class TurnServer:
     def deliver(self, completions: Sequence[Completion]) -> None:
         """Store the engine's answers as finished turns of their clients."""
         for one in completions:
-            client, result = self.open.pop(one.key)
+            client, result = self.open.pop(one.key, (None, None))
+            if client is None or result is None:
+                continue  # The turn was aborted between its rendering and its submission to the engine.
             done = replace(
                 result,
                 token_ids=one.token_ids,

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 import pytest
@@ -13,7 +12,6 @@ from workers.environments.messages import EpisodeRequest, Limits
 from workers.environments.user_environment import UserEnvironment
 from workers.rollout.turns import TurnResult
 
-THREADS = ThreadPoolExecutor(4)
 REQUEST = EpisodeRequest((3, 1), [{"role": "user", "content": "go"}], {"answer": "7"}, temperature=1.0, seed=5)
 END = 99  # Token id that ends each scripted action.
 
@@ -60,7 +58,7 @@ def call(*calls):
 
 def run(engine, environment=None, tools=None, **changed):
     def make():
-        return UserEnvironment(environment, tools or {}, THREADS, limits(**changed).call_timeout_s)
+        return UserEnvironment(environment, tools or {}, limits(**changed).call_timeout_s)
 
     return asyncio.run(run_episode(REQUEST, engine, make, limits(**changed)))
 
@@ -143,20 +141,39 @@ def hang() -> str:
     return "late"
 
 
+def leave() -> None:
+    raise SystemExit(3)
+
+
+async def leave_async() -> None:
+    raise SystemExit(3)
+
+
+def stop() -> None:
+    raise StopIteration("no more")
+
+
 @pytest.mark.parametrize(
     ("action", "told"),
     [
-        (call(("lookup", {})), r"error: there is no tool 'lookup'; the tools are add, broken, hang"),
+        (
+            call(("lookup", {})),
+            r"error: there is no tool 'lookup'; the tools are add, broken, hang, leave, leave_async, stop",
+        ),
         (call(("add", {"a": 1})), r"error: add: missing a required argument: 'b'"),
         (call(("add", {"a": 1, "b": 2, "c": 3})), r"error: add: got an unexpected keyword argument 'c'"),
         (call(("broken", {"text": "y"})), r"error: broken: KeyError: 'y'"),
+        (call(("leave", {})), r"error: leave: RuntimeError: SystemExit: 3"),
+        (call(("leave_async", {})), r"error: leave_async: RuntimeError: SystemExit: 3"),
+        (call(("stop", {})), r"error: stop: RuntimeError: StopIteration: no more"),
         (call(("hang", {})), r"error: hang took more than 0.1 s"),
         (ParsedAction("", [BrokenCall("{", "the call is not valid JSON", "c0")]), r"error: the call is not valid JSON"),
     ],
 )
 def test_T7_the_policy_is_told_what_was_wrong_with_a_call(action, told):
     engine = Script(action, say("sorry"))
-    found = run(engine, tools={"add": add, "broken": broken, "hang": hang}, call_timeout_s=0.1)
+    tools = {one.__name__: one for one in (add, broken, hang, leave, leave_async, stop)}
+    found = run(engine, tools=tools, call_timeout_s=0.1)
     assert [m["content"] for m in engine.requests[1].messages] == [told]
     assert (found.stop_reason, found.error) == ("answer", "")
 
