@@ -57,6 +57,10 @@ if TYPE_CHECKING:
     from rltrain.run.checkpoints import Checkpoint, Checkpoints
     from rltrain.run.signals import Signals
     from rltrain.trainer import Trainer
+    from rltrain.trajectories.collector import Collector
+    from rltrain.trajectories.teachers import Teachers
+    from workers.environments.messages import Environments
+    from workers.placement import Workers
 
 # A printed error message has at most 4000 characters, because a message may quote long user input or data.
 LONGEST = 4000
@@ -215,6 +219,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     tokenizer, stop_ids = tokenizer_of(config)
     prompts, evaluations = load_data(config, tokenizer)
     check_teachers(config, tokenizer, prompts)
+    environments = environments_of(config, tokenizer, stop_ids, [prompts, *evaluations.values()])
     config = with_epochs_as_steps(config, len(prompts))
     start = beginning(with_all_knobs(config))
     repaired = [] if start.checkpoint is None else require_usable(config, start.checkpoint, prompts)
@@ -244,6 +249,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
             prompts,
             evaluations,
             start.checkpoint,
+            environments=environments,
             text_of=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
     finally:
@@ -273,6 +279,7 @@ def train(
     evaluations: Mapping[str, PromptSet],
     checkpoint: "Checkpoint | None",
     *,
+    environments: "Environments | None",
     text_of: Callable[[list[int]], str],
 ) -> tuple["Tracker", Path | None, int]:
     """Start the workers, and run the training loop.
@@ -304,7 +311,18 @@ def train(
         checkpoints.clean()
         try:
             status = asyncio.run(
-                _train(config, display, signals, stop_ids, prompts, evaluations, checkpoint, tracker, checkpoints)
+                _train(
+                    config,
+                    display,
+                    signals,
+                    stop_ids,
+                    prompts,
+                    evaluations,
+                    checkpoint,
+                    tracker,
+                    checkpoints,
+                    environments,
+                )
             )
             checkpoints.publish(output_dir / "model")
         finally:
@@ -322,40 +340,35 @@ async def _train(
     checkpoint: "Checkpoint | None",
     tracker: "Tracker",
     checkpoints: "Checkpoints",
+    environments: "Environments | None",
 ) -> int:
     """Start the workers, train, stop the workers, and return the exit status."""
     from rltrain.monitoring.timeline import timeline
     from rltrain.trainer import Trainer
-    from rltrain.trajectories.collector import Collector
-    from rltrain.trajectories.reward_models import reward_models
-    from rltrain.trajectories.teachers import Teachers
     from workers.placement import start
 
     with timeline(tracker.output_dir, wanted=config.trainer.trace) as events:
         async with BackgroundTasks() as tasks:
             path = start_model(config, display)
             with display.waiting("starting the workers"):
-                workers = await start(config, path, stop_ids, tasks, needs_critic=needs_critic(config.algorithm))
-            async with workers:
-                collector = Collector(
+                workers = await start(
                     config,
-                    rollout=workers.rollout,
-                    rewards=workers.rewards,
-                    prompts=prompts,
-                    tasks=tasks,
-                    models=reward_models(config, workers.reward_models),
+                    path,
+                    stop_ids,
+                    tasks,
+                    needs_critic=needs_critic(config.algorithm),
+                    environments=environments,
                 )
+            async with workers:
+                collector = collector_of(config, workers, prompts, tasks)
                 collector.start()
-                teachers = None
-                if config.algorithm.distillation.teachers:
-                    teachers = Teachers(config, workers.teachers, tokenizer_of(config)[0], tasks)
                 trainer = Trainer(
                     config,
                     collector=collector,
                     actor=workers.actor,
                     reference=workers.reference,
                     critic=workers.critic,
-                    teachers=teachers,
+                    teachers=teachers_of(config, workers, tasks),
                     tracker=tracker,
                     checkpoints=checkpoints,
                     val_prompts=evaluations,
@@ -370,6 +383,44 @@ async def _train(
                 status = await fit(trainer, checkpoint, display.console)
                 await events.update()
                 return status
+
+
+def environments_of(
+    config: Config, tokenizer: Any, stop_ids: list[int], prompts: Sequence[PromptSet]
+) -> "Environments | None":
+    """Load and check the environments and tools of the run. Return None if the run has none.
+
+    Raise ConfigError if the model cannot be told about them, or if the data lacks a column that the environment needs.
+    """
+    if not config.rollout.has_environment:
+        return None
+    from rltrain.run.environments import environments_for
+
+    return environments_for(config.rollout, tokenizer, stop_ids, prompts)
+
+
+def collector_of(config: Config, workers: "Workers", prompts: PromptSet, tasks: BackgroundTasks) -> "Collector":
+    """Create the object that requests answers and their scores."""
+    from rltrain.trajectories.collector import Collector
+    from rltrain.trajectories.reward_models import reward_models
+
+    return Collector(
+        config,
+        rollout=workers.rollout,
+        rewards=workers.rewards,
+        prompts=prompts,
+        tasks=tasks,
+        models=reward_models(config, workers.reward_models),
+    )
+
+
+def teachers_of(config: Config, workers: "Workers", tasks: BackgroundTasks) -> "Teachers | None":
+    """Create the teachers of the run. Return None if the run has none."""
+    if not config.algorithm.distillation.teachers:
+        return None
+    from rltrain.trajectories.teachers import Teachers
+
+    return Teachers(config, workers.teachers, tokenizer_of(config)[0], tasks)
 
 
 def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
@@ -452,9 +503,7 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
     from rltrain.data.model_weights import BUILTIN_MODEL
 
     if config.model.path == BUILTIN_MODEL:
-        from rltrain.tasks.tokenizer import char_tokenizer
-
-        return char_tokenizer(), end_ids_of(config, None)
+        return builtin_task(config).tokenizer(), end_ids_of(config, None)
     tokenizer = load_tokenizer(config.model.path)
     check_vocabulary(config.model.path, tokenizer, f"model.path={config.model.path}")
     return tokenizer, end_ids_of(config, tokenizer)
@@ -597,7 +646,7 @@ def plan(
         uses_ratio=loss.get("uses_ratio", True),
         aggregations=loss.get("aggregations", ()),
         alpha=with_all_knobs(config).algorithm.advantage.get("alpha"),
-        defaults={} if config.profile == "demo" else profile_defaults(args.overrides, args.files),
+        defaults={} if config.profile != "instruct" else profile_defaults(args.overrides, args.files),
     )
     show_plan(console, config, facts)
 

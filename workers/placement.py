@@ -35,6 +35,9 @@ from workers.cluster.ray_daemons import Daemons
 from workers.cluster.ray_guard import Guard
 from workers.cluster.shared_devices import SharedDevices
 from workers.cluster.worker_process import Host
+from workers.environments.messages import Environments
+from workers.environments.pool import EnvironmentPool, EnvironmentReplica
+from workers.environments.worker import EnvironmentWorker
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 from workers.rollout.replica import Building, Replica
@@ -54,6 +57,7 @@ ROLES = {
     TEACHER: "workers.training.teacher:TeacherWorker",
 }
 ENGINE = "workers.rollout.worker:RolloutWorker"
+ENVIRONMENT, ENVIRONMENT_WORKER = "environment worker", "workers.environments.worker:EnvironmentWorker"
 _TOKEN = "RAY_AUTH_TOKEN"
 _TMP, _LONGEST_TMPDIR = "/tmp", 30
 _ANSWER_S = 10.0  # timeout in seconds of the test connection to a cluster's port
@@ -77,6 +81,24 @@ class _Connection:
 
 
 _connection = _Connection()
+
+
+def build_environment_worker(
+    environments: Environments, spawn: Callable[[int], WorkerProcess], number: int, starts: int, *, threaded: bool
+) -> tuple[Role[EnvironmentWorker], Pending[None]]:
+    """Start a process for an environment worker, and begin to build the worker in the process.
+
+    Args:
+        environments: The environments and tools of the run.
+        spawn: Function that starts a process, given the number of the worker.
+        number: Number of the worker.
+        starts: Number of processes that the worker had before, which makes the name of the worker unique.
+        threaded: Whether the worker runs its trajectories in a thread of their own.
+    """
+    process, name = spawn(number), f"{ENVIRONMENT} {number}.{starts}"
+    source, limits = environments.source, environments.limits
+    built = process.build(ENVIRONMENT, ENVIRONMENT_WORKER, name, source, limits, threaded=threaded)
+    return Role(process, ENVIRONMENT), built
 
 
 class Training:
@@ -397,7 +419,13 @@ def disconnect() -> None:
 
 
 async def start(
-    config: Config, path: str, stop_ids: Sequence[int], tasks: BackgroundTasks, *, needs_critic: bool
+    config: Config,
+    path: str,
+    stop_ids: Sequence[int],
+    tasks: BackgroundTasks,
+    *,
+    needs_critic: bool,
+    environments: Environments | None = None,
 ) -> Workers:
     """Start all workers of a run and wait until they are ready.
 
@@ -408,13 +436,15 @@ async def start(
         stop_ids: Ids of the model's end-of-sequence tokens.
         tasks: The run's background tasks, to which the workers add tasks.
         needs_critic: Whether the advantage estimator needs the critic's values.
+        environments: The environments and tools of the run; None if answers are trajectories of one turn.
 
     Raises:
         WorkerError: A worker process does not start within `placement.start_timeout_s`.
     """
     devices = shared_devices(config)
+    engine = _Engine(path, stop_ids, environments)
     try:
-        return await _start(config, path, stop_ids, tasks, needs_critic=needs_critic, devices=devices)
+        return await _start(config, engine, tasks, needs_critic=needs_critic, devices=devices)
     except BaseException:
         if devices:
             devices.free()
@@ -423,8 +453,7 @@ async def start(
 
 async def _start(
     config: Config,
-    path: str,
-    stop_ids: Sequence[int],
+    engine: "_Engine",
     tasks: BackgroundTasks,
     *,
     needs_critic: bool,
@@ -433,9 +462,9 @@ async def _start(
     roles = config.roles(needs_critic=needs_critic)
     judges = {f"{REWARD_MODEL} {model.name}": model.path for model in config.reward.models}
     models = judges | {teacher.role: teacher.path for teacher in config.algorithm.distillation.models}
-    paths = {role: portable(models[role]) if role in models else path for role in roles}
+    paths = {role: portable(models[role]) if role in models else engine.path for role in roles}
     start_all = _start_here if config.placement.launcher == "inprocess" else _start_on_ray
-    rewards, pool, training, liveness = await start_all(config, _Engine(path, stop_ids), paths, tasks, devices)
+    rewards, pool, training, liveness = await start_all(config, engine, paths, tasks, devices)
     await training.build()
     await pool.start()
     return Workers(pool, rewards, training, [training.groups[role] for role in judges], devices, liveness)
@@ -454,7 +483,13 @@ async def _start_here(
     def start_engine() -> Building:
         return engine.build(process, config, threaded=False)
 
-    return rewards, RolloutPool([Replica(0, start_engine)], tasks, replaces=False), training, None
+    replica = Replica(0, start_engine)
+    if engine.environments is not None:
+        build_worker = functools.partial(
+            build_environment_worker, engine.environments, lambda _: process, threaded=False
+        )
+        replica = EnvironmentReplica(0, start_engine, EnvironmentPool(build_worker, 1, tasks))
+    return rewards, RolloutPool([replica], tasks, replaces=False), training, None
 
 
 async def _start_on_ray(
@@ -487,9 +522,17 @@ async def _start_on_ray(
     def start_engine(number: int) -> Building:
         return engine.build(spawn_engine(number), config, threaded=True)
 
+    make_replica: Callable[..., Replica] = Replica
+    if engine.environments is not None:
+        count = placement.environment_workers
+        spawn_environment = spawner(config, ENVIRONMENT, count, liveness=liveness)
+        build_worker = functools.partial(
+            build_environment_worker, engine.environments, spawn_environment, threaded=True
+        )
+        make_replica = functools.partial(EnvironmentReplica, environments=EnvironmentPool(build_worker, count, tasks))
     pool = RolloutPool(
         [
-            Replica(number, functools.partial(start_engine, number), start_timeout_s=placement.start_timeout_s)
+            make_replica(number, functools.partial(start_engine, number), start_timeout_s=placement.start_timeout_s)
             for number in range(placement.rollout_replicas)
         ],
         tasks,
@@ -511,6 +554,7 @@ class _Engine:
 
     path: str
     stop_ids: Sequence[int]
+    environments: Environments | None = None
 
     def build(self, process: WorkerProcess, config: Config, *, threaded: bool) -> Building:
         """Start to build an engine in a worker process.
@@ -518,7 +562,10 @@ class _Engine:
         The engine is built as soon as the model is on the process's machine.
         """
         folder = process.model_directory(self.path)
-        built = process.build("rollout", ENGINE, config, folder.later, list(self.stop_ids), threaded=threaded)
+        turns = None if self.environments is None else self.environments.turn_format
+        built = process.build(
+            "rollout", ENGINE, config, folder.later, list(self.stop_ids), threaded=threaded, turn_format=turns
+        )
         return Building(Role(process, "rollout"), [built], [folder])
 
 
@@ -591,7 +638,7 @@ def spawner(
     """
     import ray
 
-    engines = name.startswith("rollout")
+    engines, concurrent = name.startswith("rollout"), name.startswith(("rollout", ENVIRONMENT))
     # If engines do not run ahead, training ranks and engines compute in turn, so the active processes may use all CPU
     # cores. If engines run ahead, training ranks and engines compute at the same time and share the CPU cores.
     beside = (
@@ -602,7 +649,7 @@ def spawner(
     # If an engine and a training rank share a GPU, each of the two requests half of the GPU.
     share = 0.5 if config.placement.share_ranks else 1.0
     resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
-    if has_gpus:
+    if has_gpus and name != ENVIRONMENT:
         resources["num_gpus"] = share * (config.rollout.devices if engines else 1)
     environment = {
         **openmp_settings(threads),
@@ -615,9 +662,10 @@ def spawner(
     if config.placement.address == "local":
         environment |= LOOPBACK
     # A training rank runs one call at a time, in the order of the calls. An engine must accept further calls while the
-    # engine generates.
+    # engine generates, and each environment worker may keep one call of each engine open.
+    calls = 8 + config.placement.environment_workers if concurrent else 1
     make: Any = ray.remote  # `make` is typed as `Any`, because Ray's annotations lack some options
-    remote = make(max_concurrency=8 if engines else 1, **resources)(Host)
+    remote = make(max_concurrency=calls, **resources)(Host)
 
     def spawn(number: int) -> RayProcess:
         actor, label = remote.options(**devices.options(number)) if devices else remote, f"{name} {number}"

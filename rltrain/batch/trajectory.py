@@ -6,22 +6,21 @@ tokens.
 
 Two columns of a batch distinguish tokens that the policy sampled from tokens that belong to observations. The column
 `response_mask` is True at sampled tokens that are trained on. Later stages of a training step may set `response_mask`
-to False, for instance in rows without a score. The column `policy_version` of a batch never changes. The functions
-`sampled_tokens` and `sampled_lengths` read `policy_version`, so they also include the sampled tokens of rows that are
-not trained on.
+to False, for instance in rows without a score. The column `policy_version` of a batch never changes, so
+`rltrain.batch.sampled_tokens` also finds the sampled tokens of rows that are not trained on.
+
+This module imports no torch, because environment processes build trajectories without torch.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
 from itertools import chain
-from typing import TypeVar
-
-import torch
-from torch import Tensor
-
-from rltrain.batch.data_proto import DataProto
+from typing import Any, Self, TypeVar
 
 NOT_SAMPLED = -1  # The value of `policy_version` at a response token that belongs to an observation.
+# Values of `Trajectory.stop_reason` for which the trajectory was cut off by a limit instead of ending by itself.
+LIMITS = ("max_turns", "max_response_length", "deadline")
+STOP_REASONS = ("answer", "done", "error", *LIMITS)  # All values for trajectories in environments.
 
 _Value = TypeVar("_Value", int, float)
 
@@ -69,11 +68,22 @@ class Trajectory:
         uid: number of the prompt group.
         sample: number of the sample in its group.
         turns: the turns of the trajectory, in order; at least one turn.
+        stop_reason: why a trajectory in an environment ended: "answer" (the policy called no tool), "done" (the
+            environment ended the trajectory), "error" (the environment failed), or one of `LIMITS`. "" for a single
+            answer without an environment.
+        messages: the conversation as chat messages, from the prompt to the last message; empty without an environment.
+        reward: reward that the environment gave for the whole trajectory; None if there was no such reward.
+        error: one line that says how the environment failed; "" if the environment did not fail. A trajectory with an
+            error is not trained on.
     """
 
     uid: int
     sample: int
     turns: Sequence[Turn]
+    stop_reason: str = ""
+    messages: Sequence[Mapping[str, Any]] = ()
+    reward: float | None = None
+    error: str = ""
 
     def __post_init__(self) -> None:
         if not self.turns:
@@ -87,14 +97,58 @@ class Trajectory:
         return self.turns[0].observation_ids
 
     @property
+    def key(self) -> tuple[int, int]:
+        """Key of the trajectory: (number of the prompt group, number of the sample in the group)."""
+        return self.uid, self.sample
+
+    @property
     def finish_reason(self) -> str:
-        """Reason why the last turn of the trajectory ended."""
-        return self.turns[-1].finish_reason
+        """Reason why the last turn of the trajectory ended; "length" if a limit cut the trajectory off."""
+        return "length" if self.stop_reason in LIMITS else self.turns[-1].finish_reason
 
     @property
     def text(self) -> str:
         """Text of the sampled tokens of all turns, without the observations between the turns."""
         return "".join(turn.text for turn in self.turns)
+
+    @property
+    def answer(self) -> str:
+        """Text of the sampled tokens of the last turn, which is the final answer."""
+        return self.turns[-1].text
+
+    @property
+    def environment_reward(self) -> float | None:
+        """Sum of the rewards that the environment gave for single turns and for the whole trajectory.
+
+        None if the environment gave no reward at all.
+        """
+        rewards = [one for one in (*(turn.reward for turn in self.turns), self.reward) if one is not None]
+        return sum(rewards) if rewards else None
+
+    @property
+    def tool_calls(self) -> int:
+        """Number of well-formed tool calls in the conversation."""
+        return sum(len(message.get("tool_calls", ())) for message in self.messages)
+
+    def sampled_ids(self) -> list[int]:
+        """Return the token ids that the policy sampled, in order, without the observations between the turns."""
+        return list(chain.from_iterable(turn.action_ids for turn in self.turns))
+
+    def state_dict(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
+        """Return the trajectory as plain values.
+
+        The token ids of the trajectory's prompt are left out if they equal `prompt_ids`.
+        """
+        state = asdict(self)
+        if list(self.prompt_ids) == list(prompt_ids):
+            del state["turns"][0]["observation_ids"]
+        return state
+
+    @classmethod
+    def from_state(cls, state: Mapping[str, Any], prompt_ids: Sequence[int]) -> Self:
+        """Restore a trajectory from a state that `state_dict` returned for the same `prompt_ids`."""
+        turns = [Turn(**{"observation_ids": prompt_ids} | turn) for turn in state["turns"]]
+        return cls(**{**state, "turns": turns})
 
     def segments(self) -> list[tuple[int, bool]]:
         """Return the segments of the response in order, each as (number of tokens, whether the policy sampled these
@@ -129,18 +183,3 @@ def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequen
     if not later:
         return first
     return list(chain(first, *chain.from_iterable(zip(observations, later, strict=True))))
-
-
-def sampled_tokens(batch: DataProto) -> Tensor:
-    """Return a bool tensor (N,) that says for each response token whether the policy sampled the token.
-
-    Unlike `response_mask`, the result of `sampled_tokens` is also True for the sampled tokens of rows that are not
-    trained on.
-    """
-    return batch.values("policy_version") != NOT_SAMPLED
-
-
-def sampled_lengths(batch: DataProto) -> Tensor:
-    """Return an int64 tensor (B,) with the number of response tokens of each row that the policy sampled."""
-    counts = sampled_tokens(batch).cumsum(0)
-    return torch.cat([counts.new_zeros(1), counts])[batch.offsets("policy_version")].diff()

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -75,24 +75,37 @@ class ChatTemplates:
             self._end()
         self._process = None
 
-    def render(self, tokenizer: Any, chats: Sequence[Any], *, add_generation_prompt: bool) -> Iterator[str]:
+    def render(
+        self,
+        tokenizer: Any,
+        chats: Sequence[Any],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
+    ) -> Iterator[str]:
         """Yield the rendered text of each chat, in order.
 
         Args:
             tokenizer: a Hugging Face tokenizer, which provides the template and the special tokens.
             chats: lists of messages, each a dict with `role` and `content`.
             add_generation_prompt: whether to append the text that opens the assistant's answer.
+            tools: JSON schemas of the tools that the assistant can call, as `get_json_schema` of transformers returns
+                them. If the tokenizer has a template for tools, that template is used.
 
         Raises:
             TemplateError: a chat cannot be rendered. The texts of the chats before the failed chat are yielded first.
         """
-        done = 0
+        done, given = 0, [dict(tool) for tool in tools] or None
         for pickles in _requests(chats):
             try:
-                template = tokenizer.get_chat_template()
+                template = tokenizer.get_chat_template(tools=given)
             except Exception as error:  # The tokenizer has several templates, and none is the default.
                 raise TemplateError(f"the chat template cannot be chosen ({_words(error)}); {_FIX}") from None
-            variables = {**tokenizer.special_tokens_map, "add_generation_prompt": add_generation_prompt}
+            variables = {
+                **tokenizer.special_tokens_map,
+                "add_generation_prompt": add_generation_prompt,
+                "tools": given,
+            }
             texts, refusal = self._answer(pickle.dumps((template, variables, pickles)), done)
             yield from texts
             done += len(texts)

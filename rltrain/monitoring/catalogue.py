@@ -163,6 +163,38 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "share",
         ),
     ),
+    "Conversations with an environment or tools": (
+        Metric(
+            "rollout/turns_mean", "mean number of turns, that is, of the model's answers in a conversation", "turns"
+        ),
+        Metric("rollout/turns_max", "largest number of turns in a conversation", "turns"),
+        Metric("rollout/tool_calls_mean", "mean number of well-formed tool calls in a conversation", "calls"),
+        Metric(
+            "rollout/observation_length_mean",
+            "mean number of tokens per conversation that tools and the environment added after the prompt",
+            "tokens",
+        ),
+        Metric(
+            "rollout/stop_answer_fraction", "share of conversations that ended with an answer without a call", "share"
+        ),
+        Metric("rollout/stop_done_fraction", "share of conversations that the environment ended", "share"),
+        Metric("rollout/stop_error_fraction", "share of conversations whose environment failed", "share", "0"),
+        Metric(
+            "rollout/stop_max_turns_fraction", "share of conversations that `rollout.max_turns` ended", "share", "low"
+        ),
+        Metric(
+            "rollout/stop_max_response_length_fraction",
+            "share of conversations that a limit on the number of tokens ended",
+            "share",
+            "low",
+        ),
+        Metric(
+            "rollout/stop_deadline_fraction",
+            "share of conversations that `rollout.trajectory_timeout_s` ended",
+            "share",
+            "0",
+        ),
+    ),
     "Difficulty of the prompts": (
         Metric(
             "difficulty/unseen_fraction",

@@ -1,10 +1,12 @@
 """Statistics of the samples of one training step: rewards, answer lengths, entropy, staleness and log-prob gaps."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 from rltrain.algorithms import rollout_diagnostics
 from rltrain.batch.data_proto import DataProto
-from rltrain.batch.trajectory import sampled_lengths, sampled_tokens
+from rltrain.batch.sampled_tokens import sampled_lengths, sampled_tokens
+from rltrain.batch.trajectory import STOP_REASONS
 from workers.training.dispatch import divergence
 
 
@@ -42,7 +44,19 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
             f"reward/{name}/std": float(component.std(unbiased=False)) if len(component) else 0.0,
             f"reward/{name}/failed_fraction": float((batch.batch["failed_function"] == number).float().mean()),
         }
-    return metrics
+    return metrics | (environment_metrics(batch) if "turns" in batch else {})
+
+
+def environment_metrics(batch: DataProto) -> dict[str, float]:
+    """Compute the metrics of conversations with an environment: turns, tool calls and the reasons why they ended."""
+    reasons = Counter(batch.non_tensor_batch["stop_reason"])
+    return {
+        "rollout/turns_mean": float(batch.batch["turns"].float().mean()),
+        "rollout/turns_max": float(batch.batch["turns"].max()),
+        "rollout/tool_calls_mean": float(batch.batch["tool_calls"].float().mean()),
+        "rollout/observation_length_mean": float((~sampled_tokens(batch)).sum()) / len(batch),
+        **{f"rollout/stop_{reason}_fraction": reasons[reason] / len(batch) for reason in STOP_REASONS},
+    }
 
 
 def entropy_estimate(batch: DataProto) -> float:

@@ -19,5 +19,6 @@ parentheses are optional.
 | `length.length_penalty` | | target, (unit, both_sides) | 0 to -1: relative excess over the target |
 | `length.overlong_penalty` | | max_length, buffer, (unit) | 0 to -1: used share of the buffer before the limit |
 | `repetition.repetition_penalty` | | (ngram, max_penalty) | 0 to -1: share of repeated n-grams |
+| `environment_reward.environment_reward` | | | the reward that the environment gave |
 | `judge.judge` | all | base_url, model, (question, score, scale, ...) | the number that a language model answers |
 """

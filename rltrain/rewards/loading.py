@@ -54,6 +54,7 @@ BUILTIN = {  # Maps the short name of each built-in reward function to its modul
     "overlong_penalty": "length",
     "repetition_penalty": "repetition",
     "judge": "judge",
+    "environment_reward": "environment_reward",
 }
 # Built-in reward functions that score the form of a response, not the correctness of its answer.
 PENALTIES = ("length_penalty", "overlong_penalty", "repetition_penalty")

@@ -20,7 +20,9 @@ from rltrain.rewards.result import RewardResult, ScoreError
 SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")
 # Names of arguments that are passed only to named parameters of a reward function, never through `**columns`.
 MESSAGES, RESPONSE_IDS = "prompt_messages", "response_ids"
-ON_REQUEST = (MESSAGES, RESPONSE_IDS)
+# These columns exist only in runs with an environment or tools.
+OF_ENVIRONMENTS = ("environment_reward", "environment_messages", "stop_reason")
+ON_REQUEST = (MESSAGES, RESPONSE_IDS, *OF_ENVIRONMENTS)
 _OWN = {"prompt", "response", "responses"}  # Parameters that only reward functions written for rltrain have.
 _Values = Mapping[str, Any]
 
@@ -330,7 +332,7 @@ SIGNATURES = (
         trainer="TRL",
         marks=(frozenset({"completions"}), frozenset({"completion_ids"})),
         first=BATCHED,
-        reads=ON_REQUEST,
+        reads=(MESSAGES, RESPONSE_IDS),
         gives=_trl,
         converts=_same,
     ),

@@ -36,9 +36,10 @@ from rltrain.run.stored_runs import check_stored_run
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
 from rltrain.settings.schema import Config, DataConfig, RolloutConfig, TrainerConfig
 from rltrain.settings.typed import require
-from rltrain.tasks import TASKS, Task
+from rltrain.tasks import TASKS, BuiltinTask
 
 ENGINES = ("vllm", "hf", "stored")
+ENVIRONMENT_REWARD = ("environment_reward", "rltrain.rewards.environment_reward:environment_reward")
 # Names of files and folders that a run writes. An output folder that contains a file or folder in `RUN_FILES` belongs
 # to a run.
 RUN_FILES = (
@@ -198,7 +199,7 @@ def sandbox_warning(config: Config) -> str:
     return ""
 
 
-def builtin_task(config: Config) -> Task:
+def builtin_task(config: Config) -> BuiltinTask:
     """Return the built-in task that `data.train` names.
 
     `model.path=builtin` selects the tiny model of the built-in task.
@@ -377,13 +378,17 @@ def _check_rewards(config: Config) -> None:
         local_path(teacher.path, f"{teacher.key}={teacher.path}")
     if config.reward.aggregation not in AGGREGATIONS:
         check_aggregation(config.reward.aggregation)
-    own = {task.reward: name for name, task in TASKS.items()}
     source = config.data.train
     for function in config.reward.functions:
-        of_task = own.get(function.path)
         require(
-            of_task is None or not source.startswith(BUILTIN) or source == BUILTIN + of_task,
-            f"data.train={source} with the reward of task {of_task}: every answer would be wrong; use "
+            function.path not in ENVIRONMENT_REWARD or config.rollout.has_environment,
+            f"reward.functions: '{function.name}' is the reward that an environment gives, and the run has no "
+            "environment; set rollout.environment, or choose another reward function",
+        )
+        of_tasks = [name for name, task in TASKS.items() if task.reward == function.path]
+        require(
+            not of_tasks or not source.startswith(BUILTIN) or source.removeprefix(BUILTIN) in of_tasks,
+            f"data.train={source} with the reward of task {' and '.join(of_tasks)}: every answer would be wrong; use "
             f"data={source.removeprefix(BUILTIN)}, which sets its own reward",
         )
 

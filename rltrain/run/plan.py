@@ -88,6 +88,7 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
         ("model", _model(config, facts)),
         *([("defaults", _defaults(facts))] if facts.defaults else []),
         ("answers", _answers(config)),
+        *([("turns", _turns(config.rollout))] if config.rollout.has_environment else []),
         *([("sampling", _sampling(config.rollout))] if config.rollout.is_restricted else []),
         ("processes", _processes(config, facts)),
         ("memory", _memory(config, facts)),
@@ -407,6 +408,17 @@ def _answers(config: Config) -> str:
         f"{engine}, temperature {rollout.temperature:g}; prompts <= {rollout.max_prompt_length:,} tokens, answers <= "
         f"{rollout.max_response_length:,}{ends}; scored by {', '.join(c.name for c in config.reward.components)}"
     )
+
+
+def _turns(rollout: RolloutConfig) -> str:
+    """Describe the environment and the tools with which the model talks, and the limits of a conversation."""
+    tools = [path.rpartition(":")[2] for path in rollout.tools]
+    partners = [rollout.environment] if rollout.environment else []
+    partners += [f"the tools {', '.join(tools)}"] if tools else []
+    turn = f" of <= {rollout.max_turn_length:,} tokens" if rollout.max_turn_length else ""
+    limits = f"<= {rollout.max_turns} a conversation{turn}, messages <= {rollout.max_message_length:,} tokens"
+    times = f"{rollout.call_timeout_s:g} s a call, {rollout.trajectory_timeout_s:g} s a conversation"
+    return f"with {' and '.join(partners)}; {limits}; {times}"
 
 
 def _sampling(rollout: RolloutConfig) -> str:

@@ -30,6 +30,8 @@ from rltrain.settings.overrides import (
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import parse
 
+CONVERSATIONS = ("lookup", "higher_lower")  # Choices of `data` whose prompts are answered over several turns.
+
 
 def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config, str]:
     """Compose rltrain's YAML files with the user's settings.
@@ -65,14 +67,18 @@ def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]
 
 
 def _with_profile(items: list[Item]) -> list[Item]:
-    """Return the user's settings, with the choice of a profile added if the user's own model needs a profile.
+    """Return the user's settings, with the choice of a profile added if the user's model or task needs a profile.
 
-    If the settings select a model other than `builtin` but no profile, the choice `profile=instruct` is inserted before
-    the settings.
+    If the settings select no profile, a choice is inserted before the settings: `profile=instruct` for a model other
+    than `builtin`, and `profile=conversation` for the built-in model and a task in `CONVERSATIONS`.
     """
+    if "profile" in chosen(items):
+        return items
     paths = [item.value for item in items if isinstance(item, Setting) and item.key == "model.path"]
     own_model = bool(paths) and paths[-1] != "builtin"
-    return [Choice("profile", "instruct"), *items] if own_model and "profile" not in chosen(items) else items
+    if own_model:
+        return [Choice("profile", "instruct"), *items]
+    return [Choice("profile", "conversation"), *items] if chosen(items).get("data") in CONVERSATIONS else items
 
 
 def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:

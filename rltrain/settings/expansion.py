@@ -42,6 +42,8 @@ def expand(values: dict[str, Any]) -> None:
     rollout = values.get("rollout")
     if isinstance(rollout, dict) and isinstance(rollout.get("stop"), str):
         rollout["stop"] = [rollout["stop"]]
+    if isinstance(rollout, dict) and isinstance(rollout.get("tools"), str):
+        rollout["tools"] = [rollout["tools"]]
     if isinstance(rollout, dict) and isinstance(rollout.get("run"), str):
         rollout["run"] = absolute(rollout["run"])
     data = values.get("data")

@@ -485,6 +485,36 @@ class RolloutConfig:
         "tokens are trained on, and reward functions get the text before the stop string.",
         values="list of texts, or one text",
     )
+    environment: str | None = key(
+        "Class with which the model talks over several turns, given by its module or file and its name, as in "
+        "my_env.py:HigherLower. null: no environment.",
+    )
+    tools: list[str] = key(
+        "Functions that the model can call, each given by its module or file and its name, as in my_tools.py:lookup. "
+        "[]: no functions.",
+        values="list of paths, or one path",
+    )
+    tool_format: str = key(
+        "Format in which the model writes tool calls. auto: the format of the model's chat template. Path of a "
+        "function: the user's own function finds the calls in a text.",
+        values="`auto`, `hermes`, `llama3`, `mistral`, `deepseek`, `json` or a path",
+    )
+    max_turns: int = key("Maximum number of the model's answers in one conversation with an environment.", at_least=1)
+    max_turn_length: int | None = key(
+        "Maximum number of tokens in one answer of a conversation. null: rollout.max_response_length, which limits all "
+        "tokens after the prompt together.",
+        at_least=1,
+    )
+    max_message_length: int = key(
+        "Maximum number of tokens in the text of one message from an environment or a tool. A longer text is cut off.",
+        at_least=1,
+    )
+    call_timeout_s: float = key(
+        "Maximum wall-clock time of one call of a tool or of an environment's method.", unit="seconds", above=0
+    )
+    trajectory_timeout_s: float = key(
+        "Wall-clock time after which a conversation with an environment gets no further turn.", unit="seconds", above=0
+    )
     max_prompt_length: int = key("Maximum number of tokens in a prompt.", at_least=1)
     max_response_length: int = key("Maximum number of tokens in an answer, including the end token.", at_least=1)
     max_concurrent_sequences: int = key(
@@ -516,6 +546,21 @@ class RolloutConfig:
                 f"stop={self.stop!a}: {text!a} is empty or not valid Unicode, so no answer could be searched for it; "
                 "leave it out",
             )
+        require(
+            not self.has_environment or self.engine != "stored",
+            "environment or tools with rollout.engine=stored: a stored run holds no answers to other messages; use "
+            "rollout=vllm or rollout=hf",
+        )
+        require(
+            not self.has_environment or not self.stop,
+            f"stop={self.stop!r} with an environment or tools: a stop string would be missing from the conversation; "
+            "leave it out, and limit answers with rollout.max_turn_length",
+        )
+
+    @property
+    def has_environment(self) -> bool:
+        """Whether the model talks with an environment or calls tools, so that a trajectory may have several turns."""
+        return self.environment is not None or bool(self.tools)
 
     @property
     def is_restricted(self) -> bool:
@@ -572,6 +617,7 @@ class PlacementConfig:
     )
     rollout_replicas: int = key("Number of engines that generate answers.", at_least=1)
     reward_workers: int = key("Number of processes that run reward functions.", at_least=1)
+    environment_workers: int = key("Number of processes that run environments and tools.", at_least=1)
     reward_spares: int = key(
         "Maximum number of extra processes of each reward worker. A reward worker starts an extra process when a call "
         "has run for a tenth of reward.timeout_s, so that other calls need not wait for the slow call.",
@@ -610,9 +656,10 @@ class PlacementConfig:
 class Config:
     """The complete config of a run, with all references such as `${data.train}` resolved."""
 
-    profile: Literal["demo", "instruct"] = key(
+    profile: Literal["demo", "conversation", "instruct"] = key(
         "Profile of default values for learning rate, lengths, batch sizes and evaluation. demo: defaults for the "
-        "built-in tiny model. instruct: defaults for an instruct model. A run that sets model.path uses the profile "
+        "built-in tiny model. conversation: defaults for the built-in tiny model with data=lookup or "
+        "data=higher_lower. instruct: defaults for an instruct model. A run that sets model.path uses the profile "
         "instruct unless another profile is chosen.",
         changeable=True,
     )
@@ -638,6 +685,11 @@ class Config:
             not self.trainer.deterministic or self.rollout.engine != "vllm" or self.placement.rollout_replicas == 1,
             f"trainer.deterministic=true with {self.placement.rollout_replicas} vLLM replicas: which replica answers "
             "depends on timing; use placement.rollout_replicas=1 or rollout=hf",
+        )
+        require(
+            not self.rollout.has_environment or self.data.special_tokens == "text",
+            f"data.special_tokens={self.data.special_tokens} with rollout.environment or rollout.tools: the names of "
+            "control tokens in a conversation are always encoded as text; use data.special_tokens=text",
         )
         self._require_whole_distribution()
         buffer, limit = self.algorithm.reward_shaping.overlong_buffer, self.rollout.max_response_length

@@ -1,12 +1,16 @@
-"""Built-in tasks that a tiny model can learn in a minute on a laptop.
+"""Built-in tasks that a tiny model can learn in minutes on a laptop.
 
 Importing the package `rltrain.tasks` does not import torch.
 """
 
 from rltrain.tasks.base import Task
+from rltrain.tasks.conversation import ConversationTask
+from rltrain.tasks.higher_lower import HIGHER_LOWER
+from rltrain.tasks.lookup import LOOKUP
 from rltrain.tasks.median import MEDIAN
 from rltrain.tasks.sort import SORT
 
-TASKS: dict[str, Task] = {task.name: task for task in (MEDIAN, SORT)}
+BuiltinTask = Task | ConversationTask
+TASKS: dict[str, BuiltinTask] = {task.name: task for task in (MEDIAN, SORT, LOOKUP, HIGHER_LOWER)}
 
-__all__ = ["TASKS", "Task"]
+__all__ = ["TASKS", "BuiltinTask", "ConversationTask", "Task"]

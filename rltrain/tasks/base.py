@@ -1,12 +1,47 @@
 """A built-in task: prompts with correct answers, and deliberately flawed answers that train the starting model."""
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from random import Random
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Tokenizer
 
 SPLITS = ("train", "val")
 VAL_SHARE = 10  # One prompt in ten is held out for evaluation.
+
+
+@dataclass(frozen=True)
+class Example:
+    """A row for supervised training of a starting model.
+
+    Attributes:
+        ids: token ids of the prompt and of what follows it.
+        trained: for each token, whether the model learns to predict it.
+    """
+
+    ids: Sequence[int]
+    trained: Sequence[bool]
+
+
+class Imitated(Protocol):
+    """What the training of a starting model needs to know of a task."""
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+
+    @property
+    def examples_per_step(self) -> int:
+        """Number of examples in one optimizer step."""
+
+    def tokenizer(self) -> "Qwen2Tokenizer":
+        """Build the tokenizer of the task."""
+
+    def examples(self, tokenizer: "Qwen2Tokenizer", rng: Random, size: int) -> list[Example]:
+        """Draw `size` random prompts with flawed answers."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +60,7 @@ class Task:
             token follows the answer.
         reward: import path `module:function` of the reward function that judges the task.
         max_response_length: suggested limit on the length of a response in tokens, including the end token.
+        examples_per_step: number of flawed answers in one optimizer step of the starting model.
     """
 
     name: str
@@ -34,6 +70,7 @@ class Task:
     mess: Callable[[str, Random], tuple[str, bool]]
     reward: str
     max_response_length: int
+    examples_per_step: int = 64
 
     @property
     def max_prompt_length(self) -> int:
@@ -70,6 +107,26 @@ class Task:
             tokens.
         """
         return self.mess(row["prompt"].removesuffix(self.mark), rng)
+
+    def tokenizer(self) -> "Qwen2Tokenizer":
+        """Build the task's tokenizer, which encodes each character as one token."""
+        from rltrain.tasks.tokenizer import char_tokenizer
+
+        return char_tokenizer()
+
+    def examples(self, tokenizer: "Qwen2Tokenizer", rng: Random, size: int) -> list[Example]:
+        """Draw `size` random prompts with flawed answers for supervised training.
+
+        An example consists of the prompt, the flawed answer and, if the answer is finished, the end token. The tokens
+        of the prompt are not trained.
+        """
+        found = []
+        for row in self.prompts("train", rng.getrandbits(64), size):
+            text, finished = self.messy_answer(row, rng)
+            end = [tokenizer.eos_token_id] if finished else []
+            ids = [*tokenizer.encode(row["prompt"] + text, add_special_tokens=False), *end]
+            found.append(Example(ids, [position >= self.max_prompt_length for position in range(len(ids))]))
+        return found
 
     def _draw(self, split: str, rng: Random) -> dict[str, str]:
         """Draw one random prompt of the given split, with its answer, by rejection sampling."""

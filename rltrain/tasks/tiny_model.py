@@ -16,21 +16,22 @@ from random import Random
 import torch
 import transformers
 from torch.nn.functional import cross_entropy
-from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import GenerationConfig, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from rltrain.tasks.base import Task
-from rltrain.tasks.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE, char_tokenizer
+from rltrain import environments, tasks
+from rltrain.tasks.base import Example, Imitated
+from rltrain.tasks.tokenizer import EOS_ID, PAD_ID, VOCAB_SIZE
 
 logger = logging.getLogger(__name__)
 
 STEPS = 250
-BATCH_SIZE = 64
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
 # Floating-point sums depend on the number of threads that compute them, so the number of threads is fixed to 1.
 # Two threads would be at most a little faster than one thread on free cores.
 # On busy cores, two threads would be twenty times slower than one thread, because the threads wait for each other.
 THREADS = 1
+IGNORED = -100  # Label of a token that does not count towards the loss, which `cross_entropy` ignores.
 
 OnStep = Callable[[int, int], None]
 
@@ -63,7 +64,9 @@ def tiny_model() -> Qwen2ForCausalLM:
     return model
 
 
-def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, on_step: OnStep | None = None) -> Path:
+def make_start(
+    task: Imitated, path: str | Path, *, seed: int, steps: int = STEPS, on_step: OnStep | None = None
+) -> Path:
     """Train a new tiny model on the task's flawed answers, and save it with its tokenizer in Hugging Face format.
 
     The weights are bitwise the same for the same arguments on the same machine. The caller's torch random state and
@@ -88,11 +91,11 @@ def make_start(task: Task, path: str | Path, *, seed: int, steps: int = STEPS, o
     with _own_random_state(seed), _threads(THREADS):
         model = tiny_model()
         _train(model, task, Random(f"{task.name}/start/{seed}"), steps=steps, on_step=on_step)
-        _save(model, path)
+        _save(model, task.tokenizer(), path)
     return path
 
 
-def cached_start(task: Task, *, seed: int = 0, steps: int = STEPS, on_step: OnStep | None = None) -> Path:
+def cached_start(task: Imitated, *, seed: int = 0, steps: int = STEPS, on_step: OnStep | None = None) -> Path:
     """Return the directory of the task's starting model.
 
     If the model is not in the cache directory yet, `cached_start` first trains the model. The cache directory is
@@ -108,7 +111,7 @@ def cached_start(task: Task, *, seed: int = 0, steps: int = STEPS, on_step: OnSt
     return path
 
 
-def start_path(task: Task, *, seed: int = 0, steps: int = STEPS) -> Path:
+def start_path(task: Imitated, *, seed: int = 0, steps: int = STEPS) -> Path:
     """Return the directory that `cached_start` would return, without training the model.
 
     The returned directory does not have to exist.
@@ -127,36 +130,43 @@ def cache_root() -> Path:
     return (Path(shared) if shared else Path.home() / ".cache") / "rltrain"
 
 
-def messy_batch(task: Task, rng: Random, size: int) -> list[torch.Tensor]:
+def messy_batch(
+    task: Imitated, tokenizer: Qwen2Tokenizer, rng: Random, size: int
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
     """Draw `size` random prompts with flawed answers for supervised training.
 
-    Return one int64 tensor (rows, tokens) for each row length, shortest first. A row consists of the prompt, the flawed
-    answer and, if the answer is finished, the end token. Only rows of equal length are put into one tensor, so neither
-    padding nor a mask is needed.
+    Return one pair (token ids, labels) of int64 tensors (rows, tokens) for each row length, shortest first. A label is
+    the token's id if the token is trained, else `IGNORED`. Only rows of equal length are put into one tensor, so
+    neither padding nor an attention mask is needed.
     """
-    by_length: dict[int, list[list[int]]] = {}
-    for row in task.prompts("train", rng.getrandbits(64), size):
-        text, finished = task.messy_answer(row, rng)
-        ids = list((row["prompt"] + text).encode("ascii")) + [EOS_ID] * finished
-        by_length.setdefault(len(ids), []).append(ids)
-    return [torch.tensor(by_length[length]) for length in sorted(by_length)]
+    by_length: dict[int, list[Example]] = {}
+    for example in task.examples(tokenizer, rng, size):
+        by_length.setdefault(len(example.ids), []).append(example)
+    return [_tensors(by_length[length]) for length in sorted(by_length)]
 
 
-def _train(model: Qwen2ForCausalLM, task: Task, rng: Random, *, steps: int, on_step: OnStep | None) -> None:
+def _tensors(examples: list[Example]) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.tensor([example.ids for example in examples])
+    trained = torch.tensor([example.trained for example in examples])
+    return ids, ids.masked_fill(~trained, IGNORED)
+
+
+def _train(model: Qwen2ForCausalLM, task: Imitated, rng: Random, *, steps: int, on_step: OnStep | None) -> None:
     """Train the model with AdamW to imitate the task's flawed answers.
 
     The learning rate warms up linearly and then decays linearly to zero.
     """
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=0.0, betas=(0.9, 0.95), fused=True)
+    tokenizer = task.tokenizer()
     model.train()
     for step in range(steps):
         for group in optimizer.param_groups:
             group["lr"] = LEARNING_RATE * min((step + 1) / WARMUP_STEPS, 1 - step / steps)
-        batch = messy_batch(task, rng, BATCH_SIZE)
-        num_tokens = sum(ids[:, task.max_prompt_length :].numel() for ids in batch)
+        batch = messy_batch(task, tokenizer, rng, task.examples_per_step)
+        num_tokens = sum(int((labels != IGNORED).sum()) for _, labels in batch)
         optimizer.zero_grad()
-        for ids in batch:
-            (_answer_loss(model, ids, task.max_prompt_length) / num_tokens).backward()
+        for ids, labels in batch:
+            (_answer_loss(model, ids, labels) / num_tokens).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if on_step is not None:
@@ -164,16 +174,19 @@ def _train(model: Qwen2ForCausalLM, task: Task, rng: Random, *, steps: int, on_s
     model.eval()
 
 
-def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, prompt_length: int) -> torch.Tensor:
-    """Return the summed cross-entropy of the answers' tokens, in nats: ids (rows, tokens) -> 0-dim tensor.
+def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """Return the summed cross-entropy of the tokens with a label, in nats: two (rows, tokens) tensors -> 0-dim tensor.
 
-    The tokens of the prompts do not count towards the loss.
+    The head is not applied to the tokens before the first label.
     """
-    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, prompt_length - 1 :]
-    return cross_entropy(model.lm_head(hidden).flatten(0, 1), ids[:, prompt_length:].flatten(), reduction="sum")
+    first = int((labels != IGNORED).any(0).nonzero()[0])
+    hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, first - 1 :]
+    return cross_entropy(
+        model.lm_head(hidden).flatten(0, 1), labels[:, first:].flatten(), ignore_index=IGNORED, reduction="sum"
+    )
 
 
-def _save(model: Qwen2ForCausalLM, path: Path) -> None:
+def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, path: Path) -> None:
     """Write the model, its generation defaults and the tokenizer to the directory `path`.
 
     The files are first written to another directory beside `path`, which is then renamed to `path`, so that a reader
@@ -185,7 +198,7 @@ def _save(model: Qwen2ForCausalLM, path: Path) -> None:
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     try:
         model.save_pretrained(draft)
-        char_tokenizer().save_pretrained(draft)
+        tokenizer.save_pretrained(draft)
         draft.rename(path)
     except OSError:
         # Renaming a directory fails if the target is a non-empty directory. If `path` is a directory, another process
@@ -197,11 +210,12 @@ def _save(model: Qwen2ForCausalLM, path: Path) -> None:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-def _recipe_hash(task: Task, *, seed: int, steps: int) -> str:
-    """Hash the source code of `rltrain.tasks` and everything else on which the bits of the weights depend."""
+def _recipe_hash(task: Imitated, *, seed: int, steps: int) -> str:
+    """Hash the source code of tasks and environments, and everything else on which the bits of the weights depend."""
     digest = hashlib.sha256()
-    for source in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(source.read_bytes())
+    for package in (tasks, environments):
+        for source in sorted(Path(package.__path__[0]).glob("*.py")):
+            digest.update(source.read_bytes())
     versions = (torch.__version__, transformers.__version__, torch.backends.cpu.get_cpu_capability())
     digest.update(repr((task.name, seed, steps, versions)).encode())
     return digest.hexdigest()[:12]

@@ -1,5 +1,8 @@
-"""A tokenizer that needs no files: one token per ASCII character, and the token's id is the character's code."""
+"""Tokenizers that need no files: one token per ASCII character, and the token's id is the character's code."""
 
+from collections.abc import Mapping
+
+from tokenizers import AddedToken
 from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
@@ -16,23 +19,41 @@ UNK_ID, UNK_TOKEN = 26, "<unk>"
 def char_tokenizer() -> Qwen2Tokenizer:
     """Build the character tokenizer, which has 128 token ids and no begin token.
 
-    The tokenizer adds no tokens to a text, and decodes the ids of a text to the same text.
+    The tokenizer adds no tokens to a text, and decodes the ids of a text to the same text. When a text is encoded, its
+    characters outside ASCII are dropped.
+    """
+    return byte_tokenizer(eos_token=EOS_TOKEN)
+
+
+def byte_tokenizer(
+    *, eos_token: str, control: Mapping[int, str] = {}, phrases: Mapping[int, str] = {}
+) -> Qwen2Tokenizer:
+    """Build a tokenizer with 128 token ids, in which some ASCII control codes stand for longer texts.
 
     The tokenizer is a byte-level BPE without merges. The class of the tokenizer is `Qwen2Tokenizer`, because
     `AutoTokenizer`, which vLLM also uses, loads the tokenizer of every Qwen2 directory as a `Qwen2Tokenizer`, whatever
-    class was saved. When a text is encoded, its characters outside ASCII are dropped.
+    class was saved.
+
+    Args:
+        eos_token: name of the end token, whose id is `EOS_ID`.
+        control: names of further control tokens, by id.
+        phrases: texts that are one token each, by id. They are ordinary text.
     """
-    vocab = {_visible(code): code for code in range(VOCAB_SIZE)}
-    return Qwen2Tokenizer(
+    special = {PAD_ID: PAD_TOKEN, EOS_ID: eos_token, UNK_ID: UNK_TOKEN, **control}
+    vocab = {{**special, **phrases}.get(code) or _visible(code): code for code in range(VOCAB_SIZE)}
+    tokenizer = Qwen2Tokenizer(
         vocab=vocab,
         merges=[],
         pad_token=PAD_TOKEN,
-        eos_token=EOS_TOKEN,
+        eos_token=eos_token,
         unk_token=UNK_TOKEN,
         clean_up_tokenization_spaces=False,
         padding_side="left",  # Prompts are padded on the left, because generation continues at the right end.
         model_max_length=1024,
     )
+    tokenizer.add_tokens([AddedToken(text, special=True, normalized=False) for text in control.values()], True)
+    tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text in phrases.values()])
+    return tokenizer
 
 
 def _visible(code: int) -> str:
@@ -40,8 +61,5 @@ def _visible(code: int) -> str:
 
     Byte-level BPE writes each byte as a visible character, for instance a space as U+0120.
     """
-    special = {PAD_ID: PAD_TOKEN, EOS_ID: EOS_TOKEN, UNK_ID: UNK_TOKEN}
-    if code in special:
-        return special[code]
     ((visible, _),) = ByteLevel(add_prefix_space=False, use_regex=False).pre_tokenize_str(chr(code))
     return visible

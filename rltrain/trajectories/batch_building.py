@@ -1,17 +1,18 @@
 """Builds a batch from prompt groups: each trajectory becomes one row with its tokens, texts and scores."""
 
+import json
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from rltrain.batch.data_proto import DataProto, jagged
-from rltrain.batch.trajectory import Trajectory, Turn, sampled_tokens
+from rltrain.batch.sampled_tokens import sampled_tokens
+from rltrain.batch.trajectory import Trajectory
 from rltrain.data.prompts import Prompt
 from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.prompt_groups import Group
 from rltrain.trajectories.scoring import component_matrix, successes, weighted_sum
-from workers.rollout.messages import Completion
 
 
 def mean_score(groups: Sequence[Group], config: Config) -> float:
@@ -27,16 +28,9 @@ def answers_of(groups: Sequence[Group], *, baseline: bool = False) -> DataProto:
     If `baseline` is True, the batch contains only the greedy answers, one row per group.
     """
     rows = _rows(groups, baseline=baseline)
-    batch = batch_of([trajectory_of(group.prompt.ids, group.completions[number]) for group, number in rows])
+    batch = batch_of([group.trajectories[number] for group, number in rows])
     texts = {"prompt_text": [group.prompt.text for group, _ in rows]}
     return batch.union(DataProto.from_dict(non_tensors=texts))
-
-
-def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
-    """Convert a prompt and a finished answer to a trajectory with a single turn."""
-    c = completion
-    turn = Turn(prompt_ids, c.token_ids, c.log_probs, c.versions, c.finish_reason, c.text)
-    return Trajectory(*c.key, (turn,))
 
 
 def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
@@ -44,7 +38,8 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
 
     The column `responses` contains the sampled tokens and the observations after the prompt. The column `response_mask`
     is True exactly at the sampled tokens. At observation tokens, `rollout_log_probs` is 0 and `policy_version` is
-    `NOT_SAMPLED`. The batch does not contain the rewards of single turns.
+    `NOT_SAMPLED`. The batch does not contain the rewards of single turns. The number of turns and of tool calls, the
+    stop reason and the conversation are columns if the trajectories are from an environment.
     """
     batch = DataProto.from_dict(
         {
@@ -56,12 +51,29 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
         },
         {"finish_reason": [t.finish_reason for t in trajectories], "response_text": [t.text for t in trajectories]},
     )
+    if any(t.stop_reason for t in trajectories):
+        batch = batch.union(_environment_columns(trajectories))
     segments = [segment for t in trajectories for segment in t.segments()]
     lengths = torch.tensor([length for length, _ in segments], dtype=torch.int64)
     mask = torch.tensor([sampled for _, sampled in segments], dtype=torch.bool).repeat_interleave(lengths)
     batch = batch.with_values("responses", response_mask=mask)
     assert torch.equal(sampled_tokens(batch), mask), "the weight version of a sampled token must be 0 or above"
     return batch
+
+
+def _environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
+    """Return what only trajectories in environments have, for metrics and for people who read the rollouts."""
+    counts = {
+        "turns": torch.tensor([len(t.turns) for t in trajectories]),
+        "tool_calls": torch.tensor([t.tool_calls for t in trajectories]),
+    }
+    return DataProto.from_dict(
+        counts,
+        {
+            "stop_reason": [t.stop_reason for t in trajectories],
+            "messages": [json.dumps(list(t.messages), ensure_ascii=False) for t in trajectories],
+        },
+    )
 
 
 def supervised_batch(prompts: Mapping[int, Prompt]) -> DataProto:

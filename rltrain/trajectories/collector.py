@@ -17,6 +17,7 @@ from rltrain.base import trace
 from rltrain.base.background_tasks import BackgroundTasks, Changes
 from rltrain.base.errors import RewardError
 from rltrain.batch.data_proto import DataProto
+from rltrain.batch.trajectory import Trajectory
 from rltrain.data.prompt_order import PromptOrder
 from rltrain.data.prompt_pools import PromptPools
 from rltrain.data.prompts import Prompt, PromptSet
@@ -30,7 +31,7 @@ from rltrain.trajectories.batch_building import (
     without_invalid,
 )
 from rltrain.trajectories.correct_answers import correct_answers
-from rltrain.trajectories.prompt_groups import Group, GroupState, PromptGroups, requests_of
+from rltrain.trajectories.prompt_groups import Group, GroupState, PromptGroups, episodes_of, requests_of
 from rltrain.trajectories.reuse_buffer import ReuseBuffer
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
 from rltrain.trajectories.scoring import flat_rows, shaped_scores
@@ -139,6 +140,7 @@ class Collector:
             steps=config.trainer.total_steps,
             whole=config.trainer.deterministic,
             reused=config.trainer.reused_groups,
+            components=len(config.reward.functions),
             greedy_baseline="baseline_rewards" in required_columns(algorithm.advantage_estimator, algorithm.loss_mode),
         )
         self.training = _Flight(self.groups, config.rollout.temperature, config.trainer.seed)
@@ -427,7 +429,12 @@ class Collector:
         """
         count = len(prompts)
         once = PromptGroups(
-            samples_per_prompt=samples, prompts_per_step=count, max_staleness=0, steps=1, first_uid=-count
+            samples_per_prompt=samples,
+            prompts_per_step=count,
+            max_staleness=0,
+            steps=1,
+            first_uid=-count,
+            components=len(self.config.reward.functions),
         )
         once.add(prompts)
         temperature = 0.0 if greedy else self.config.rollout.temperature
@@ -447,9 +454,12 @@ class Collector:
     def _ship(self, flight: _Flight, version: int | None) -> None:
         limit, whole = self.config.rollout.max_response_length, self.config.trainer.deterministic
         if shipped := flight.groups.ship(version):
+            temperature, seed = flight.temperature, flight.seed
             self.rollout.submit(
                 [
-                    requests_of(group, temperature=flight.temperature, max_tokens=limit, seed=flight.seed, whole=whole)
+                    episodes_of(group, temperature=temperature, seed=seed)
+                    if self.config.rollout.has_environment
+                    else requests_of(group, temperature=temperature, max_tokens=limit, seed=seed, whole=whole)
                     for group in shipped
                 ]
             )
@@ -474,6 +484,7 @@ class Collector:
             await self._changes.until(lambda: self.rollout.pending)
             answers = await self.rollout.poll()
             requests = [flight.groups.generated(answer) for answer in answers for flight in self.in_flight]
+            self._failures_arrived |= any(isinstance(one, Trajectory) and bool(one.error) for one in answers)
             self.rewards.submit([request for request in requests if request is not None])
             if lost := self.rollout.take_lost():
                 self._reissue(lost)

@@ -30,7 +30,7 @@ def correct_answers(groups: Sequence[Group], config: Config) -> dict[int, tuple[
             "data.difficulty: no reward function decides whether an answer is correct, so no prompt has a success; set "
             "`success` for a reward function, or return RewardResult.success"
         )
-    cut = torch.tensor([group.completions[number].finish_reason == "length" for group, number in rows])
+    cut = torch.tensor([group.trajectories[number].finish_reason == "length" for group, number in rows])
     if config.algorithm.suppress_truncated:
         correct = torch.where(cut & ~correct.isnan(), 0.0, correct)
     elif config.algorithm.exclude_truncated:

@@ -12,12 +12,15 @@ groups are shipped for later steps as if those steps reused as many groups as th
 than the staleness bound allows.
 """
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from typing import Any
 
+from rltrain.base.random_streams import stream_seed
+from rltrain.batch.trajectory import Trajectory, Turn
 from rltrain.data.prompts import Prompt
+from workers.environments.messages import EpisodeRequest
 from workers.reward.messages import RewardRequest, SampleScores
 from workers.rollout.messages import Completion, Request
 
@@ -45,7 +48,7 @@ class Group:
         size: number of all answers of the group, including the greedy baseline.
         state: stage of the group in the lifecycle.
         shipped: weight version at the time when the group was first shipped; -1 if the group was not shipped yet.
-        completions: finished answers, by sample number.
+        trajectories: finished trajectories, by sample number. A single answer is a trajectory with one turn.
         results: scores of the answers, by sample number of the answer.
     """
 
@@ -55,7 +58,7 @@ class Group:
     size: int
     state: GroupState = GroupState.PENDING
     shipped: int = -1
-    completions: dict[int, Completion] = field(default_factory=dict)
+    trajectories: dict[int, Trajectory] = field(default_factory=dict)
     results: dict[int, SampleScores] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
@@ -63,38 +66,47 @@ class Group:
 
         The state of a group does not contain the prompt, which is identified by the uid of the group.
         """
-        answers: dict[str, Mapping[int, Any]] = {"completions": self.completions, "results": self.results}
-        return {"uid": self.uid, "shipped": self.shipped} | {
-            name: [asdict(answer) for answer in kept.values()] for name, kept in answers.items()
+        return {
+            "uid": self.uid,
+            "shipped": self.shipped,
+            "trajectories": [one.state_dict(self.prompt.ids) for one in self.trajectories.values()],
+            "results": [asdict(result) for result in self.results.values()],
         }
 
     def load_state_dict(self, state: Mapping[str, Any], *, whole: bool) -> None:
         """Restore the group from a state that `state_dict` returned.
 
         A group whose answers were being generated becomes pending, and keeps its finished answers unless `whole` is
-        True.
+        True. Trajectories whose environment failed are generated again.
         """
         self.shipped = state["shipped"]
-        if whole and len(state["completions"]) < self.size:
+        finished = [one for one in state["trajectories"] if not one["error"]]
+        if whole and len(finished) < self.size:
             return
-        for one in state["completions"]:
-            self.completions[one["key"][1]] = Completion(**one | {"key": tuple(one["key"])})
+        for one in finished:
+            self.trajectories[one["sample"]] = Trajectory.from_state(one, self.prompt.ids)
         for one in state["results"]:
             plain = {"key": tuple(one["key"]), "scores": tuple(one["scores"])}
             self.results[one["key"][1]] = SampleScores(**one | plain)
-        if len(self.completions) == self.size:
+        if len(self.trajectories) == self.size:
             self.state = GroupState.READY if len(self.results) == self.size else GroupState.SCORING
 
     def request(self, number: int) -> RewardRequest:
         """Return the request to score the answer with the sample number `number`."""
-        completion = self.completions[number]
+        trajectory = self.trajectories[number]
         columns = {
             **self.prompt.columns,
-            "finish_reason": completion.finish_reason,
+            "finish_reason": trajectory.finish_reason,
             "prompt_messages": self.prompt.messages,
-            "response_ids": [*completion.token_ids],  # The list is copied, because a reward function may change it.
+            "response_ids": trajectory.sampled_ids(),
         }
-        return RewardRequest(completion.key, self.prompt.text, completion.text, columns)
+        if trajectory.stop_reason:
+            columns |= {
+                "environment_messages": list(trajectory.messages),
+                "stop_reason": trajectory.stop_reason,
+                "environment_reward": trajectory.environment_reward,
+            }
+        return RewardRequest(trajectory.key, self.prompt.text, trajectory.answer, columns)
 
 
 class PromptGroups:
@@ -112,6 +124,7 @@ class PromptGroups:
             because the composition affects rounding. If `whole` is True, all answers of a group are always requested
             together.
         reused: maximum number of a step's places that `reuse` fills with groups of earlier steps.
+        components: number of reward functions, which each score of a failed trajectory needs.
     """
 
     def __init__(
@@ -125,10 +138,11 @@ class PromptGroups:
         first_uid: int = 0,
         whole: bool = False,
         reused: int = 0,
+        components: int = 0,
     ) -> None:
         self.samples_per_prompt, self.prompts_per_step = samples_per_prompt, prompts_per_step
         self.max_staleness, self.steps, self.greedy_baseline = max_staleness, steps, greedy_baseline
-        self.whole, self.reused = whole, reused
+        self.whole, self.reused, self.components = whole, reused, components
         self.groups: dict[int, Group] = {}
         self.used = self.dropped = 0
         self._next_uid = first_uid
@@ -183,7 +197,7 @@ class PromptGroups:
         return [
             group.request(number)
             for group in self.groups.values()
-            for number in group.completions
+            for number in group.trajectories
             if number not in group.results
         ]
 
@@ -212,26 +226,34 @@ class PromptGroups:
                 group.shipped = version
         return shipped
 
-    def generated(self, completion: Completion) -> RewardRequest | None:
-        """Record one finished answer, and return the request to score the answer.
+    def generated(self, answer: Completion | Trajectory) -> RewardRequest | None:
+        """Record one finished answer or trajectory, and return the request to score it.
 
-        Return None if the group does not exist any more, if the group's requests are not sent at the moment, or if
-        the answer is a duplicate.
+        Return None if the group does not exist any more, if the group's requests are not sent at the moment, if the
+        answer is a duplicate, or if the environment of the trajectory failed. A trajectory whose environment failed
+        gets the result of a failed reward.
         """
-        uid, number = completion.key
+        uid, number = answer.key
         group = self.groups.get(uid)
-        if group is None or number in group.completions or group.state is GroupState.PENDING:
+        if group is None or number in group.trajectories or group.state is GroupState.PENDING:
             return None
-        group.completions[number] = completion
-        if len(group.completions) == group.size:
+        trajectory = answer if isinstance(answer, Trajectory) else trajectory_of(group.prompt.ids, answer)
+        if trajectory.error:  # The row of a failed trajectory consists of the prompt alone.
+            trajectory = replace(trajectory, turns=[Turn(group.prompt.ids, (), (), (), "abort")])
+        group.trajectories[number] = trajectory
+        if len(group.trajectories) == group.size:
             group.state = GroupState.SCORING
-        return group.request(number)
+        if not trajectory.error:
+            return group.request(number)
+        failed = SampleScores(trajectory.key, (None,) * self.components, failed=True, error=trajectory.error)
+        self.scored(failed)
+        return None
 
     def scored(self, result: SampleScores) -> None:
         """Record the scores of one answer. A group becomes ready when all its answers are scored."""
         uid, number = result.key
         group = self.groups.get(uid)
-        if group is None or number in group.results or number not in group.completions:
+        if group is None or number in group.results or number not in group.trajectories:
             return
         group.results[number] = result
         if len(group.results) == group.size:
@@ -295,6 +317,19 @@ class PromptGroups:
         return found if len(found) == count and all(group.state in states for group in found) else []
 
 
+def episodes_of(group: Group, *, temperature: float, seed: int) -> list[EpisodeRequest]:
+    """Return one request to run a trajectory in an environment for each missing trajectory of a group."""
+    prompt = group.prompt
+    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
+    return [
+        EpisodeRequest(
+            (group.uid, number), messages, prompt.columns, temperature if number < group.samples else 0.0, seed
+        )
+        for number in range(group.size)
+        if number not in group.trajectories
+    ]
+
+
 def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int, whole: bool = False) -> list[Request]:
     """Return one generation request for each missing answer of a group.
 
@@ -310,19 +345,12 @@ def requests_of(group: Group, *, temperature: float, max_tokens: int, seed: int,
             stream_seed(seed, group.uid, number),
         )
         for number in range(group.size)
-        if whole or number not in group.completions
+        if whole or number not in group.trajectories
     ]
 
 
-def stream_seed(seed: int, uid: int, sample: int) -> int:
-    """Compute a 63-bit seed from (seed, uid, sample): a hash that applies SplitMix64 steps to the three numbers."""
-    state = 0
-    for word in (seed, uid, sample):
-        state = (state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK
-        state = (state ^ (state >> 30)) * 0xBF58476D1CE4E5B9 & _MASK
-        state = (state ^ (state >> 27)) * 0x94D049BB133111EB & _MASK
-        state ^= state >> 31
-    return state >> 1
-
-
-_MASK = (1 << 64) - 1
+def trajectory_of(prompt_ids: Sequence[int], completion: Completion) -> Trajectory:
+    """Convert a prompt and a finished answer to a trajectory with a single turn."""
+    c, (uid, sample) = completion, completion.key
+    turn = Turn(prompt_ids, c.token_ids, c.log_probs, c.versions, c.finish_reason, c.text)
+    return Trajectory(uid, sample, (turn,))

@@ -156,7 +156,7 @@ async def with_model_scores(groups: Sequence[Group], models: Sequence[RewardMode
     for model in models:
         due = [(g, n) for g in groups for n, result in g.results.items() if len(result.scores) == model.number]
         alive = [(g, n) for g, n in due if not g.results[n].failed]
-        found = await model.scores([(group.prompt, group.completions[n].text) for group, n in alive])
+        found = await model.scores([(group.prompt, group.trajectories[n].text) for group, n in alive])
         scores = {(group.uid, n): score for (group, n), score in zip(alive, found, strict=True)}
         for group, n in due:
             result, score = group.results[n], scores.get((group.uid, n))

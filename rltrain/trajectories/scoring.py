@@ -22,7 +22,7 @@ from rltrain.algorithms import (
 from rltrain.base.background_tasks import outside_event_loop
 from rltrain.base.errors import RewardError, described
 from rltrain.batch.data_proto import DataProto
-from rltrain.batch.trajectory import sampled_lengths
+from rltrain.batch.sampled_tokens import sampled_lengths
 from rltrain.rewards.loading import AGGREGATIONS, load_function, source_name
 from rltrain.settings.algorithm_config import AlgorithmConfig, RewardShapingConfig
 from rltrain.settings.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig

@@ -32,7 +32,7 @@ from rltrain.algorithms import (
 from rltrain.algorithms.ratio import safe_log_ratio
 from rltrain.base.errors import EstimatorError, NumericsError, described
 from rltrain.batch.data_proto import COLUMNS, DataProto, offsets_of, positions
-from rltrain.batch.trajectory import sampled_lengths, sampled_tokens
+from rltrain.batch.sampled_tokens import sampled_lengths, sampled_tokens
 from rltrain.settings.algorithm_config import AlgorithmConfig, KLInRewardConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.scoring import (

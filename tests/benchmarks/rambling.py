@@ -55,5 +55,5 @@ def rambling_start() -> Path:
         with recipe._own_random_state(0), recipe._threads(recipe.THREADS):
             model = model_5m()
             recipe._train(model, task, random.Random("rambling"), steps=STEPS, on_step=None)
-            recipe._save(model, path)
+            recipe._save(model, task.tokenizer(), path)
     return path

@@ -22,7 +22,7 @@ FILE = Path(__file__).with_name("torture_rewards.py")
 SPEC = importlib.util.spec_from_file_location("torture_rewards", FILE)
 TORTURE = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(TORTURE)
-LIMIT_S = 1.0
+LIMIT_S = 2.0
 GRACE_S = 20.0  # seconds in which a busy machine can kill and start a process twice
 
 

@@ -21,9 +21,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from rltrain.base.errors import ConfigError, SyncError, WorkerLost
+from rltrain.base.random_streams import stream_seed
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
-from rltrain.trajectories.prompt_groups import stream_seed
 from workers.cluster.leftovers import shared_files
 from workers.cluster.processes import Role
 from workers.placement import ENGINE, spawner

@@ -12,9 +12,9 @@ import torch
 from ranks import built
 from transformers import AutoModelForCausalLM
 
+from rltrain.base.random_streams import stream_seed
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
-from rltrain.trajectories.prompt_groups import stream_seed
 from workers.cluster.processes import Role
 from workers.placement import ENGINE, spawner
 from workers.rollout.hf_engine import distribution_filters

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from rltrain.monitoring.catalogue import METRICS, page
+from tests.chat_model import save_chat_model
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -38,6 +39,12 @@ RUNS = {
     "sequence_masking": [],
     "mopd": [f"algorithm.distillation.teachers=[{TEACHERS}]", "algorithm.distillation.teacher_column=answer"],
     "distill": [f"algorithm.distillation.teachers=[{{{HINT}}}]"],
+    "dr_grpo": [
+        "model.path={folder}/chat",
+        "data=higher_lower",
+        "rollout.max_prompt_length=100",
+        "rollout.max_response_length=150",
+    ],
 }
 EACH = """
 import json, sys
@@ -50,8 +57,15 @@ sys.exit(max(main(words) for words in json.loads(sys.argv[1])))
 def written(tmp_path_factory):
     """Do several short runs, and collect the names of the metrics that they write."""
     folder = tmp_path_factory.mktemp("runs")
+    save_chat_model(folder / "chat")
     every = [
-        [f"algorithm={name}", *words, *TINY, f"trainer.output_dir={folder / name}"] for name, words in RUNS.items()
+        [
+            f"algorithm={name}",
+            *(word.replace("{folder}", str(folder)) for word in words),
+            *TINY,
+            f"trainer.output_dir={folder / name}",
+        ]
+        for name, words in RUNS.items()
     ]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", EACH, json.dumps(every)]

@@ -11,10 +11,10 @@ import torch
 from transformers import AutoModelForCausalLM, Qwen2Config
 
 from rltrain.base.errors import SyncError
+from rltrain.base.random_streams import stream_seed
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, VOCAB_SIZE, char_tokenizer
-from rltrain.trajectories.prompt_groups import stream_seed
 from workers.cluster.processes import Role, results
 from workers.models.fsdp import device
 from workers.models.packed_forward import load_model, pack, policy_output, to_device

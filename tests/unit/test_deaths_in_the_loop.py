@@ -70,7 +70,7 @@ async def test_only_what_is_missing_is_asked_for_again_or_a_whole_batch_where_ro
     made._draw(0)
     async with asyncio.timeout(20):
         engines.answers.put_nowait([engines.answer((0, 0))])
-        while not made.groups.groups[0].completions:
+        while not made.groups.groups[0].trajectories:
             await asyncio.sleep(0)
         assert len(engines.keys) == 1
         engines.lose({0})

@@ -5,12 +5,12 @@ import torch
 from transformers import AutoModelForTokenClassification
 
 from rltrain.algorithms import ADVANTAGE_ESTIMATORS
+from rltrain.base.random_streams import stream_seed
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.batch.row_assignment import minibatches
 from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trainer import Trainer
-from rltrain.trajectories.prompt_groups import stream_seed
 from rltrain.trajectories.scoring import zero_spread
 from tests.in_process_trainer import in_process_trainer, train_prompts
 from tests.policy_weights import weights_of

@@ -114,15 +114,20 @@ class HFEngine:
 
         If the batch has room for all waiting requests, all waiting requests start. If the batch has room for only some
         of the waiting requests, no request starts until the share `JOIN` of all places in the batch is free. If
-        `deterministic` is true, the next prompt group starts when no answer is unfinished.
+        `deterministic` is true, the next prompt group starts when no answer is unfinished. If `deterministic` is true
+        and the run has an environment, each request is a batch of its own, because turns do not arrive together.
         """
         if not self.waiting:
             return []
         running = int(self.batch.live.sum()) if self.batch else 0
         count = self.config.max_concurrent_sequences - running
-        if self.deterministic:
+        if self.deterministic and running:
+            return []
+        if self.deterministic and self.config.has_environment:
+            count = 1
+        elif self.deterministic:
             first = self.waiting[0].key[0]
-            count = 0 if running else min(count, sum(request.key[0] == first for request in self.waiting))
+            count = min(count, sum(request.key[0] == first for request in self.waiting))
         elif count < min(len(self.waiting), self.config.max_concurrent_sequences * JOIN):
             return []
         taken, self.waiting = self.waiting[:count], self.waiting[count:]

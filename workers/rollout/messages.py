@@ -1,6 +1,17 @@
 """Messages to and from a rollout engine."""
 
 from dataclasses import dataclass
+from typing import Protocol
+
+from rltrain.batch.trajectory import Trajectory
+
+
+class HasKey(Protocol):
+    """A request to a replica. Requests for single answers and for trajectories in environments have the same keys."""
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """Key of the request: (prompt group uid, number of the sample in its group)."""
 
 
 @dataclass(frozen=True)
@@ -16,7 +27,7 @@ class Request:
         seed: Seed of the random numbers with which the answer is sampled.
     """
 
-    key: tuple[int, int]
+    key: tuple[int, ...]
     prompt_ids: list[int]
     temperature: float
     max_tokens: int
@@ -37,7 +48,7 @@ class Completion:
         text: Text of the answer up to the first stop string, without special tokens.
     """
 
-    key: tuple[int, int]
+    key: tuple[int, ...]
     token_ids: list[int]
     log_probs: list[float]
     finish_reason: str
@@ -50,3 +61,6 @@ class Completion:
                 f"sample {self.key}: {len(self.token_ids)} tokens, {len(self.log_probs)} log-probs, "
                 f"{len(self.versions)} versions; an engine must return one log-prob and one version per token"
             )
+
+
+Answer = Completion | Trajectory  # What a replica answers: a single answer, or a trajectory in an environment.

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from rltrain.base.background_tasks import BackgroundTasks, Changes, cancelled
 from rltrain.base.errors import RLTrainError, SyncError, WorkerError, WorkerLost
 from workers.cluster.processes import Role, results
-from workers.rollout.messages import Completion, Request
+from workers.rollout.messages import Answer, HasKey
 from workers.rollout.replica import Replica, ReplicaState
 from workers.rollout.worker import RolloutWorker
 from workers.sync.weight_sync import Sends, sync
@@ -48,8 +48,8 @@ class RolloutPool:
         self.changes, self.started, self.asleep = Changes(), False, False
         self._tasks = tasks
         self._lives = [tasks.start(one.live(self), f"rollout replica {one.number}") for one in self.replicas]
-        self._queue: list[Sequence[Request]] = []  # Prompt groups that wait until a replica is ready.
-        self._answers: list[Completion] = []
+        self._queue: list[Sequence[HasKey]] = []  # Prompt groups that wait until a replica is ready.
+        self._answers: list[Answer] = []
         self._lost: set[int] = set()  # Uids of the prompt groups that lost answers when a replica died.
         self._deaths = 0  # Number of replicas that died since the last answer arrived.
         # Arguments of the last `load`, or None if the actor's weights may have changed since that `load`.
@@ -67,7 +67,7 @@ class RolloutPool:
     async def _all_built(self) -> None:
         await self.changes.until(lambda: all(replica.ready for replica in self.replicas))
 
-    def submit(self, groups: Sequence[Sequence[Request]]) -> None:
+    def submit(self, groups: Sequence[Sequence[HasKey]]) -> None:
         """Send the requests of prompt groups to the replicas, without waiting for the answers.
 
         All requests of a prompt group go to one replica, which is the replica with the fewest unfinished answers.
@@ -78,7 +78,7 @@ class RolloutPool:
             self._queue += groups
             return
         load = {replica.number: len(replica.running) for replica in serving}
-        shares: dict[int, list[Request]] = {replica.number: [] for replica in serving}
+        shares: dict[int, list[HasKey]] = {replica.number: [] for replica in serving}
         for requests in groups:
             number = min(load, key=lambda n: (load[n], n))
             shares[number].extend(requests)
@@ -94,7 +94,7 @@ class RolloutPool:
         running = sum(len(replica.running) for replica in self.replicas)
         return running + sum(map(len, self._queue)) + len(self._lost) + len(self._answers)
 
-    async def poll(self) -> list[Completion]:
+    async def poll(self) -> list[Answer]:
         """Wait until an answer is finished or a prompt group is lost, and return the answers in order of arrival."""
         await self.changes.until(lambda: self._answers or self._lost)
         found, self._answers = self._answers, []
@@ -215,16 +215,23 @@ class RolloutPool:
         self.changes.notify()
         await self.changes.until(lambda: not self.asleep)
 
-    def deliver(self, answers: Sequence[Completion]) -> None:
+    def deliver(self, answers: Sequence[Answer]) -> None:
         """Store the finished answers of a replica until `poll` returns them."""
         if answers:
             self._deaths = 0
             self._answers += answers
             self.changes.notify()
 
+    def lose(self, uids: set[int]) -> None:
+        """Report prompt groups as lost, which the caller of the pool must submit again."""
+        self._lost |= uids
+        self.changes.notify()
+
     async def close(self) -> None:
         """End the replicas' tasks, and close all engines that are built."""
         await cancelled(*self._lives)
+        for replica in self.replicas:
+            replica.close()
         ready = [replica.role for replica in self.replicas if replica.ready]
         with contextlib.suppress(RLTrainError):
             await results([role.start(RolloutWorker.close) for role in ready])

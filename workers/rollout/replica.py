@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Protocol
+from typing import Protocol, cast
 
 from rltrain.base.background_tasks import Changes
 from rltrain.base.errors import SyncError, WorkerError, WorkerLost
 from workers.cluster.processes import Pending, Role, progress_required, results, results_in
-from workers.rollout.messages import Completion, Request
+from workers.rollout.messages import Answer, Completion, HasKey, Request
 from workers.rollout.worker import RolloutWorker
 
 # Seconds after which `poll` returns even without finished answers. A replica in the driver's process uses the shorter
@@ -54,8 +54,11 @@ class Owner(Protocol):
     changes: Changes
     started: bool
 
-    def deliver(self, answers: Sequence[Completion]) -> None:
+    def deliver(self, answers: Sequence[Answer]) -> None:
         """Receive finished answers from a replica."""
+
+    def lose(self, uids: set[int]) -> None:
+        """Learn that the unfinished answers of prompt groups were lost."""
 
     async def replacement_allowed(self, replica: "Replica", how: str) -> None:
         """Record the death of a replica, and wait until a new process may replace the dead process.
@@ -83,7 +86,7 @@ class Replica:
 
     def __init__(self, number: int, start: Callable[[], Building], *, start_timeout_s: float = math.inf) -> None:
         self.number, self.start_timeout_s, self._start = number, start_timeout_s, start
-        self.running: set[tuple[int, int]] = set()
+        self.running: set[tuple[int, ...]] = set()
         self._aborts = 0
         self._begin()
 
@@ -110,10 +113,13 @@ class Replica:
                 self.role.process.kill()
                 self._begin()
 
-    def submit(self, requests: Sequence[Request]) -> None:
+    def submit(self, requests: Sequence[HasKey]) -> None:
         """Send requests to the engine, without waiting for a reply. An error of the engine ends the replica's task."""
         self.running.update(request.key for request in requests)
-        self._sent.append(self.role.start(RolloutWorker.submit, requests))
+        self._sent.append(self.role.start(RolloutWorker.submit, cast(Sequence[Request], requests)))
+
+    def close(self) -> None:
+        """Release what the replica holds besides its process. A plain replica holds nothing."""
 
     def drop(self) -> None:
         """Forget all unfinished requests, so that no answers to these requests are delivered to the pool."""

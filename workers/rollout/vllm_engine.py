@@ -117,7 +117,7 @@ def sampling_params(request: Request, stop_ids: Sequence[int], config: RolloutCo
     )
 
 
-def completion_of(output: RequestOutput, key: tuple[int, int]) -> Completion:
+def completion_of(output: RequestOutput, key: tuple[int, ...]) -> Completion:
     """Convert a finished vLLM output to a `Completion`. Tokens sampled before the first weight sync have version 0."""
     answer = output.outputs[0]
     ids = list(answer.token_ids)
@@ -151,7 +151,7 @@ class Growing:
             are not added.
     """
 
-    def __init__(self, key: tuple[int, int], strings: StopStrings) -> None:
+    def __init__(self, key: tuple[int, ...], strings: StopStrings) -> None:
         self.key, self.strings, self.ended = key, strings, False
         self.ids: list[int] = []
         self.log_probs: list[float] = []
@@ -206,7 +206,7 @@ class InProcessVLLM:
         self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
         self.config, self.stop_ids, self.version = config, list(stop_ids), 0
         self.strings = stop_strings(config.stop, path)
-        self.keys: dict[str, tuple[int, int]] = {}
+        self.keys: dict[str, tuple[int, ...]] = {}
         self.growing: dict[str, Growing] = {}  # Unfinished answers by vLLM's request id, if there are stop strings.
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -362,7 +362,7 @@ class AsyncVLLM:
     ) -> None:
         self.config, self.stop_ids, self.strings = config, list(stop_ids), stop_strings(config.stop, path)
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
-        self.keys: dict[str, tuple[int, int]] = {}  # Maps vLLM's unique request ids to the keys of the requests.
+        self.keys: dict[str, tuple[int, ...]] = {}  # Maps vLLM's unique request ids to the keys of the requests.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
         self.pulse: ConcurrentFuture[Any] | None = None  # Pending heartbeat call to the engine core.
@@ -421,7 +421,7 @@ class AsyncVLLM:
         except Exception as error:
             self.answers.put((name, error))
 
-    def _completion(self, output: RequestOutput, key: tuple[int, int], growing: Growing | None) -> Completion:
+    def _completion(self, output: RequestOutput, key: tuple[int, ...], growing: Growing | None) -> Completion:
         """Return the finished answer to a request, given vLLM's last output for the request."""
         if growing is None:
             return completion_of(output, key)

@@ -12,6 +12,8 @@ from rltrain.base import trace
 from rltrain.settings.schema import Config
 from workers.rollout.messages import Completion, Request
 from workers.rollout.stop_strings import text_before
+from workers.rollout.turn_server import turn_server
+from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
 from workers.sync.buckets import Bucket
 from workers.sync.receiver import Loads, Receiver
 
@@ -67,6 +69,7 @@ class RolloutWorker:
         path: Model directory in Hugging Face format.
         stop_ids: Ids of the model's end tokens.
         threaded: Whether the engine has its own thread.
+        turn_format: How turns of trajectories are written and read; None if answers are trajectories of one turn.
 
     Attributes:
         records_events: Always True, because the class `RolloutWorker` itself records its calls as events of the
@@ -75,18 +78,27 @@ class RolloutWorker:
 
     records_events = True
 
-    def __init__(self, config: Config, path: str, stop_ids: Sequence[int], *, threaded: bool) -> None:
+    def __init__(
+        self,
+        config: Config,
+        path: str,
+        stop_ids: Sequence[int],
+        *,
+        threaded: bool,
+        turn_format: TurnFormat | None = None,
+    ) -> None:
         from transformers import AutoTokenizer
 
         self.tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
         self.stops = config.rollout.stop
+        self.turns = None if turn_format is None else turn_server(self.tokenizer, turn_format, stop_ids)
         self.finished: list[Completion] = []
         self.receiver = Receiver()
         self.news = threading.Condition()
         self.commands: queue.Queue[tuple[Callable[[], Any], Future[Any]]] = queue.Queue()
         self.error: BaseException | None = None
         self.closed, self.aborts, self.began = False, 0, 0.0
-        self.submitted: dict[tuple[int, int], int] = {}  # Arrival time of each unfinished request.
+        self.submitted: dict[tuple[int, ...], int] = {}  # Arrival time of each unfinished request.
         module, _, name = ENGINES[config.rollout.engine].partition(":")
 
         def build() -> None:
@@ -136,6 +148,36 @@ class RolloutWorker:
             taken, self.finished = self.finished, []
         return taken
 
+    def submit_turns(self, client: str, requests: Sequence[TurnRequest]) -> None:
+        """Queue turns of trajectories for an environment process, without waiting for the results."""
+        assert self.turns is not None, "the run has no environments"
+        added, ended = self.turns.begin(client, requests)
+        if added:
+            self.submit(added)
+        with self.news:
+            self.turns.store(client, ended)
+            self.news.notify_all()
+
+    def poll_turns(self, client: str, timeout_s: float) -> list[TurnResult]:
+        """Return the finished turns of an environment process, and wait up to `timeout_s` seconds for the first turn.
+
+        Raises:
+            SyncError: The last weight sync failed.
+            BaseException: A generation step has failed, and the engine's error is raised.
+        """
+        turns = self.turns
+        assert turns is not None, "the run has no environments"
+        if self.thread is None:
+            deadline = time.monotonic() + timeout_s
+            while not turns.has(client) and self.receiver.whole and self.engine.busy and time.monotonic() < deadline:
+                self._step()
+        with self.news:
+            aborts, patience = self.aborts, timeout_s if self.thread else 0
+            self.news.wait_for(lambda: turns.has(client) or self.error or self.aborts != aborts, patience)
+            if self.error:
+                raise self.error
+            return turns.take(client)
+
     def _linger_s(self) -> float:
         return max(LINGER_S, min(LONGEST_LINGER_S, LINGER_SHARE * (time.monotonic() - self.began)))
 
@@ -145,6 +187,8 @@ class RolloutWorker:
         self.submitted.clear()
         with self.news:
             self.finished, self.aborts = [], self.aborts + 1
+            if self.turns is not None:
+                self.turns.abort()
             self.news.notify_all()  # A `poll` in another thread must stop waiting.
 
     def sleep(self) -> bool:
@@ -246,6 +290,11 @@ class RolloutWorker:
         if not completions:
             return
         self._record(completions)
+        if self.turns is not None:
+            with self.news:
+                self.turns.deliver(completions)
+                self.news.notify_all()
+            return
         texts = self.tokenizer.batch_decode([c.token_ids for c in completions], skip_special_tokens=True)
         texts = [text_before(text, self.stops) for text in texts]
         ready = [Completion(**{**vars(c), "text": text}) for c, text in zip(completions, texts, strict=True)]

@@ -2,7 +2,8 @@ import pytest
 import torch
 
 from rltrain.batch.data_proto import DataProto, jagged
-from rltrain.batch.trajectory import NOT_SAMPLED, Trajectory, Turn, sampled_lengths, sampled_tokens
+from rltrain.batch.sampled_tokens import sampled_lengths, sampled_tokens
+from rltrain.batch.trajectory import NOT_SAMPLED, Trajectory, Turn
 
 
 def turn(observation, action, *, version=0, reason="stop", text="") -> Turn:

@@ -45,6 +45,18 @@ def test_chats_are_rendered_as_the_tokenizer_renders_them(templates, template, p
 
 
 @pytest.mark.parametrize(
+    "template",
+    ["{{ tools | tojson }}", {"default": "no", "tool_use": "{{ tools | tojson }}"}, {"default": "a", "rag": "b"}],
+)
+def test_tools_are_rendered_as_the_tokenizer_renders_them(templates, template):
+    chosen, tools = tokenizer(template), [{"type": "function", "function": {"name": "add"}}]
+    expected = chosen.apply_chat_template(CHATS[:1], tools=tools, tokenize=False)
+    assert list(templates.render(chosen, CHATS[:1], add_generation_prompt=False, tools=tools)) == expected
+    without = chosen.apply_chat_template(CHATS[:1], tokenize=False)
+    assert list(templates.render(chosen, CHATS[:1], add_generation_prompt=False)) == without
+
+
+@pytest.mark.parametrize(
     ("template", "said"),
     [
         ("{{ raise_exception('no system role') }}", "no system role"),

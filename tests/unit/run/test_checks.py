@@ -100,6 +100,10 @@ def test_every_algorithm_passes(algorithm):
         (["placement.actor_ranks=3"], "placement.actor_ranks=3: more than the 2 CPU cores of this machine; use fewer"),
         (["placement.rollout_replicas=3"], "placement.rollout_replicas=3: more than the 2 CPU cores"),
         (["rollout.vllm.tensor_parallel_size=4"], "x rollout.vllm.tensor_parallel_size=4: more than the 2 CPU cores"),
+        (["rollout.environment=a.py:A", "rollout.stop=x"], "rollout.stop=['x'] with an environment or tools"),
+        (["rollout.tools=a.py:f", "rollout=stored", "rollout.run=r"], "tools with rollout.engine=stored"),
+        (["data=lookup", "data.special_tokens=allow"], "data.special_tokens=allow with rollout.environment"),
+        (["reward.functions=[environment_reward]"], "'environment_reward' is the reward that an environment gives"),
         (["trainer.output_dir=' '"], "trainer.output_dir is empty; name a folder"),
     ],
 )
@@ -172,8 +176,8 @@ def test_in_a_ray_job_the_output_folder_must_be_absolute(tmp_path, monkeypatch):
 def test_a_file_of_ones_own_needs_a_model_of_ones_own(tmp_path):
     (tmp_path / "my.jsonl").touch()
     assert (
-        "the tiny model knows only the built-in tasks (builtin:median, builtin:sort); give model.path=DIR"
-        in refusal("data.train=my.jsonl")
+        "the tiny model knows only the built-in tasks (builtin:median, builtin:sort, "
+        "builtin:lookup, builtin:higher_lower); give model.path=DIR" in refusal("data.train=my.jsonl")
     )
 
 

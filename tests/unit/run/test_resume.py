@@ -235,8 +235,11 @@ GOOD = {
             "next_uid": 128, "used": 127, "dropped": 0,
             "groups": [{
                 "uid": 127, "shipped": 2, "results": [],
-                "completions": [{"key": [127, 0], "token_ids": [1], "log_probs": [-1.0], "finish_reason": "stop",
-                                 "versions": [2], "text": "a"}],
+                "trajectories": [{
+                    "uid": 127, "sample": 0, "stop_reason": "", "messages": [], "reward": None, "error": "",
+                    "turns": [{"action_ids": [1], "log_probs": [-1.0], "versions": [2], "finish_reason": "stop",
+                               "text": "a", "reward": None}],
+                }],
             }],
         },
     },

@@ -13,10 +13,11 @@ from rltrain.run.checks import check
 from rltrain.settings import config_groups
 from rltrain.settings.algorithm_config import CorrectionConfig
 from rltrain.settings.command_line import EXAMPLES, Args, parse_args, usage
-from rltrain.settings.compose import compose, profile_defaults
+from rltrain.settings.compose import choices_of, compose, profile_defaults
 from rltrain.settings.config_groups import choices, config_dir, group_names
-from rltrain.settings.schema import Config, LoRAConfig
+from rltrain.settings.schema import Config, LoRAConfig, RolloutConfig
 from rltrain.settings.typed import keys
+from rltrain.tasks import TASKS
 from rltrain.trajectories.token_rewards import with_all_knobs
 from tests.presets import NEEDED, preset
 
@@ -88,8 +89,14 @@ def test_free_text_that_cannot_be_used_is_refused():
     assert "holds a key, token or password" in refusal("data.system_prompt=hf_" + "a1B2" * 9)
 
 
+CONVERSATIONS = ("data=lookup", "data=higher_lower", "profile=conversation")
+HAS_ENVIRONMENTS = hasattr(RolloutConfig, "has_environment")
+
+
 @pytest.mark.parametrize("choice", [f"{group}={choice}" for group in group_names() for choice in choices(group)])
 def test_every_choice_of_every_group_composes(choice):
+    if choice in CONVERSATIONS and not HAS_ENVIRONMENTS:
+        pytest.skip("rollout.environment does not exist yet")
     needed = NEEDED.get(choice.removeprefix("algorithm="), [])
     compose([choice, "rollout=hf"] if choice == "placement=inprocess" else [choice, *needed])
 
@@ -350,6 +357,35 @@ def test_the_values_that_the_profile_gave_are_those_that_nobody_has_set(tmp_path
     assert found["rollout.max_response_length"] == 1024
     assert not {"actor.lr", "trainer.total_steps"} & found.keys()
     assert profile_defaults([])["rollout.max_response_length"] == 16
+
+
+@pytest.mark.skipif(not HAS_ENVIRONMENTS, reason="rollout.environment does not exist yet")
+@pytest.mark.parametrize("task", [TASKS["lookup"], TASKS["higher_lower"]], ids=lambda task: task.name)
+def test_a_task_with_several_turns_comes_with_its_environment_and_profile(task):
+    config, _ = compose([f"data={task.name}"])
+    assert (config.data.train, config.profile) == (f"builtin:{task.name}", "conversation")
+    assert (config.rollout.environment, config.rollout.max_turns) == (task.environment, task.max_turns)
+    assert config.rollout.max_prompt_length >= task.max_prompt_length
+    assert config.rollout.max_response_length >= task.max_response_length
+    assert [function.path for function in config.reward.functions] == [task.reward]
+    own, _ = compose([f"data={task.name}", "model.path=x"])
+    assert (own.rollout.environment, own.profile) == (task.environment, "instruct")
+
+
+@pytest.mark.parametrize(
+    ("words", "profile"),
+    [
+        (["data=lookup"], "conversation"),
+        (["data=higher_lower"], "conversation"),
+        (["data=lookup", "model.path=x"], "instruct"),
+        (["data=lookup", "profile=demo"], "demo"),
+        (["data=sort"], None),
+        (["data=lookup", "data=median"], None),
+    ],
+)
+def test_the_profile_follows_the_model_and_the_task_unless_one_is_chosen(words, profile):
+    chosen = dict(choice.split("=") for choice in choices_of(words))
+    assert chosen.get("profile") == profile
 
 
 def test_the_reward_follows_the_task():

@@ -34,6 +34,7 @@ CHANGEABLE = {
     "model.cpu_offload",
     "placement.actor_ranks",
     "placement.address",
+    "placement.environment_workers",
     "placement.launcher",
     "placement.reward_spares",
     "placement.reward_workers",

@@ -9,16 +9,11 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rltrain.tasks import TASKS, tiny_model
-from rltrain.tasks.tiny_model import cache_root, cached_start, make_start, messy_batch
+from rltrain.tasks.tiny_model import IGNORED, cache_root, cached_start, make_start, messy_batch
 from rltrain.tasks.tokenizer import EOS_ID, PAD_ID
 
 MEDIAN = TASKS["median"]
 STEPS = 2
-
-
-@pytest.fixture(autouse=True)
-def small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tiny_model, "BATCH_SIZE", 32)
 
 
 @pytest.fixture
@@ -98,8 +93,12 @@ def test_an_interrupted_start_leaves_nothing_behind(tmp_path: Path) -> None:
 
 
 def test_supervised_rows_are_prompt_answer_and_end() -> None:
-    batch = messy_batch(MEDIAN, Random(0), 64)
+    pairs = messy_batch(MEDIAN, MEDIAN.tokenizer(), Random(0), 64)
+    batch = [ids for ids, _ in pairs]
     assert sum(len(ids) for ids in batch) == 64
+    for ids, labels in pairs:
+        assert (labels[:, :8] == IGNORED).all()
+        assert torch.equal(labels[:, 8:], ids[:, 8:])
     # the lengths belong to a guess, an answer with a scratch pad, and an answer that never ends
     assert [ids.shape[1] for ids in batch] == [11, 18, 24]
     for ids in batch:
@@ -112,10 +111,10 @@ def test_supervised_rows_are_prompt_answer_and_end() -> None:
 
 def test_the_loss_is_that_of_the_answers_tokens_alone() -> None:
     model = tiny_model.tiny_model()
-    ids = messy_batch(MEDIAN, Random(0), 8)[0]
+    ids, labels = messy_batch(MEDIAN, MEDIAN.tokenizer(), Random(0), 8)[0]
     with torch.no_grad():
         log_probs = model(input_ids=ids).logits.double().log_softmax(-1)
-        loss = tiny_model._answer_loss(model, ids, 8)
+        loss = tiny_model._answer_loss(model, ids, labels)
     expected = -sum(log_probs[row, t - 1, ids[row, t]] for row in range(len(ids)) for t in range(8, ids.shape[1]))
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
 

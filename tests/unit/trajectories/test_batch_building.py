@@ -4,8 +4,8 @@ import torch
 from rltrain.batch.data_proto import jagged
 from rltrain.batch.trajectory import Trajectory, Turn
 from rltrain.data.prompts import Prompt
-from rltrain.trajectories.batch_building import answers_of, batch_of, trajectory_of
-from rltrain.trajectories.prompt_groups import Group
+from rltrain.trajectories.batch_building import answers_of, batch_of
+from rltrain.trajectories.prompt_groups import Group, trajectory_of
 from workers.rollout.messages import Completion
 
 ANSWER = Completion((3, 1), [5, 6, 7], [-0.5, -1.0, -1.5], "length", [2, 2, 3], "567")
@@ -67,8 +67,9 @@ def test_a_version_below_0_is_no_sampled_tokens():
 def test_answers_of_groups_are_sorted_and_carry_their_prompts():
     prompts = [Prompt(n, f"prompt {n}", [n + 1], {}) for n in range(2)]
     groups = [
-        Group(uid, prompts[uid], 1, 2, completions={
-            n: Completion((uid, n), [10 * uid + n], [-1.0], "stop", [0], f"{uid}/{n}") for n in (1, 0)
+        Group(uid, prompts[uid], 1, 2, trajectories={
+            n: trajectory_of([uid + 1], Completion((uid, n), [10 * uid + n], [-1.0], "stop", [0], f"{uid}/{n}"))
+            for n in (1, 0)
         })
         for uid in (1, 0)
     ]  # fmt: skip

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from rltrain.base.errors import RewardError
+from rltrain.base.random_streams import stream_seed
 from rltrain.batch.data_proto import DataProto
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.trajectories.batch_building import to_batch
 from rltrain.trajectories.collector import EVAL_SEED, Collector
-from rltrain.trajectories.prompt_groups import Group, GroupState, stream_seed
+from rltrain.trajectories.prompt_groups import Group, GroupState, trajectory_of
 from rltrain.trajectories.scoring import on_last_token
 from tests.collecting import collect
 from tests.fakes import Immortal, Waiting, turns
@@ -327,8 +328,9 @@ async def test_rewards_of_which_none_applies_are_named_so(collector):
 
 
 def group(uid, scores, *, tokens=((1, 2), (3,)), failed=()) -> Group:
-    completions = {
-        n: Completion((uid, n), list(ids), [-0.5] * len(ids), "stop", [0] * len(ids)) for n, ids in enumerate(tokens)
+    trajectories = {
+        n: trajectory_of(PROMPTS[uid].ids, Completion((uid, n), list(ids), [-0.5] * len(ids), "stop", [0] * len(ids)))
+        for n, ids in enumerate(tokens)
     }
     results = {
         n: SampleScores(
@@ -336,7 +338,7 @@ def group(uid, scores, *, tokens=((1, 2), (3,)), failed=()) -> Group:
         )
         for n, values in enumerate(scores)
     }
-    return Group(uid, PROMPTS[uid], len(tokens), len(tokens), GroupState.READY, 0, completions, results)
+    return Group(uid, PROMPTS[uid], len(tokens), len(tokens), GroupState.READY, 0, trajectories, results)
 
 
 def with_placed_scores(batch) -> DataProto:

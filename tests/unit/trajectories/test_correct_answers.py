@@ -5,7 +5,7 @@ import pytest
 from rltrain.base.errors import RewardError
 from rltrain.settings.compose import compose
 from rltrain.trajectories.correct_answers import correct_answers
-from rltrain.trajectories.prompt_groups import Group
+from rltrain.trajectories.prompt_groups import Group, trajectory_of
 from tests.unit.trajectories.test_prompt_groups import prompt
 from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
@@ -22,7 +22,8 @@ def group(uid, *answers, size=None):
     """Make a group from pairs (scores, finish reason); the scores are None if the reward failed."""
     made = Group(uid, prompt(uid), size or len(answers), len(answers))
     for number, (scores, reason) in enumerate(answers):
-        made.completions[number] = Completion((uid, number), [3] * 8, [-0.5] * 8, reason, [0] * 8, "")
+        answer = Completion((uid, number), [3] * 8, [-0.5] * 8, reason, [0] * 8, "")
+        made.trajectories[number] = trajectory_of([1], answer)
         failed = scores is None
         made.results[number] = SampleScores((uid, number), scores or (None, None), failed=failed)
     return made

@@ -1,7 +1,8 @@
 import pytest
 
+from rltrain.base.random_streams import stream_seed
 from rltrain.data.prompts import Prompt
-from rltrain.trajectories.prompt_groups import GroupState, PromptGroups, requests_of, stream_seed
+from rltrain.trajectories.prompt_groups import GroupState, PromptGroups, requests_of
 from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
 
@@ -68,7 +69,7 @@ def test_G3_scores_go_to_their_own_samples_whatever_the_order():
         made.scored(score(*key, value=10 * key[0] + key[1]))
     for group in made.take(2):
         for number in range(3):
-            assert group.completions[number].text == f"answer {(group.uid, number)}"
+            assert group.trajectories[number].text == f"answer {(group.uid, number)}"
             assert group.results[number].scores == (10 * group.uid + number,)
 
 
@@ -79,7 +80,7 @@ def test_second_copies_and_answers_of_gone_groups_are_ignored():
     made.scored(score(0, 0, 1.0))
     made.scored(score(0, 0, 2.0))
     made.scored(score(0, 1))  # a score whose sample has not arrived yet is ignored
-    assert made.groups[0].completions[0].text == "first"
+    assert made.groups[0].trajectories[0].text == "first"
     assert {n: r.scores for n, r in made.groups[0].results.items()} == {0: (1.0,)}
     made.drop(0, replace=True)
     assert made.generated(completion(0, 1)) is None
@@ -90,7 +91,7 @@ def test_second_copies_and_answers_of_gone_groups_are_ignored():
 def test_an_answer_before_shipping_is_ignored():
     made = groups(ship=False)
     assert made.generated(completion(0, 0)) is None
-    assert made.groups[0].completions == {}
+    assert made.groups[0].trajectories == {}
 
 
 def test_a_reissued_group_keeps_its_answers_and_scores_and_asks_for_the_rest():
@@ -106,7 +107,7 @@ def test_a_reissued_group_keeps_its_answers_and_scores_and_asks_for_the_rest():
     made.generated(completion(0, 1, version=1))
     made.scored(score(0, 1))
     (group,) = made.take(1)
-    assert (group.shipped, [c.versions for _, c in sorted(group.completions.items())]) == (0, [[0], [1]])
+    assert (group.shipped, [one.versions() for _, one in sorted(group.trajectories.items())]) == (0, [[0], [1]])
     assert [group.results[number].scores for number in (0, 1)] == [(7.0,), (1.0,)]
 
 

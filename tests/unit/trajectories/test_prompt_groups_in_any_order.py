@@ -45,7 +45,7 @@ class Life(RuleBasedStateMachine):
         self.added += count
         for group in self.groups.ship(self.version):
             assert self.age(group) <= self.staleness, "will be older than max_staleness when its step comes"
-            missing = [number for number in range(group.size) if number not in group.completions]
+            missing = [number for number in range(group.size) if number not in group.trajectories]
             self.generating += [(group.uid, number, self.version) for number in missing]
 
     @precondition(lambda self: self.generating)
@@ -97,12 +97,12 @@ class Life(RuleBasedStateMachine):
         taken = self.groups.take(self.places())
         assert taken in ([], answered)
         for group in taken:
-            assert set(group.completions) == set(group.results) == set(range(self.samples))
+            assert set(group.trajectories) == set(group.results) == set(range(self.samples))
             for number in range(self.samples):
-                answer, result = group.completions[number], group.results[number]
+                answer, result = group.trajectories[number], group.results[number]
                 assert answer.key == result.key == (group.uid, number)
                 assert result.scores == (100 * group.uid + number,)
-                assert self.version - min(answer.versions) <= self.staleness, "older than max_staleness"
+                assert self.version - min(answer.versions()) <= self.staleness, "older than max_staleness"
             assert self.version - group.shipped <= self.staleness
             self.used.append(group.uid)
         self.version += bool(taken)
@@ -161,7 +161,7 @@ def test_the_staleness_bound_is_reached_and_never_passed(staleness):
             made.generated(completion(uid, number, sampled))
             made.scored(score(uid, number))
         if taken := made.take(2):
-            ages |= {version - v for group in taken for c in group.completions.values() for v in c.versions}
+            ages |= {version - v for group in taken for c in group.trajectories.values() for v in c.versions()}
             version += 1
     assert max(ages) == staleness
     assert (added, running) == (120, [])  # every generated group was used by a step

@@ -4,14 +4,14 @@ import json
 
 import pytest
 
-from rltrain.trajectories.prompt_groups import Group, GroupState
+from rltrain.trajectories.prompt_groups import Group, GroupState, trajectory_of
 from rltrain.trajectories.reuse_buffer import ReuseBuffer
 from tests.unit.trajectories.test_prompt_groups import completion, prompt, score
 
 
 def group(uid, *, answers=2, shipped=0):
     made = Group(uid, prompt(uid), 2, 2, shipped=shipped)
-    made.completions = {number: completion(uid, number, shipped) for number in range(answers)}
+    made.trajectories = {number: trajectory_of([1], completion(uid, number, shipped)) for number in range(answers)}
     made.results = {number: score(uid, number, float(number)) for number in range(answers)}
     made.state = GroupState.READY
     return made

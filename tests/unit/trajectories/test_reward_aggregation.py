@@ -12,7 +12,7 @@ from rltrain.monitoring.step_metrics import sample_metrics
 from rltrain.rewards.loading import check_aggregation
 from rltrain.settings.compose import compose
 from rltrain.trajectories.batch_building import to_batch
-from rltrain.trajectories.prompt_groups import Group, GroupState
+from rltrain.trajectories.prompt_groups import Group, GroupState, trajectory_of
 from rltrain.trajectories.scoring import on_last_token, shaped_scores
 from workers.reward.messages import SampleScores
 from workers.rollout.messages import Completion
@@ -101,13 +101,14 @@ def batch(config, *groups, failed=()):
     made = []
     for uid, rows in enumerate(groups):
         keys = [(uid, n) for n in range(len(rows))]
-        completions = {n: Completion(key, [5, 6], [-1.0] * 2, "stop", [0] * 2) for n, key in enumerate(keys)}
+        answers = [Completion(key, [5, 6], [-1.0] * 2, "stop", [0] * 2) for key in keys]
+        trajectories = {n: trajectory_of([1], answer) for n, answer in enumerate(answers)}
         results = {n: SampleScores(key, row) for n, (key, row) in enumerate(zip(keys, rows, strict=True))}
         for number in range(len(rows)):
             if (uid, number) in failed:
                 results[number] = SampleScores((uid, number), (None, None), failed=True, failed_function=1)
         made.append(
-            Group(uid, Prompt(uid, "p", [1], {}), len(rows), len(rows), GroupState.READY, 0, completions, results)
+            Group(uid, Prompt(uid, "p", [1], {}), len(rows), len(rows), GroupState.READY, 0, trajectories, results)
         )
     return to_batch(made, config.reward.functions)
 

@@ -14,7 +14,7 @@ from rltrain.settings.reward_config import RewardModelConfig
 from rltrain.tasks.tokenizer import EOS_ID, char_tokenizer
 from rltrain.trajectories.batch_building import to_batch
 from rltrain.trajectories.collector import Collector
-from rltrain.trajectories.prompt_groups import Group, GroupState
+from rltrain.trajectories.prompt_groups import Group, GroupState, trajectory_of
 from rltrain.trajectories.reward_models import RewardModel, with_model_scores
 from tests.collecting import collect, collect_with_metrics
 from tests.fakes import Waiting
@@ -61,13 +61,14 @@ async def read_by(made: RewardModel, prompt: Prompt, response: str) -> str:
 
 
 def group(uid, scores, texts, failed=()) -> Group:
-    completions = {n: Completion((uid, n), [1], [-0.5], "stop", [0], text) for n, text in enumerate(texts)}
+    answers = {n: Completion((uid, n), [1], [-0.5], "stop", [0], text) for n, text in enumerate(texts)}
+    trajectories = {n: trajectory_of([1], answer) for n, answer in answers.items()}
     results = {
         n: SampleScores((uid, n), (None,), True, "broke", 0) if n in failed else SampleScores((uid, n), (score,))
         for n, score in enumerate(scores)
     }
     return Group(
-        uid, Prompt(uid, f"p{uid}", [1], {}), len(texts), len(texts), GroupState.READY, 0, completions, results
+        uid, Prompt(uid, f"p{uid}", [1], {}), len(texts), len(texts), GroupState.READY, 0, trajectories, results
     )
 
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from rltrain.algorithms import ADVANTAGE_ESTIMATORS, columns_of
 from rltrain.base.errors import EstimatorError
 from rltrain.batch.data_proto import DataProto
-from rltrain.batch.trajectory import Trajectory, Turn, sampled_lengths, sampled_tokens
+from rltrain.batch.sampled_tokens import sampled_lengths, sampled_tokens
+from rltrain.batch.trajectory import Trajectory, Turn
 from rltrain.data.prompts import Prompt
 from rltrain.monitoring.step_metrics import entropy_estimate, log_prob_gap, sample_metrics, staleness_metrics
 from rltrain.settings.compose import compose

@@ -1,0 +1,22 @@
+"""Functions that find the response tokens of a batch that the policy sampled, as opposed to tokens of observations."""
+
+import torch
+from torch import Tensor
+
+from rltrain.batch.data_proto import DataProto
+from rltrain.batch.trajectory import NOT_SAMPLED
+
+
+def sampled_tokens(batch: DataProto) -> Tensor:
+    """Return a bool tensor (N,) that says for each response token whether the policy sampled the token.
+
+    Unlike `response_mask`, the result of `sampled_tokens` is also True for the sampled tokens of rows that are not
+    trained on.
+    """
+    return batch.values("policy_version") != NOT_SAMPLED
+
+
+def sampled_lengths(batch: DataProto) -> Tensor:
+    """Return an int64 tensor (B,) with the number of response tokens of each row that the policy sampled."""
+    counts = sampled_tokens(batch).cumsum(0)
+    return torch.cat([counts.new_zeros(1), counts])[batch.offsets("policy_version")].diff()

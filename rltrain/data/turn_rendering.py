@@ -1,0 +1,326 @@
+"""Rendering of conversations of several turns, so that sampled token ids are never decoded and encoded again.
+
+A context grows only at its end: the prompt's ids, the ids that the policy sampled, the ids of an *observation*, the
+next sampled ids, and so on. An observation is what the chat template writes between two answers of the assistant: the
+end of the first answer, as far as the policy did not sample it, the new messages, and the text that opens the next
+answer.
+
+The text of an observation is a difference. A short conversation is rendered: a user's message, an *anchor*, which is an
+answer that ends with a known word, and the new messages. The observation is the text after the known word. If the new
+messages start with results of tools, the anchor calls these tools, because some templates require that. Only the
+difference is tokenized. `rltrain.data.turn_probe` checks at the start of a run that the ids of a row agree with the
+template's rendering of the whole conversation.
+"""
+
+import functools
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from rltrain.data.chat_templates import ChatTemplates, TemplateError
+from rltrain.data.control_tokens import ControlTokenError, ControlTokens
+from rltrain.data.prompt_encoding import one_bos
+
+Message = Mapping[str, Any]
+
+_USER = {"role": "user", "content": "a"}
+_PLAIN_NAME = re.compile(r"[\w.-]{1,64}")
+_SURROGATES = re.compile("[\ud800-\udfff]")  # Half of a surrogate pair is not valid Unicode.
+_PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # ControlTokens uses these characters itself.
+_ANCHORS = 1024  # Number of anchors that are kept.
+
+
+@dataclass(frozen=True)
+class Anchor:
+    """An answer of the assistant that stands for the sampled answer before an observation.
+
+    Attributes:
+        message: the assistant's message.
+        marks: how often the known word occurs in the rendered message.
+        markup: text that belongs to the answer after the last occurrence of the known word, such as the end of a call.
+        closing: text that the template writes after the answer if no other message follows.
+    """
+
+    message: Message
+    marks: int
+    markup: str
+    closing: str
+
+
+class TurnRenderer:
+    """Renders and tokenizes prompts and observations with a tokenizer's chat template.
+
+    The rendering takes place in a separate process, which starts with the first rendering and ends with `close`.
+
+    Args:
+        tokenizer: a Hugging Face tokenizer with a chat template.
+        tools: JSON schemas of the tools, as `get_json_schema` of transformers returns them.
+        stop_ids: ids of the tokens at which the engine ends an answer.
+        templates: renders messages; by default a new `ChatTemplates`.
+
+    Attributes:
+        tokenizer, tools, stop_ids: as given.
+        special_ids: `stop_ids`, and the ids of the control tokens without the unknown token.
+        mark: the known word, which occurs in no tool.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        stop_ids: Collection[int],
+        templates: ChatTemplates | None = None,
+    ) -> None:
+        self.tokenizer, self.tools, self.stop_ids = tokenizer, tuple(tools), frozenset(stop_ids)
+        self._templates = templates or ChatTemplates()
+        self._control = ControlTokens(tokenizer)
+        names = [name for name in self._control.names if name != tokenizer.unk_token]
+        self.special_ids = frozenset(tokenizer.convert_tokens_to_ids(names)) | self.stop_ids
+        self.mark = "QZXV"
+        while self.mark in json.dumps(self.tools):
+            self.mark += "QZ"
+        self._anchors: dict[tuple[tuple[str, str], ...], Anchor] = {}
+
+    def __enter__(self) -> "TurnRenderer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the rendering process."""
+        self._templates.close()
+
+    def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids of a conversation, up to the text that opens the assistant's answer.
+
+        The template is applied once, with the tools, and the ids start with at most one beginning-of-sequence token.
+        The names of control tokens in the messages and in the tools are encoded as ordinary text.
+
+        Raises:
+            TemplateError: the template refuses the messages, or they cannot be encoded.
+        """
+
+        def write(value: Mapping[str, Any]) -> str:
+            return self.render(value["messages"], opened=True, tools=value["tools"])
+
+        ids = self._encoded({"messages": self._usable(messages), "tools": self.tools}, write)
+        return one_bos(ids, self.tokenizer.bos_token_id)
+
+    def observation_ids(self, messages: Sequence[Message], action_ids: Sequence[int]) -> list[int]:
+        """Return the token ids that follow a sampled answer in the context, up to the opening of the next answer.
+
+        The ids start with the end of the answer, as far as the policy did not sample it: for example the end token and
+        a newline if the answer was cut, and only the newline if the policy sampled the end token. If the policy ended
+        the answer with another of `stop_ids`, that token takes the place of the template's end token. In a template
+        without an end token, the opener of the next message ends an answer: if the policy sampled this opener, it is
+        not added again, and if it sampled the opener of another role, the right opener follows.
+
+        Args:
+            messages: the new messages: results of tools, or messages of a user. Results at the start belong to the
+                calls in the sampled answer.
+            action_ids: the sampled ids, of which only the last one matters.
+
+        Raises:
+            TemplateError: the template refuses the messages, or they cannot be encoded.
+            ValueError: there are no messages, or one of them is the assistant's.
+        """
+        if not messages or any(message["role"] == "assistant" for message in messages):
+            raise ValueError("an observation has at least one message, and none of the assistant")
+        ids = self._after_mark(self._usable(messages))
+        if not action_ids or action_ids[-1] not in self.stop_ids:
+            return ids
+        first = next((at for at, id in enumerate(ids) if id in self.special_ids), None)
+        if first is None:
+            return ids
+        closed = self.end_id is not None and ids[first] in self.stop_ids
+        opened = ids[first] == action_ids[-1] and not self.decoded(ids[:first]).strip()
+        return ids[first + 1 :] if closed or opened else ids
+
+    def action_text(self, ids: Sequence[int]) -> str:
+        """Return the text of sampled ids, with the marks of tool calls and without the token that ended the answer."""
+        ended = bool(ids) and ids[-1] in self.stop_ids
+        return self.decoded(ids[: len(ids) - ended])
+
+    def probe(self, roles: Collection[str] = ("tool", "user")) -> str | None:
+        """Return one line that says why turns cannot be appended exactly; None if they can.
+
+        Args:
+            roles: roles of the messages that follow an answer of the assistant.
+        """
+        from rltrain.data.turn_probe import fault
+
+        return fault(self, roles)
+
+    def strips_thinking(self) -> bool:
+        """Return whether the template removes `<think>...</think>` from an answer when a user's message follows it.
+
+        Sampled ids are never removed from a context, so a context keeps the thoughts that the template would remove.
+        """
+        answer = {"role": "assistant", "content": f"<think>\n{self.mark}\n</think>\n\nb"}
+        return self.mark not in self.render([_USER, answer, _USER], opened=True)
+
+    @functools.cached_property
+    def end_id(self) -> int | None:
+        """Id of the control token with which the template ends an answer; None if it writes no such token."""
+        ids = self.encoded(self.answer_anchor.closing)
+        return next((id for id in ids if id in self.special_ids), None)
+
+    @functools.cached_property
+    def _mark_ids(self) -> list[int]:
+        return self.encoded(self.mark)
+
+    @functools.cached_property
+    def answer_anchor(self) -> Anchor:
+        """The anchor of an answer without tool calls."""
+        message = {"role": "assistant", "content": self.mark}
+        _, mark, closing = self.render([_USER, message], opened=False).rpartition(self.mark)
+        if not mark:
+            raise TemplateError("the chat template does not write the assistant's messages; use another template")
+        return Anchor(message, 1, "", closing)
+
+    def anchor(self, messages: Sequence[Message]) -> Anchor:
+        """Return the anchor for new messages.
+
+        The anchor calls tools if the new messages start with results of tools and the template writes calls.
+        """
+        results = list(takewhile(lambda message: message["role"] == "tool", messages))
+        if not results:
+            return self.answer_anchor
+        calls = tuple(_call_of(number, result) for number, result in enumerate(results))
+        if calls not in self._anchors:
+            if len(self._anchors) >= _ANCHORS:
+                self._anchors.clear()
+            self._anchors[calls] = self._call_anchor(calls)
+        return self._anchors[calls]
+
+    def render(
+        self, messages: Sequence[Message], *, opened: bool, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> str:
+        """Return the template's text of a conversation.
+
+        Args:
+            messages: the conversation.
+            opened: whether the text that opens the assistant's next answer follows.
+            tools: the tools; by default those of this renderer.
+        """
+        given = self.tools if tools is None else tools
+        chats = [list(messages)]
+        return next(self._templates.render(self.tokenizer, chats, add_generation_prompt=opened, tools=given))
+
+    def encoded(self, text: str) -> list[int]:
+        """Return the token ids of a text in which the names of control tokens are control tokens."""
+        batch = self.tokenizer(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)
+        ids: list[int] = batch["input_ids"]
+        return ids
+
+    def decoded(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, with the names of control tokens."""
+        text: str = self.tokenizer.decode(
+            list(ids),
+            skip_special_tokens=False,
+            clean_up_tokenization_spaces=False,
+            spaces_between_special_tokens=False,
+        )
+        return text
+
+    def _usable(self, messages: Sequence[Message]) -> Any:
+        """Return messages that can be encoded.
+
+        U+FFFD replaces invalid characters, and also private-use characters if the messages contain the name of a
+        control token.
+        """
+        messages = _replaced(messages, _SURROGATES)
+        return messages if self._control.first_in(messages) is None else _replaced(messages, _PRIVATE)
+
+    def _after_mark(self, messages: Sequence[Message]) -> list[int]:
+        """Return the ids of the text that the template writes after an answer, with all of the answer's end."""
+        # The known word precedes the text, because some tokenizers treat the start of a text in a special way.
+        lead = self._mark_ids
+        ids = self._encoded(messages, lambda messages: self.mark + self._difference(messages))
+        if ids[: len(lead)] != lead:
+            raise TemplateError("the tokenizer joins the end of an answer with the template's text after it")
+        return ids[len(lead) :]
+
+    def _difference(self, messages: Sequence[Message]) -> str:
+        anchor = self.anchor(messages)
+        text = self.render([_USER, anchor.message, *messages], opened=True)
+        after = text.split(self.mark, anchor.marks)[-1]
+        if text.count(self.mark) < anchor.marks or not after.startswith(anchor.markup):
+            raise TemplateError("the chat template writes an answer differently if other messages follow it")
+        return after[len(anchor.markup) :]
+
+    def _call_anchor(self, calls: Sequence[tuple[str, str]]) -> Anchor:
+        """Return an anchor that calls tools, in the first form that the template accepts.
+
+        Most templates want the arguments as an object, and some as its JSON text. Some templates refuse several calls
+        in one message, but write several results.
+        """
+        refusal = None
+        for message in _call_messages(calls, self.mark):
+            try:
+                text = self.render([_USER, message], opened=False)
+            except TemplateError as error:
+                refusal = refusal or error
+                continue
+            if self.mark not in text:  # The template does not write calls.
+                return self.answer_anchor
+            markup, closing = self._ended(text.rpartition(self.mark)[2])
+            return Anchor(message, text.count(self.mark), markup, closing)
+        raise refusal or TemplateError("the chat template refuses tool calls")
+
+    def _ended(self, tail: str) -> tuple[str, str]:
+        """Split the text after the known word of a call into the rest of the call and the text that ends the answer."""
+        usual = self.answer_anchor.closing
+        if tail.endswith(usual):
+            return tail[: len(tail) - len(usual)], usual
+        names = self.tokenizer.convert_ids_to_tokens(sorted(self.stop_ids & self.special_ids))
+        starts = [tail.index(name) for name in names if name in tail]
+        if not starts:
+            raise TemplateError("the chat template ends tool calls with a token at which the engine does not stop")
+        return tail[: min(starts)], tail[min(starts) :]
+
+    def _encoded(self, value: Any, write: Callable[[Any], str]) -> list[int]:
+        text = write(value)
+        name = self._control.first_in(value)
+        if name is None:
+            return self.encoded(text)
+        try:
+            return self._control.encode(value, write, written=text, add_special_tokens=False)
+        except ControlTokenError as error:
+            raise TemplateError(
+                f"the messages contain {name}, the name of a control token, and cannot be encoded as text ({error})"
+            ) from error
+
+
+def _call_of(number: int, result: Message) -> tuple[str, str]:
+    """Return the name and the id of the call to which a result belongs."""
+    name, id = result.get("name"), result.get("tool_call_id")
+    plain = isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
+    return str(name) if plain else "tool", id if isinstance(id, str) else f"call{number:05d}"
+
+
+def _call_messages(calls: Sequence[tuple[str, str]], mark: str) -> Iterator[Message]:
+    """Yield messages of the assistant with calls, in the forms that templates accept."""
+    for chosen in [calls, calls[:1]] if len(calls) > 1 else [calls]:
+        for arguments in ({"value": mark}, json.dumps({"value": mark})):
+            made = [
+                {"type": "function", "id": id, "function": {"name": name, "arguments": arguments}}
+                for name, id in chosen
+            ]
+            yield {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def _replaced(value: Any, unusable: re.Pattern[str]) -> Any:
+    """Return messages in which unusable characters are replaced by U+FFFD."""
+    if isinstance(value, str):
+        return unusable.sub("\ufffd", value)
+    if isinstance(value, Mapping):
+        return {_replaced(key, unusable): _replaced(part, unusable) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_replaced(part, unusable) for part in value]
+    return value

@@ -1,0 +1,477 @@
+"""Tool calls in a model's text, in the formats that chat templates use.
+
+A text can hold several calls. The order of the calls is kept, and a malformed call does not hide the calls around it:
+it becomes a `BrokenCall`, whose error tells the model what to change. Calls are read as JSON and are never evaluated.
+Whether a tool with the called name exists is checked by the caller. A call inside `<think>...</think>` is a thought,
+and is not read as a call.
+
+This module has its own parsers, because those of other projects do not report malformed calls. Importing vLLM 0.32's
+Hermes parser takes 19 s and loads torch; it returns none of a text's calls if one of them is malformed, or if an
+argument contains `</tool_call>`. The response parser of transformers takes 3 s to import, and needs a response template
+from the model's tokenizer, which most models do not have.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+_SPACE = re.compile(r"\s*")
+_KEYS = {"name", "arguments", "parameters", "id", "type"}
+_SHAPE = 'write {"name": "...", "arguments": {...}}'
+# Mistral's templates accept only such ids, and other templates accept any id.
+_ID = re.compile("[A-Za-z0-9]{9}")
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """A call of a tool.
+
+    Attributes:
+        name: name of the tool. The tool need not exist.
+        arguments: arguments of the call by name, as decoded from JSON.
+        id: nine letters and digits, unique among the calls of an action.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    id: str
+
+
+@dataclass(frozen=True)
+class BrokenCall:
+    """A part of a text that is meant as a tool call, but cannot be read as one.
+
+    Attributes:
+        text: the part of the text.
+        error: one line for the model that says what is wrong.
+        id: nine letters and digits, unique among the calls of an action.
+    """
+
+    text: str
+    error: str
+    id: str
+
+
+@dataclass(frozen=True)
+class ParsedAction:
+    """A model's text, separated into tool calls and other text.
+
+    Attributes:
+        content: the text outside the calls, without white space at its start and end.
+        calls: the calls, in the order of the text.
+    """
+
+    content: str
+    calls: Sequence[ToolCall | BrokenCall] = ()
+
+
+def hermes(text: str) -> ParsedAction:
+    """Read calls such as `<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>` (Hermes, Qwen)."""
+    return _action(text, _hermes)
+
+
+def llama3(text: str) -> ParsedAction:
+    """Read calls such as `{"name": "add", "parameters": {"a": 1}}` at the start of a line (Llama 3).
+
+    Several calls are separated by semicolons or lines. `<|python_tag|>` can precede a call. An object without the keys
+    of a call is ordinary text, unless `<|python_tag|>` precedes it.
+    """
+    return _action(text, _llama3)
+
+
+def mistral(text: str) -> ParsedAction:
+    """Read calls such as `[TOOL_CALLS][{"name": "add", "arguments": {"a": 1}}]` or `[TOOL_CALLS]add[ARGS]{"a": 1}`."""
+    return _action(text, _mistral)
+
+
+def deepseek(text: str) -> ParsedAction:
+    """Read calls between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`.
+
+    A call is `name<｜tool▁sep｜>{...}` (DeepSeek V3.1), or `function<｜tool▁sep｜>name`, followed by the arguments in a
+    fenced block (DeepSeek V3 and R1).
+    """
+    return _action(text, _deepseek)
+
+
+def fenced_json(text: str) -> ParsedAction:
+    """Read calls in blocks that are fenced as ```json, ```tool_call or ```tool_calls.
+
+    A block contains one call such as `{"name": "add", "arguments": {"a": 1}}`, or a list of calls. A ```json block
+    without the keys of a call is ordinary text.
+    """
+    return _action(text, _fenced)
+
+
+TOOL_CALL_FORMATS: Mapping[str, Callable[[str], ParsedAction]] = {
+    "hermes": hermes,
+    "llama3": llama3,
+    "mistral": mistral,
+    "deepseek": deepseek,
+    "json": fenced_json,
+}
+
+
+def format_of(chat_template: str) -> str | None:
+    """Return the name of the format in `TOOL_CALL_FORMATS` in which a chat template writes tool calls.
+
+    Return None if the chat template writes no calls, or writes calls in a format that no parser here reads, such as
+    XML.
+    """
+    if "<tool_call>" in chat_template:
+        xml = "<function=" in chat_template or "<arg_key>" in chat_template
+        return None if xml else "hermes"
+    marks = {
+        "[TOOL_CALLS]": "mistral",
+        _DEEPSEEK_OPEN: "deepseek",
+        "<|python_tag|>": "llama3",
+        "```tool_call": "json",
+        '"parameters"': "llama3",
+        "```json": "json",
+    }
+    if "tool_call" not in chat_template:
+        return None
+    return next((name for mark, name in marks.items() if mark in chat_template), None)
+
+
+class _MalformedError(ValueError):
+    """Raised if a part of a text is not a call; the message is one line for the model.
+
+    Attributes:
+        end: where the JSON value of the call ends; None if the JSON itself is malformed.
+    """
+
+    def __init__(self, message: str, end: int | None = None) -> None:
+        super().__init__(" ".join(message.split())[:300])
+        self.end = end
+
+
+@dataclass(frozen=True)
+class _Call:
+    name: str
+    arguments: dict[str, Any]
+    id: str | None
+
+
+@dataclass(frozen=True)
+class _Broken:
+    text: str
+    error: str
+
+
+_Piece = str | _Call | _Broken
+
+
+def _action(text: str, pieces: Callable[[str], Iterable[_Piece]]) -> ParsedAction:
+    thought = _end_of_thought(text)
+    content, calls, ids = text[:thought], list[ToolCall | BrokenCall](), set[str]()
+    for piece in pieces(text[thought:]):
+        if isinstance(piece, str):
+            content += piece
+        elif isinstance(piece, _Call):
+            calls.append(ToolCall(piece.name, piece.arguments, _unused(ids, piece.id)))
+        else:
+            calls.append(BrokenCall(piece.text, piece.error, _unused(ids, None)))
+    return ParsedAction(content.strip(), calls)
+
+
+def _unused(ids: set[str], wanted: str | None) -> str:
+    """Return the wanted id if it is free, else a free id, and add the returned id to the ids in use."""
+    made = (f"call{number:05d}" for number in range(len(ids) + 1))
+    chosen = wanted if wanted is not None and wanted not in ids else next(id for id in made if id not in ids)
+    ids.add(chosen)
+    return chosen
+
+
+def _end_of_thought(text: str) -> int:
+    """Return where the thoughts at the start of a text end. The prompt may already contain their opening mark."""
+    opened = text.lstrip().startswith("<think>")
+    closed = text.find("</think>")
+    if closed >= 0:
+        return closed + len("</think>")
+    return len(text) if opened else 0
+
+
+def _hermes(text: str) -> Iterator[_Piece]:
+    at, opening, closing = 0, "<tool_call>", "</tool_call>"
+    while (start := text.find(opening, at)) >= 0:
+        yield text[at:start]
+        piece, at = _enclosed(text, start, opening, closing, _checked)
+        yield piece
+    yield text[at:]
+
+
+_LLAMA3_TAG = "<|python_tag|>"
+_LLAMA3_START = re.compile(r"<\|python_tag\|>|(?:^|;)[ \t]*(?=\{)", re.MULTILINE)
+_LLAMA3_NEXT = re.compile(r'<\|python_tag\|>|(?:^|;)[ \t]*(?=\{\s*"(?:name|type)"\s*:)', re.MULTILINE)
+_LLAMA3_HEAD = re.compile(r'\{\s*"(?:name|type)"\s*:')
+
+
+def _llama3(text: str) -> Iterator[_Piece]:
+    at = shown = 0
+    while found := _LLAMA3_START.search(text, at):
+        tagged, body = found[0] == _LLAMA3_TAG, _after_space(text, found.end())
+        try:
+            value, end = _decoded(text, body)
+            meant = tagged or _has_keys_of_call(value)
+            piece: _Piece = _checked(value) if meant else ""
+        except _MalformedError as error:
+            meant = tagged or _LLAMA3_HEAD.match(text, body) is not None
+            end = error.end or (_start_of(_LLAMA3_NEXT, text, body + 1) if meant else body + 1)
+            piece = _Broken(text[body:end], str(error))
+        if meant:
+            yield text[shown : found.start()]
+            yield piece
+            shown = end
+        at = end
+    yield text[shown:]
+
+
+_MISTRAL_OPEN = "[TOOL_CALLS]"
+_MISTRAL_NAMED = re.compile(r"([\w.-]+)\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\]\s*)?(?=\{)")
+
+
+def _mistral(text: str) -> Iterator[_Piece]:
+    before, *parts = text.split(_MISTRAL_OPEN)
+    yield before
+    for part in parts:
+        start = _after_space(part, 0)
+        named = _MISTRAL_NAMED.match(part, start)
+        yield from _mistral_named(part, named) if named else _mistral_list(part, start)
+
+
+def _mistral_named(part: str, named: re.Match[str]) -> Iterator[_Piece]:
+    try:
+        value, end = _decoded(part, named.end())
+        yield _checked({"name": named[1], "arguments": value, "id": named[2]}, end)
+    except _MalformedError as error:
+        end = error.end or len(part)
+        yield _Broken(part[named.start() : end], str(error))
+    yield part[end:]
+
+
+def _mistral_list(part: str, start: int) -> Iterator[_Piece]:
+    at = start
+    try:
+        if not part.startswith("[", start):
+            raise _MalformedError(f"after {_MISTRAL_OPEN}, write a JSON list of calls")
+        at, more = start + 1, True
+        while more:
+            at = _after_space(part, at)
+            value, end = _decoded(part, at)
+            yield _checked_or_broken(value, part[at:end])
+            at = _after_space(part, end)
+            more = part.startswith(",", at)
+            at += more
+        if not part.startswith("]", at):
+            raise _MalformedError("the list of calls is cut off: ] is missing after its last call")
+        at += 1
+    except _MalformedError as error:
+        yield _Broken(part[at:], str(error))
+        at = len(part)
+    yield part[at:]
+
+
+_DEEPSEEK_OPEN, _DEEPSEEK_CLOSE, _DEEPSEEK_SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_DEEPSEEK_LISTS = re.compile("<｜tool▁calls▁(?:begin|end)｜>")
+_DEEPSEEK_HEAD = re.compile(
+    rf"{_DEEPSEEK_OPEN}\s*(?:function{_DEEPSEEK_SEP}([^\n<]*?)\s*```(?:json)?|([^\n<]*?){_DEEPSEEK_SEP})"
+)
+
+
+def _deepseek(text: str) -> Iterator[_Piece]:
+    at = 0
+    while (start := text.find(_DEEPSEEK_OPEN, at)) >= 0:
+        yield _DEEPSEEK_LISTS.sub("", text[at:start])
+        piece, at = _deepseek_call(text, start)
+        yield piece
+    yield _DEEPSEEK_LISTS.sub("", text[at:])
+
+
+def _deepseek_call(text: str, start: int) -> tuple[_Piece, int]:
+    head = _DEEPSEEK_HEAD.match(text, start)
+    if head is None:
+        end = _end_of_broken(text, start + len(_DEEPSEEK_OPEN), _DEEPSEEK_OPEN, _DEEPSEEK_CLOSE)
+        return _Broken(text[start:end], f"write the name of the tool and {_DEEPSEEK_SEP} before its arguments"), end
+    name, fenced = (head[1], True) if head[1] is not None else (head[2], False)
+    return _enclosed(
+        text,
+        start,
+        head[0],
+        _DEEPSEEK_CLOSE,
+        lambda value: _checked({"name": name, "arguments": value}),
+        reopening=_DEEPSEEK_OPEN,
+        fence="```" if fenced else "",
+    )
+
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*(json|tool_calls?)[ \t]*$\n?", re.MULTILINE)
+_FENCE_CLOSE = "```"
+_CALL_KEYS = re.compile(r'"name"\s*:.*"(?:arguments|parameters)"\s*:|"(?:arguments|parameters)"\s*:.*"name"\s*:', re.S)
+
+
+def _fenced(text: str) -> Iterator[_Piece]:
+    at = shown = 0
+    while found := _FENCE.search(text, at):
+        at, pieces = _fenced_block(text, found)
+        if pieces:
+            yield text[shown : found.start()]
+            yield from pieces
+            shown = at
+    yield text[shown:]
+
+
+def _fenced_block(text: str, found: re.Match[str]) -> tuple[int, list[_Piece]]:
+    """Return where a fenced block ends, and its calls."""
+    start, body = found.start(), _after_space(text, found.end())
+    try:
+        value, end = _decoded(text, body)
+        end = _after_closing(text, end, _FENCE_CLOSE)
+    except _MalformedError as error:
+        closing = text.find(_FENCE_CLOSE, error.end or body)
+        end = len(text) if closing < 0 else closing + len(_FENCE_CLOSE)
+        meant = found[1] != "json" or _CALL_KEYS.search(text, body, end)
+        return end, [_Broken(text[start:end], str(error))] if meant else []
+    values = value if isinstance(value, list) else [value]
+    meant = found[1] != "json" or (bool(values) and all(map(_has_keys_of_call, values)))
+    return end, [_checked_or_broken(value, text[start:end]) for value in values] if meant else []
+
+
+def _enclosed(
+    text: str,
+    start: int,
+    opening: str,
+    closing: str,
+    read: Callable[[Any], _Call],
+    *,
+    reopening: str | None = None,
+    fence: str = "",
+) -> tuple[_Piece, int]:
+    """Read a call between two marks, and return the call and where it ends in the text.
+
+    Args:
+        text: the text with the call.
+        start: where the opening mark starts.
+        opening, closing: the marks.
+        read: makes a call from the JSON value between the marks.
+        reopening: mark at which another call starts; None if that is the opening mark.
+        fence: text after the JSON value, before the closing mark.
+    """
+    body = start + len(opening)
+    try:
+        value, end = _decoded(text, body)
+        end = _after_closing(text, end, fence)
+        end = _after_closing(text, end, closing)
+    except _MalformedError as error:
+        end = _end_of_broken(text, error.end or body, reopening or opening, closing)
+        cut = error.end is None and closing not in text[body:] and end == len(text)
+        said = f"the call is cut off: {closing} is missing" if cut else str(error)
+        return _Broken(text[start:end], said), end
+    try:
+        return read(value), end
+    except _MalformedError as error:
+        return _Broken(text[start:end], str(error)), end
+
+
+def _end_of_broken(text: str, at: int, opening: str, closing: str) -> int:
+    """Return where a malformed call ends: after the next closing mark, before the next opening mark, or at the end."""
+    closed, opened = text.find(closing, at), text.find(opening, at)
+    if closed >= 0 and not 0 <= opened < closed:
+        return closed + len(closing)
+    return opened if opened >= 0 else len(text)
+
+
+def _after_closing(text: str, at: int, closing: str) -> int:
+    at = _after_space(text, at)
+    if text.startswith(closing, at):
+        return at + len(closing)
+    if at == len(text):
+        raise _MalformedError(f"the call is cut off: {closing} is missing", at)
+    raise _MalformedError(f"write {closing} directly after the JSON of the call", at)
+
+
+def _after_space(text: str, at: int) -> int:
+    found = _SPACE.match(text, at)
+    return found.end() if found else at
+
+
+def _start_of(pattern: re.Pattern[str], text: str, at: int) -> int:
+    found = pattern.search(text, at)
+    return found.start() if found else len(text)
+
+
+def _decoded(text: str, at: int) -> tuple[Any, int]:
+    """Return the JSON value at a position of a text, after white space, and where the value ends."""
+    at = _after_space(text, at)
+    try:
+        value, end = _DECODER.raw_decode(text, at)
+        json.dumps(value, ensure_ascii=False).encode()  # JSON's escapes can make half of a surrogate pair.
+    except json.JSONDecodeError as error:
+        raise _MalformedError(f"the call is not valid JSON: {error.msg} (character {error.pos - at})") from None
+    except RecursionError:
+        raise _MalformedError("the JSON of the call is nested too deeply") from None
+    except ValueError as error:
+        raise _MalformedError(f"the call is not valid JSON: {_words(error)}") from None
+    return value, end
+
+
+def _words(error: ValueError) -> str:
+    return "invalid Unicode" if isinstance(error, UnicodeError) else str(error)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in made:
+            raise ValueError(f"the key {json.dumps(key)} occurs twice")
+        made[key] = value
+    return made
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is not a JSON value")
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_without_duplicates, parse_constant=_no_constant)
+
+
+def _has_keys_of_call(value: Any) -> bool:
+    return isinstance(value, dict) and "name" in value and ("arguments" in value or "parameters" in value)
+
+
+def _checked_or_broken(value: Any, text: str) -> _Call | _Broken:
+    try:
+        return _checked(value)
+    except _MalformedError as error:
+        return _Broken(text, str(error))
+
+
+def _checked(value: Any, end: int | None = None) -> _Call:
+    """Make a call from a JSON value, or raise an error for the model."""
+    if not isinstance(value, dict):
+        raise _MalformedError(f"the call is not a JSON object; {_SHAPE}", end)
+    name = value.get("name")
+    if not isinstance(name, str) or not name:
+        raise _MalformedError(f"the call has no name of a tool; {_SHAPE}", end)
+    if unknown := [key for key in value if key not in _KEYS]:
+        raise _MalformedError(f"the call has the unknown key {json.dumps(unknown[0])}; {_SHAPE}", end)
+    if "arguments" in value and "parameters" in value:
+        raise _MalformedError("the call has both arguments and parameters; keep one of them", end)
+    id = value.get("id")
+    made = id if isinstance(id, str) and _ID.fullmatch(id) else None
+    return _Call(name, _arguments(value.get("arguments", value.get("parameters", {})), end), made)
+
+
+def _arguments(value: Any, end: int | None) -> dict[str, Any]:
+    """Return the arguments of a call, which are a JSON object or a string that contains a JSON object."""
+    if isinstance(value, str):
+        try:
+            text, (value, after) = value, _decoded(value, 0)
+        except _MalformedError as error:
+            raise _MalformedError(f"in the arguments, {error}", end) from None
+        if text[after:].strip():
+            raise _MalformedError("text follows the JSON object in the arguments of the call", end)
+    if not isinstance(value, dict):
+        raise _MalformedError("the arguments of the call are not a JSON object", end)
+    return value

@@ -1,0 +1,15 @@
+"""The reward that the environment of a conversation gave."""
+
+
+def environment_reward(prompt: str, response: str, *, environment_reward: float | None = None) -> float | None:
+    """Return the sum of the rewards that the environment gave for single turns and for the whole conversation.
+
+    Args:
+        prompt: unused.
+        response: unused.
+        environment_reward: the sum; None if the environment gave no reward, or if the run has no environment.
+
+    Returns:
+        The sum, or None.
+    """
+    return environment_reward

@@ -1,0 +1,169 @@
+"""Environments and tools of a run: loading, checking and describing them to the model, before any worker starts."""
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rltrain.base.errors import ConfigError, one_line
+from rltrain.data.prompts import PromptSet
+from rltrain.data.turn_rendering import TurnRenderer
+from rltrain.environments.contract import STEP, missing_columns, tool_names
+from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, format_of
+from rltrain.rewards.loading import absolute, import_function
+from rltrain.settings.schema import RolloutConfig
+from workers.environments.messages import Environments, EnvironmentSource, Limits
+from workers.rollout.turn_server import parser_of
+from workers.rollout.turns import TurnFormat
+
+AUTO = "auto"
+
+
+def environments_for(
+    config: RolloutConfig, tokenizer: Any, stop_ids: Sequence[int], prompts: Sequence[PromptSet]
+) -> Environments:
+    """Load and check the environments and tools of a run.
+
+    Raises:
+        ConfigError: something cannot be loaded or described to the model, or a data set in `prompts` lacks a column
+            that the environment needs.
+    """
+    source, turns = environment_source(config), turn_format(config, tokenizer, stop_ids)
+    check_environment_columns(config, prompts)
+    return Environments(source, turns, limits_of(config))
+
+
+def environment_source(config: RolloutConfig) -> EnvironmentSource:
+    """Return where the environment and the tools of a run come from, with absolute paths.
+
+    Raises:
+        ConfigError: two tools have the same name.
+    """
+    tools: dict[str, str] = {}
+    for path in config.tools:
+        name = path.rpartition(":")[2]
+        if name in tools:
+            raise ConfigError(f"rollout.tools: two tools are called {name}; rename one of the functions")
+        tools[name] = absolute(path)
+    return EnvironmentSource(absolute(config.environment) if config.environment else "", tools)
+
+
+def turn_format(config: RolloutConfig, tokenizer: Any, stop_ids: Sequence[int]) -> TurnFormat:
+    """Return how turns are written and read, after checking that the model's chat template can say them.
+
+    Raises:
+        ConfigError: the environment or a tool cannot be loaded or described, or the chat template cannot add turns to a
+            conversation.
+    """
+    environment = load_environment(config)
+    schemas = [_schema(_unbound(environment, name), name) for name in _tools_of(environment)]
+    for path in config.tools:
+        where = f"rollout.tools: '{path}'"
+        schemas.append(_schema(import_function(path, where), where))
+    if config.environment is not None and not schemas and not hasattr(environment, STEP):
+        raise ConfigError(
+            f"rollout.environment={config.environment}: the class has neither a method `step` nor a public method that "
+            "the model could call; add one"
+        )
+    template = _template_of(tokenizer)
+    chosen = config.tool_format
+    if chosen == AUTO:
+        chosen = format_of(template) or ""
+        if schemas and not chosen:
+            raise ConfigError(
+                "rollout.tool_format=auto: the model's chat template shows no known form of tool calls; set "
+                f"rollout.tool_format to one of {', '.join(TOOL_CALL_FORMATS)}, or to a function of your own"
+            )
+        chosen = chosen or "json"
+    parser_of(chosen)
+    roles = ["tool"] if schemas else ["user"]
+    with TurnRenderer(tokenizer, tools=schemas, stop_ids=stop_ids) as renderer:
+        refusal = renderer.probe(roles)
+    if refusal:
+        raise ConfigError(f"the model's chat template cannot add turns to a conversation: {refusal}")
+    return TurnFormat(schemas, chosen)
+
+
+def limits_of(config: RolloutConfig) -> Limits:
+    """Return the limits of each trajectory."""
+    return Limits(
+        max_turns=config.max_turns,
+        max_prompt_tokens=config.max_prompt_length,
+        max_response_tokens=config.max_response_length,
+        max_turn_tokens=config.max_turn_length or config.max_response_length,
+        max_message_tokens=config.max_message_length,
+        call_timeout_s=config.call_timeout_s,
+        timeout_s=config.trajectory_timeout_s,
+    )
+
+
+def load_environment(config: RolloutConfig) -> type | None:
+    """Import the class of the environment, or return None if the run has no such class.
+
+    Raises:
+        ConfigError: the class cannot be imported, or `rollout.environment` names something else.
+    """
+    if config.environment is None:
+        return None
+    where = f"rollout.environment={config.environment}"
+    found: Any = import_function(config.environment, where)
+    if not inspect.isclass(found):
+        raise ConfigError(f"{where}: names a function; it must be a class, as in my_env.py:HigherLower")
+    return found
+
+
+def check_environment_columns(config: RolloutConfig, prompts: Sequence[PromptSet]) -> None:
+    """Raise ConfigError if the environment's `reset` needs a column that the data does not have."""
+    environment = load_environment(config)
+    if environment is None:
+        return
+    for one in prompts:
+        if missing := missing_columns(environment, one.columns):
+            raise ConfigError(
+                f"rollout.environment={config.environment}: reset needs {', '.join(missing)}, but {one.where} has only "
+                f"the columns {', '.join(one.columns) or 'of the prompt'}; rename the parameter or give it a default"
+            )
+
+
+def _tools_of(environment: type | None) -> list[str]:
+    if environment is None or hasattr(environment, STEP):
+        return []
+    return tool_names(environment)
+
+
+def _unbound(environment: type | None, name: str) -> Callable[..., Any]:
+    """Return a method of a class as a function without the parameter `self`."""
+    method = inspect.getattr_static(environment, name)
+    if isinstance(method, staticmethod | classmethod):
+        found: Callable[..., Any] = getattr(environment, name)
+        return found
+    bound: Callable[..., Any] = method.__get__(object(), object)
+    return bound
+
+
+def _schema(function: Callable[..., Any], where: str) -> dict[str, Any]:
+    """Return the schema of a tool, made from its type hints and its docstring.
+
+    Raises:
+        ConfigError: the tool has no docstring, or a parameter without a type hint or a description.
+    """
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except Exception as error:
+        raise ConfigError(
+            f"{where}: no schema can be made for the model ({one_line(str(error), 200)}); give the function a "
+            "docstring in Google style that describes each parameter under Args:, and a type hint for each parameter"
+        ) from error
+    return schema
+
+
+def _template_of(tokenizer: Any) -> str:
+    try:
+        template: str = tokenizer.get_chat_template()
+    except Exception as error:
+        raise ConfigError(
+            f"rollout.environment and rollout.tools need a chat template ({one_line(str(error), 120)}); use an "
+            "instruct model"
+        ) from error
+    return template

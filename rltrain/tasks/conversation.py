@@ -1,0 +1,89 @@
+"""A built-in task with several turns: the policy calls tools or plays a game with an environment.
+
+The starting model imitates flawed conversations.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from random import Random
+from typing import TYPE_CHECKING, Any
+
+from rltrain.tasks.base import SPLITS, Example
+
+if TYPE_CHECKING:
+    from transformers import Qwen2Tokenizer
+
+Message = dict[str, Any]
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ConversationTask:
+    """A task whose prompts are questions to which the policy finds the answer in a conversation with an environment.
+
+    The lengths are counted in tokens of the task's own tokenizer.
+
+    Attributes:
+        name: key in `rltrain.tasks.TASKS`.
+        environment: import path `module:class` of the environment.
+        reward: import path `module:function` of the reward function that judges the conversation.
+        draw: function from (split, random generator) to a row with the column `question` and the environment's columns.
+        mess: function from (row, random generator) to a flawed conversation: messages from the user's question to the
+            last message of the assistant.
+        max_turns: suggested limit of the assistant's messages in a conversation.
+        max_prompt_length: number of tokens in the longest prompt, including the description of the tools.
+        max_response_length: suggested limit of the tokens after the prompt, including those of the environment.
+        tools: functions that the policy can call.
+        phrases: texts that are one token each.
+        examples_per_step: number of flawed conversations in one optimizer step of the starting model.
+    """
+
+    name: str
+    environment: str
+    reward: str
+    draw: Callable[[str, Random], Row]
+    mess: Callable[[Mapping[str, Any], Random], list[Message]]
+    max_turns: int
+    max_prompt_length: int
+    max_response_length: int
+    tools: Sequence[Callable[..., Any]] = ()
+    phrases: Sequence[str] = ()
+    examples_per_step: int = 24
+
+    def prompts(self, split: str, seed: int, count: int) -> list[Row]:
+        """Draw `count` rows `{"question": ..., ...}`, where the other columns are for the environment and the reward.
+
+        With the same seed, the rows of a smaller `count` are the first rows of a larger `count`.
+
+        Raises:
+            ValueError: the split is unknown, or `count` is below 0.
+        """
+        if split not in SPLITS:
+            raise ValueError(f"split={split!r}: a built-in task has the splits {', '.join(SPLITS)}")
+        if count < 0:
+            raise ValueError(f"count={count}: the number of rows must be at least 0")
+        rng = Random(f"{self.name}/{split}/{seed}")
+        return [self.draw(split, rng) for _ in range(count)]
+
+    def tokenizer(self) -> "Qwen2Tokenizer":
+        """Build the task's tokenizer, which has a chat template."""
+        from rltrain.tasks.chat_tokenizer import chat_tokenizer
+
+        return chat_tokenizer(self.tools, self.phrases)
+
+    def examples(self, tokenizer: "Qwen2Tokenizer", rng: Random, size: int) -> list[Example]:
+        """Draw `size` flawed conversations for supervised training."""
+        from rltrain.tasks.chat_tokenizer import schemas
+
+        rows = self.prompts("train", rng.getrandbits(64), size)
+        described = schemas(self.tools)
+        return [_encoded(tokenizer, described, self.mess(row, rng)) for row in rows]
+
+
+def _encoded(tokenizer: "Qwen2Tokenizer", schemas: list[Any] | None, messages: list[Message]) -> Example:
+    """Return the tokens of a conversation up to its last end token, of which those of the assistant are trained."""
+    from rltrain.tasks.chat_tokenizer import sampled
+
+    text = str(tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False))
+    ids = tokenizer.encode(text.removesuffix("\n"), add_special_tokens=False)
+    return Example(ids, sampled(ids, tokenizer))

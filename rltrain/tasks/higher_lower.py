@@ -1,0 +1,65 @@
+"""Task: find a hidden digit with five guesses, each of which is answered with `higher`, `lower` or `right`.
+
+Guesses that ignore the answers and never repeat find the digit in 50% of the games. Random guesses among the digits
+that are still possible find it in 91% of the games, and guesses in the middle find it in all games.
+"""
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+from rltrain.environments.higher_lower import GUESSES, HIGHER, INVALID, LOWER, NUMBERS, HigherLower
+from rltrain.tasks.conversation import ConversationTask, Message, Row
+
+QUESTION = "Guess my digit."
+CONSISTENT = 0.35  # Share of games with consistent guesses, among the games that the starting model imitates.
+MIDDLE = 0.5  # Share of consistent guesses in the middle of the digits that are still possible.
+STUBBORN = 0.5  # Share of guesses in the other games that repeat the last guess. The rest are random digits.
+SPOILT = 0.05  # Share of the starting model's messages that are not a digit.
+
+
+def draw(split: str, rng: Random) -> Row:
+    """Return the row of a game. All rows are equal: each game draws its hidden digit from its own seed."""
+    return {"question": QUESTION}
+
+
+def mess(row: Mapping[str, Any], rng: Random) -> list[Message]:
+    """Return a flawed game. In most games, the guesses ignore the answers and repeat each other."""
+    environment = HigherLower()
+    environment.reset(rng.getrandbits(32))
+    messages: list[Message] = [{"role": "user", "content": row["question"]}]
+    consistent = rng.random() < CONSISTENT
+    possible, guess, done = list(NUMBERS), rng.choice(NUMBERS), False
+    while not done:
+        if consistent:
+            guess = possible[len(possible) // 2] if rng.random() < MIDDLE else rng.choice(possible)
+        elif rng.random() >= STUBBORN:
+            guess = rng.choice(NUMBERS)
+        text = "?" if rng.random() < SPOILT else guess
+        observation, _, done = environment.step(text)
+        messages.append({"role": "assistant", "content": text})
+        messages.append({"role": "user", "content": observation})
+        possible = still_possible(possible, guess, observation)
+    return messages[:-1]
+
+
+def still_possible(digits: list[str], guess: str, observation: str) -> list[str]:
+    """Return the digits that are still possible after the answer to a guess."""
+    if observation == HIGHER:
+        return [digit for digit in digits if digit > guess]
+    if observation == LOWER:
+        return [digit for digit in digits if digit < guess]
+    return digits
+
+
+HIGHER_LOWER = ConversationTask(
+    name="higher_lower",
+    environment="rltrain.environments.higher_lower:HigherLower",
+    reward="rltrain.rewards.environment_reward:environment_reward",
+    draw=draw,
+    mess=mess,
+    max_turns=GUESSES,
+    max_prompt_length=16,
+    max_response_length=64,
+    phrases=(QUESTION, HIGHER, LOWER, INVALID),
+)

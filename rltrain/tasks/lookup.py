@@ -1,0 +1,79 @@
+"""Task: follow one to three pointers through a hidden table of ten digits, with a tool that shows one entry.
+
+For example, `Start at 3, hops: 2` with the entries 3 -> 7 and 7 -> 1 has the answer `1`, after the calls lookup(3) and
+lookup(7). The key of each call is a key that was not looked up before, so nobody can know the answer before the last
+call: without it, each of the ten digits is the answer with probability 1/10.
+"""
+
+from collections.abc import Mapping
+from random import Random
+from typing import Any
+
+from rltrain.environments.lookup import ENTRIES, Lookup
+from rltrain.tasks.base import split_of
+from rltrain.tasks.conversation import ConversationTask, Message, Row
+
+DIGITS = "0123456789"
+MAX_HOPS = 3
+# Shares of the conversations that the starting model imitates. Most of them stop one call too early and give the last
+# result as the answer, so reinforcement learning has to discover that one more call earns more reward.
+RIGHT_COUNT = 0.3  # Conversations with as many calls as hops.
+TOO_FEW = 0.6  # Conversations with one call too few. The others have a random number of calls.
+RIGHT_KEY = 0.6  # Calls with the key that the last result names. The others have a random key.
+RIGHT_ANSWER = 0.8  # Answers that repeat the last result. The others are random digits.
+CALL = ('<tool_call>\n{"name": "lookup", "arguments": {"key": ', "}}\n</tool_call>")
+QUESTION = ("Start at ", ", hops: ")
+
+
+def path(table: str, start: int, hops: int) -> list[int]:
+    """Return the keys on the way through the table, from `start` to the digit after the last hop: `hops` + 1 digits."""
+    keys = [start]
+    for _ in range(hops):
+        keys.append(int(table[keys[-1]]))
+    return keys
+
+
+def draw(split: str, rng: Random) -> Row:
+    """Draw a row of the split, in which no key is looked up twice.
+
+    A hash of the table, the start and the number of hops decides to which split a row belongs.
+    """
+    while True:
+        table = "".join(rng.choices(DIGITS, k=ENTRIES))
+        start, hops = rng.randrange(ENTRIES), rng.randint(1, MAX_HOPS)
+        *keys, answer = path(table, start, hops)
+        if len(set(keys)) == hops and split_of(f"{table}/{start}/{hops}") == split:
+            question = f"{QUESTION[0]}{start}{QUESTION[1]}{hops}"
+            return {"question": question, "table": table, "start": start, "hops": hops, "answer": str(answer)}
+
+
+def mess(row: Mapping[str, Any], rng: Random) -> list[Message]:
+    """Return a flawed conversation: often with wrong keys, a wrong number of calls or a wrong answer."""
+    environment = Lookup()
+    environment.reset(row["table"])
+    messages: list[Message] = [{"role": "user", "content": row["question"]}]
+    (kind,) = rng.choices(("right", "few", "random"), (RIGHT_COUNT, TOO_FEW, 1 - RIGHT_COUNT - TOO_FEW))
+    count = {"right": row["hops"], "few": row["hops"] - 1, "random": rng.randint(0, MAX_HOPS)}[kind]
+    last = str(row["start"])
+    for _ in range(count):
+        key = int(last) if rng.random() < RIGHT_KEY else rng.randrange(ENTRIES)
+        last = environment.lookup(key)
+        call = {"type": "function", "function": {"name": "lookup", "arguments": {"key": key}}}
+        messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
+        messages.append({"role": "tool", "name": "lookup", "content": last})
+    answer = last if rng.random() < RIGHT_ANSWER else rng.choice(DIGITS)
+    return [*messages, {"role": "assistant", "content": answer}]
+
+
+LOOKUP = ConversationTask(
+    name="lookup",
+    environment="rltrain.environments.lookup:Lookup",
+    reward="rltrain.rewards.final_answer:exact_answer",
+    draw=draw,
+    mess=mess,
+    max_turns=6,
+    max_prompt_length=16,
+    max_response_length=96,
+    tools=(Lookup().lookup,),
+    phrases=(*CALL, *QUESTION),
+)

@@ -1,0 +1,105 @@
+"""Runs in which the model talks with an environment over several turns."""
+
+import json
+import os
+import signal
+import time
+
+import pytest
+from runs import finish, start, train, train_here
+from transformers import AutoTokenizer
+
+from rltrain.batch.trajectory import NOT_SAMPLED
+from tests.chat_model import GAME, save_chat_model
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def common(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("conversations")
+    save_chat_model(folder / "model")
+    (folder / "game.py").write_text(GAME)
+    rows = [{"prompt": f"guess {n}", "answer": str(n)} for n in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return [
+        f"model.path={folder}/model", f"data.train={folder}/rows.jsonl", "data.val=null", "actor.lr=1e-3",
+        f"rollout.environment={folder}/game.py:Game", "reward.functions=[environment_reward]", "rollout=hf",
+        "rollout.max_prompt_length=100", "rollout.max_response_length=150", "rollout.max_turn_length=12",
+        "trainer.prompts_per_step=4", "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=4",
+        "trainer.total_steps=3", "trainer.deterministic=true", "trainer.save_every=1",
+    ]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(common, tmp_path_factory):
+    run = train(tmp_path_factory.mktemp("undisturbed") / "run", *common, "placement=inprocess")
+    assert run.status == 0, run.stderr
+    return run
+
+
+def test_rows_are_the_conversations_and_only_sampled_tokens_are_trained(common, undisturbed):
+    tokenizer = AutoTokenizer.from_pretrained(common[0].partition("=")[2])
+    rows = [row for table in undisturbed.samples().values() for row in table.to_pylist()]
+    assert len(rows) == 3 * 4 * 4
+    assert {row["turns"] for row in rows} == {1, 2, 3}
+    for row in rows:
+        sampled = [version != NOT_SAMPLED for version in row["policy_version"]]
+        assert row["response_mask"] == sampled
+        messages, ended = json.loads(row["messages"]), row["finish_reason"] == "stop"
+        rendered = tokenizer.apply_chat_template(messages, tokenize=False)
+        text = tokenizer.decode(row["prompt_ids"] + row["response_ids"])
+        if ended:
+            assert text + "\n" == rendered  # the template ends each message with a line break, which nobody sampled
+        assert len(messages) == 2 * row["turns"]
+        assert messages[0]["content"].startswith("guess ")
+        said = [message["content"] for message in messages if message["role"] == "assistant"]
+        seen = [message["content"] for message in messages if message["role"] == "user"][1:]
+        number = int(messages[0]["content"].partition("seed ")[2])
+        assert [one[0] for one in seen] == [str(n + 1) for n in range(len(seen))]
+        assert 0 <= number < 97
+        rewards = [sum(map(ord, one)) % 5 / 4 for one in said]
+        assert row["score"] == pytest.approx(sum(rewards) + 0.125)
+
+
+def test_E1_engine_and_actor_agree_over_turns(undisturbed):
+    assert all(row["actor/engine_gap"] < 1e-5 for row in undisturbed.metrics())
+
+
+@pytest.mark.usefixtures("settings_restored")
+def test_a_resumed_run_ends_as_the_undisturbed_run(common, undisturbed, tmp_path):
+    first = train_here(tmp_path / "run", *common, "placement=inprocess", "trainer.total_steps=1")
+    assert first.status == 0, first.stderr
+    last = train_here(tmp_path / "run", *common, "placement=inprocess", "trainer.resume=auto")
+    assert last.status == 0, last.stderr
+    assert last.timeless() == undisturbed.timeless()
+    assert last.samples() == undisturbed.samples()
+
+
+def test_T5_a_killed_environment_worker_or_engine_changes_no_result(common, undisturbed, tmp_path):
+    output = tmp_path / "run"
+    process = start(output, *common, "placement.environment_workers=2", "trainer.total_steps=3")
+    struck = []
+    deadline = time.monotonic() + 200
+    while len(struck) < 2 and process.poll() is None and time.monotonic() < deadline:
+        for word in ("environment worker 0", "rollout replica 0"):
+            pid = pid_of(output, word)
+            if pid and word not in struck and (output / "metrics.jsonl").exists():
+                os.kill(pid, signal.SIGKILL)
+                struck.append(word)
+        time.sleep(0.01)
+    run = finish(process, output)
+    assert run.status == 0, run.stderr
+    assert len(struck) == 2
+    assert run.survivors == []
+    assert run.timeless() == undisturbed.timeless()
+    assert run.samples() == undisturbed.samples()
+
+
+def pid_of(output, word):
+    """Return the process id of a worker of a run, or None if the run has not named it yet."""
+    try:
+        processes = json.loads((output / "processes.json").read_text())
+    except (OSError, json.JSONDecodeError):
+        return None
+    return processes[word]["pid"] if word in processes else None

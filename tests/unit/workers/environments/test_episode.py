@@ -1,0 +1,238 @@
+"""Tests of one trajectory in an environment, with an engine that answers from a script."""
+
+import asyncio
+import time
+from typing import ClassVar
+
+import pytest
+
+from rltrain.environments.tool_calls import BrokenCall, ParsedAction, ToolCall
+from workers.environments.episode import ATTEMPTS, run_episode
+from workers.environments.messages import EpisodeRequest, Limits
+from workers.environments.user_environment import UserEnvironment
+from workers.rollout.turns import TurnResult
+
+REQUEST = EpisodeRequest((3, 1), [{"role": "user", "content": "go"}], {"answer": "7"}, temperature=1.0, seed=5)
+END = 99  # Token id that ends each scripted action.
+
+
+def limits(**changed):
+    values = {
+        "max_turns": 8, "max_prompt_tokens": 50, "max_response_tokens": 100, "max_turn_tokens": 10,
+        "max_message_tokens": 20, "call_timeout_s": 5.0, "timeout_s": 60.0,
+    }  # fmt: skip
+    return Limits(**(values | changed))
+
+
+class Script:
+    """An engine that returns scripted actions, with one token per new message and two tokens per action.
+
+    Attributes:
+        requests: all requests so far.
+    """
+
+    def __init__(self, *actions, reasons=()):
+        self.actions, self.reasons, self.requests = list(actions), dict(enumerate(reasons)), []
+
+    async def sample(self, request):
+        number = len(self.requests)
+        self.requests.append(request)
+        action = self.actions[request.key[2]]
+        observed = [10 * number + 1] * len(request.messages)
+        if len(observed) + (2 if number else 0) > request.room:
+            return TurnResult(request.key, observed, messages=list(request.messages), full=True)
+        return TurnResult(
+            request.key, observed, [50 + number, END], [-0.5, -0.25], [number, number],
+            self.reasons.get(number, "stop"), f"text {number}", action, list(request.messages),
+        )  # fmt: skip
+
+
+def say(text):
+    return ParsedAction(text)
+
+
+def call(*calls):
+    made = [ToolCall(name, arguments, f"c{n}") for n, (name, arguments) in enumerate(calls)]
+    return ParsedAction("", made)
+
+
+def run(engine, environment=None, tools=None, **changed):
+    def make():
+        return UserEnvironment(environment, tools or {}, limits(**changed).call_timeout_s)
+
+    return asyncio.run(run_episode(REQUEST, engine, make, limits(**changed)))
+
+
+class Countdown:
+    """A game that ends at the third step and remembers what it was given."""
+
+    made: ClassVar[list] = []
+
+    def reset(self, answer, seed):
+        self.answer, self.seed, self.texts, self.closed = answer, seed, [], False
+        self.made.append(self)
+        return f"start at {answer}"
+
+    def step(self, text):
+        self.texts.append(text)
+        return f"seen {text}", 0.25 * len(self.texts), len(self.texts) == 3
+
+    def reward(self):
+        return 1.0
+
+    def close(self):
+        self.closed = True
+
+
+def test_a_game_of_three_turns_gives_one_trajectory_with_the_rewards_of_its_turns():
+    Countdown.made.clear()
+    engine = Script(say("a"), say("b"), say("c"))
+    found = run(engine, Countdown)
+    assert found.key == (3, 1)
+    assert (found.stop_reason, found.finish_reason, found.error) == ("done", "stop", "")
+    assert [list(turn.observation_ids) for turn in found.turns] == [[1], [11], [21]]
+    assert found.response_ids() == [50, END, 11, 51, END, 21, 52, END]
+    assert found.versions() == [0, 0, -1, 1, 1, -1, 2, 2]
+    assert [turn.reward for turn in found.turns] == [0.25, 0.5, 0.75]
+    assert (found.reward, found.environment_reward) == (1.0, 2.5)
+    (game,) = Countdown.made
+    assert (game.answer, game.texts, game.closed) == ("7", ["a", "b", "c"], True)
+    assert [message["content"] for message in found.messages] == [
+        "go\nstart at 7", "a", "seen a", "b", "seen b", "c",
+    ]  # fmt: skip
+
+
+def test_each_context_starts_with_all_earlier_ids_and_each_turn_has_a_random_stream_of_its_own():
+    engine = Script(say("a"), say("b"), say("c"))
+    run(engine, Countdown)
+    contexts = [[*request.context_ids, *request.action_ids] for request in engine.requests]
+    assert contexts == [[], [1, 50, END], [1, 50, END, 11, 51, END]]
+    assert [request.room for request in engine.requests] == [100, 98, 95]
+    assert len({request.seed for request in engine.requests}) == 3
+    assert [request.key for request in engine.requests] == [(3, 1, 0), (3, 1, 1), (3, 1, 2)]
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+async def slow(text: str) -> str:
+    await asyncio.sleep(0.01)
+    return text
+
+
+def test_tools_are_called_in_the_order_of_the_calls_and_an_answer_without_a_call_ends_the_trajectory():
+    engine = Script(call(("add", {"a": 2, "b": 3}), ("slow", {"text": "x"}), ("add", {"a": 1, "b": 1})), say("done"))
+    found = run(engine, tools={"add": add, "slow": slow})
+    assert found.stop_reason == "answer"
+    assert [(m["role"], m["content"], m["tool_call_id"]) for m in engine.requests[1].messages] == [
+        ("tool", "5", "c0"), ("tool", "x", "c1"), ("tool", "2", "c2"),
+    ]  # fmt: skip
+    assert found.environment_reward is None
+    assert found.answer == "text 1"
+
+
+def broken(text: str) -> str:
+    raise KeyError(text)
+
+
+def hang() -> str:
+    time.sleep(0.5)
+    return "late"
+
+
+def leave() -> None:
+    raise SystemExit(3)
+
+
+async def leave_async() -> None:
+    raise SystemExit(3)
+
+
+def stop() -> None:
+    raise StopIteration("no more")
+
+
+@pytest.mark.parametrize(
+    ("action", "told"),
+    [
+        (
+            call(("lookup", {})),
+            r"error: there is no tool 'lookup'; the tools are add, broken, hang, leave, leave_async, stop",
+        ),
+        (call(("add", {"a": 1})), r"error: add: missing a required argument: 'b'"),
+        (call(("add", {"a": 1, "b": 2, "c": 3})), r"error: add: got an unexpected keyword argument 'c'"),
+        (call(("broken", {"text": "y"})), r"error: broken: KeyError: 'y'"),
+        (call(("leave", {})), r"error: leave: RuntimeError: SystemExit: 3"),
+        (call(("leave_async", {})), r"error: leave_async: RuntimeError: SystemExit: 3"),
+        (call(("stop", {})), r"error: stop: RuntimeError: StopIteration: no more"),
+        (call(("hang", {})), r"error: hang took more than 0.1 s"),
+        (ParsedAction("", [BrokenCall("{", "the call is not valid JSON", "c0")]), r"error: the call is not valid JSON"),
+    ],
+)
+def test_T7_the_policy_is_told_what_was_wrong_with_a_call(action, told):
+    engine = Script(action, say("sorry"))
+    tools = {one.__name__: one for one in (add, broken, hang, leave, leave_async, stop)}
+    found = run(engine, tools=tools, call_timeout_s=0.1)
+    assert [m["content"] for m in engine.requests[1].messages] == [told]
+    assert (found.stop_reason, found.error) == ("answer", "")
+
+
+def test_limits_end_a_trajectory_with_their_names_and_its_reward_is_still_asked_for():
+    for changed, actions, reason in (
+        ({"max_turns": 2}, 3, "max_turns"),
+        ({"max_response_tokens": 4}, 3, "max_response_length"),
+        ({"timeout_s": 0.0}, 3, "deadline"),
+    ):
+        engine = Script(*[say("x")] * actions)
+        found = run(engine, Countdown, **changed)
+        assert (found.stop_reason, found.finish_reason, found.reward) == (reason, "length", 1.0)
+
+
+def test_an_action_that_was_cut_off_ends_the_trajectory():
+    found = run(Script(say("a"), say("b"), reasons=["stop", "length"]), Countdown)
+    assert (found.stop_reason, len(found.turns)) == ("max_response_length", 2)
+
+
+class Fails:
+    """An environment that fails in the given method of its first objects."""
+
+    failures, method, made = 0, "reset", 0
+
+    def _maybe(self, method):
+        if method == self.method and type(self).made <= self.failures:
+            raise OSError("no connection")
+
+    def reset(self):
+        type(self).made += 1
+        self._maybe("reset")
+
+    def step(self, text):
+        self._maybe("step")
+        return "", 1.0, True
+
+    def reward(self):
+        self._maybe("reward")
+        return 0.0
+
+
+@pytest.mark.parametrize("method", ["reset", "step", "reward"])
+def test_T7_a_failed_environment_starts_again_and_then_gives_a_trajectory_with_an_error(monkeypatch, method):
+    monkeypatch.setattr(Fails, "method", method)
+    monkeypatch.setattr(Fails, "made", 0)
+    monkeypatch.setattr(Fails, "failures", ATTEMPTS - 1)
+    assert run(Script(say("a")), Fails).error == ""
+    monkeypatch.setattr(Fails, "made", 0)
+    monkeypatch.setattr(Fails, "failures", ATTEMPTS)
+    found = run(Script(say("a")), Fails)
+    assert found.error == f"the environment's {method} raised OSError: no connection"
+    assert (found.stop_reason, found.response_ids()) == ("error", ())
+
+
+@pytest.mark.parametrize("returned", [None, 3, ("text", 1.0), ("text", float("nan"), False), ("text", "much", False)])
+def test_a_step_that_returns_something_else_is_a_failure_of_the_environment(returned):
+    class Odd:
+        def step(self, text):
+            return returned
+
+    assert "return" in run(Script(say("a")), Odd).error or "reward" in run(Script(say("a")), Odd).error

@@ -1,0 +1,81 @@
+"""Tests of the part of a rollout worker that samples turns for environment processes."""
+
+import threading
+
+import pytest
+from transformers import AutoTokenizer
+
+from tests.chat_model import save_chat_model
+from workers.rollout.messages import Completion
+from workers.rollout.turn_server import turn_server
+from workers.rollout.turns import TurnFormat, TurnRequest
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    return AutoTokenizer.from_pretrained(save_chat_model(tmp_path_factory.mktemp("model") / "chat"))
+
+
+@pytest.fixture
+def server(tokenizer):
+    made = turn_server(tokenizer, TurnFormat([], "hermes"), [tokenizer.eos_token_id])
+    yield made
+    made.renderer.close()
+
+
+def turn(number, text, **changed):
+    values = {
+        "key": (number, 0, 0), "context_ids": [], "action_ids": [], "messages": [{"role": "user", "content": text}],
+        "room": 50, "max_prompt_tokens": 40, "max_tokens": 10, "max_message_tokens": 4, "temperature": 1.0, "seed": 0,
+    }  # fmt: skip
+    return TurnRequest(**(values | changed))
+
+
+def completion(request, tokenizer, text):
+    ids = [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+    return Completion(request.key, ids, [0.0] * len(ids), "stop", [0] * len(ids))
+
+
+def test_environment_workers_in_different_threads_get_the_turns_of_their_own_messages(server, tokenizer):
+    def ask(client):
+        for n in range(8):
+            (request,), ended = server.begin(f"client {client}", [turn(client * 100 + n, f"{client} {n}")])
+            assert ended == []
+            server.deliver([completion(request, tokenizer, f"{client}/{n}")])
+
+    threads = [threading.Thread(target=ask, args=(client,)) for client in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    for client in range(4):
+        found = server.take(f"client {client}")
+        assert [one.text for one in found] == [f"{client}/{n}" for n in range(8)]
+        assert all(f"{client} {n}" in tokenizer.decode(one.observation_ids) for n, one in enumerate(found))
+
+
+def test_an_answer_to_a_turn_that_was_aborted_is_dropped(server, tokenizer):
+    (request,), _ = server.begin("a", [turn(1, "old")])
+    server.abort()
+    (other,), _ = server.begin("a", [turn(2, "new")])
+    server.deliver([completion(request, tokenizer, "late"), completion(other, tokenizer, "on time")])
+    assert [(one.key, one.text) for one in server.take("a")] == [((2, 0, 0), "on time")]
+
+
+def test_a_prompt_above_its_limit_and_messages_without_room_get_no_action(server):
+    first, later = turn(1, "x" * 60), turn(2, "more", context_ids=[1] * 20, action_ids=[1], room=5, key=(2, 0, 1))
+    requests, ended = server.begin("a", [first, later])
+    assert requests == []
+    assert "above rollout.max_prompt_length=40" in ended[0].error
+    assert (ended[1].full, ended[1].error) == (True, "")
+
+
+def test_a_long_message_is_cut_off_with_a_mark(server, tokenizer):
+    action = tokenizer.encode("hi", add_special_tokens=False)
+    asked = turn(1, "0123456789", key=(1, 0, 1), context_ids=[1], action_ids=action, room=200)
+    (request,), _ = server.begin("a", [asked])
+    server.deliver([completion(request, tokenizer, "ok")])
+    (found,) = server.take("a")
+    assert [message["content"] for message in found.messages] == ["0123\n[cut off after 4 tokens]"]
+    assert "0123\n[cut off" in tokenizer.decode(found.observation_ids)

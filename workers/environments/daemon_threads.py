@@ -1,0 +1,48 @@
+"""Calls of functions in threads that a function that never returns cannot make the process wait for."""
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from rltrain.base.errors import described
+
+
+async def in_daemon_thread(function: Callable[[], Any]) -> Any:
+    """Call a function in a new thread, and return its result.
+
+    The thread is a daemon thread, so the process can exit while the function is still running. If the caller is
+    cancelled, the function keeps running, and its result is dropped. The threads of `asyncio.to_thread` differ in both
+    points: their number is limited, and Python waits for them at exit.
+
+    Raises:
+        RuntimeError: the function raised an exception that asyncio cannot pass on, such as SystemExit.
+        Exception: any other exception of the function.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+
+    def settle(result: Any, error: Exception | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def run() -> None:
+        result: Any = None
+        error: Exception | None = None
+        try:
+            result = function()
+        except StopIteration as raised:
+            error = RuntimeError(described(raised))
+        except Exception as raised:
+            error = raised
+        except BaseException as raised:
+            error = RuntimeError(described(raised))
+        if not loop.is_closed():
+            loop.call_soon_threadsafe(settle, result, error)
+
+    threading.Thread(target=run, name="environment", daemon=True).start()
+    return await future

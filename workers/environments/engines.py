@@ -1,0 +1,148 @@
+"""Connections from an environment worker to the rollout replicas."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from workers.rollout.turns import SamplesTurns, TurnRequest, TurnResult
+
+# Maximum seconds of one `poll_turns`. The shorter time applies if `poll_turns` blocks the process of the trajectories.
+REMOTE_POLL_S, LOCAL_POLL_S = 1.0, 0.05
+
+
+class ReplicaGone(Exception):
+    """Raised in the trajectories of a replica whose process has ended; the replica's pool requests them again."""
+
+
+class Connection(Protocol):
+    """Calls of a replica's rollout worker."""
+
+    async def submit(self, client: str, requests: Sequence[TurnRequest]) -> None:
+        """Queue requests in the replica."""
+
+    async def poll(self, client: str) -> list[TurnResult]:
+        """Wait a short time for finished turns, and return them."""
+
+
+class LocalConnection:
+    """Connection to a rollout worker in the same process."""
+
+    def __init__(self, worker: SamplesTurns) -> None:
+        self.worker = worker
+
+    async def submit(self, client: str, requests: Sequence[TurnRequest]) -> None:
+        """Queue requests in the replica."""
+        self.worker.submit_turns(client, requests)
+
+    async def poll(self, client: str) -> list[TurnResult]:
+        """Let the engine generate until a turn is finished or a short time has passed."""
+        results = self.worker.poll_turns(client, LOCAL_POLL_S)
+        await asyncio.sleep(0)
+        return results
+
+
+class RayConnection:
+    """Connection to a rollout worker in another process, which is a Ray actor of the class `Host`.
+
+    Args:
+        actor: Ray's handle of the actor.
+        role: Name of the rollout worker's role in the process.
+    """
+
+    def __init__(self, actor: Any, role: str) -> None:
+        self.actor, self.role = actor, role
+
+    async def submit(self, client: str, requests: Sequence[TurnRequest]) -> None:
+        """Queue requests in the replica."""
+        await self._call(SamplesTurns.submit_turns.__name__, client, requests)
+
+    async def poll(self, client: str) -> list[TurnResult]:
+        """Wait a short time for finished turns, and return them."""
+        results: list[TurnResult] = await self._call(SamplesTurns.poll_turns.__name__, client, REMOTE_POLL_S)
+        return results
+
+    async def _call(self, method: str, *args: Any) -> Any:
+        import ray
+
+        reference = self.actor.call.remote(self.role, method, *args)
+        try:
+            return await asyncio.wrap_future(reference.future())
+        except ray.exceptions.RayActorError as error:
+            raise ReplicaGone(str(error)) from error
+
+
+class Replica:
+    """One replica, as the trajectories of an environment worker see it.
+
+    Requests that are made at the same time are sent together, and one task polls for all of them.
+
+    Args:
+        connection: Connection to the replica's rollout worker.
+        client: Name of the environment worker in its calls.
+    """
+
+    def __init__(self, connection: Connection, client: str) -> None:
+        self.connection, self.client = connection, client
+        self.waiting: dict[tuple[int, int, int], asyncio.Future[TurnResult]] = {}
+        self.unsent: list[TurnRequest] = []
+        self.task: asyncio.Task[None] | None = None
+
+    @property
+    def polling(self) -> bool:
+        """Whether a trajectory waits for a turn."""
+        return self.task is not None and not self.task.done()
+
+    async def sample(self, request: TurnRequest) -> TurnResult:
+        """Sample the policy's action on new messages.
+
+        Raises:
+            ReplicaGone: the replica's process has ended.
+        """
+        future: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
+        self.waiting[request.key] = future
+        self.unsent.append(request)
+        if not self.polling:
+            self.task = asyncio.create_task(self._serve())
+        elif len(self.unsent) == 1:
+            asyncio.get_running_loop().call_soon(self._send_soon)
+        try:
+            return await future
+        finally:
+            self.waiting.pop(request.key, None)
+
+    def _send_soon(self) -> None:
+        if self.unsent:
+            task = asyncio.create_task(self._send())
+            task.add_done_callback(self._sent)
+
+    async def _send(self) -> None:
+        requests, self.unsent = self.unsent, []
+        await self.connection.submit(self.client, requests)
+
+    def _sent(self, task: "asyncio.Task[None]") -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+
+    async def _serve(self) -> None:
+        """Send requests and receive their results while any trajectory waits for a turn."""
+        try:
+            if self.unsent:
+                await self._send()
+            while self.waiting:
+                for result in await self.connection.poll(self.client):
+                    future = self.waiting.get(result.key)
+                    if future is not None and not future.done():
+                        future.set_result(result)
+                await asyncio.sleep(0)  # Let the trajectories take their results before the next poll.
+        except Exception as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        for future in self.waiting.values():
+            if not future.done():
+                future.set_exception(error)
+
+    def close(self) -> None:
+        """Stop polling."""
+        if self.task is not None:
+            self.task.cancel()

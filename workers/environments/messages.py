@@ -1,0 +1,77 @@
+"""Messages to and from environment workers, and the limits of a trajectory."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from workers.rollout.turns import TurnFormat
+
+
+@dataclass(frozen=True)
+class EpisodeRequest:
+    """Request to run one trajectory in an environment.
+
+    Attributes:
+        key: (prompt group uid, number of the sample in its group).
+        messages: Chat messages of the prompt.
+        columns: Columns of the prompt's row of data, by name.
+        temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
+        seed: Seed of the run or of the evaluation, from which the random streams of the trajectory are derived.
+    """
+
+    key: tuple[int, int]
+    messages: Sequence[Mapping[str, Any]]
+    columns: Mapping[str, Any]
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of a trajectory.
+
+    Attributes:
+        max_turns: Maximum number of turns, that is, of actions of the policy.
+        max_prompt_tokens: Maximum number of tokens of the prompt, including the schemas of the tools.
+        max_response_tokens: Maximum number of tokens after the prompt, in all turns together, observations included.
+        max_turn_tokens: Maximum number of tokens of one action.
+        max_message_tokens: Maximum number of tokens of the text of one message from a tool or an environment.
+        call_timeout_s: Maximum seconds of one call of the user's code.
+        timeout_s: Maximum seconds of a trajectory.
+    """
+
+    max_turns: int
+    max_prompt_tokens: int
+    max_response_tokens: int
+    max_turn_tokens: int
+    max_message_tokens: int
+    call_timeout_s: float
+    timeout_s: float
+
+
+@dataclass(frozen=True)
+class EnvironmentSource:
+    """Where the environment and the tools of a run come from.
+
+    Attributes:
+        environment: Path of the environment's class, `package.module:Class` or `file.py:Class`; "" without a class.
+        tools: Paths of functions that the policy can call, by the name of the tool.
+    """
+
+    environment: str
+    tools: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class Environments:
+    """The environments and tools of a run.
+
+    Attributes:
+        source: Where the environment and the tools come from.
+        turn_format: How turns of trajectories are written and read.
+        limits: Limits of each trajectory.
+    """
+
+    source: EnvironmentSource
+    turn_format: TurnFormat
+    limits: Limits

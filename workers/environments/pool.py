@@ -1,0 +1,258 @@
+"""Environment workers of a run, and the rollout replicas that answer through them.
+
+In a run with environments, a replica gets no requests from the driver. An environment worker runs the trajectories and
+asks the replica for each turn, so the driver handles whole trajectories only.
+"""
+
+import asyncio
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from rltrain.base.background_tasks import BackgroundTasks, Changes
+from rltrain.base.errors import WorkerError, WorkerLost
+from rltrain.batch.trajectory import Trajectory
+from workers.cluster.processes import Pending, RayProcess, Role, progress_required, results, results_in
+from workers.environments.engines import Connection, LocalConnection, RayConnection
+from workers.environments.messages import EpisodeRequest
+from workers.environments.worker import EnvironmentWorker, ReplicaId
+from workers.rollout.replica import Owner, Replica, ReplicaState
+
+logger = logging.getLogger(__name__)
+
+LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05  # As in `workers.rollout.replica`.
+REPLACEMENTS = 3  # The run fails after more than 3 deaths per worker without a trajectory from any worker in between.
+
+
+class Takes(Protocol):
+    """Interface of a replica that gets the trajectories of environment workers."""
+
+    def deliver(self, trajectories: Sequence[Trajectory]) -> None:
+        """Receive finished trajectories."""
+
+    def lose(self, uids: set[int]) -> None:
+        """Learn that the unfinished trajectories of prompt groups were lost with their environment worker."""
+
+
+class EnvironmentPool:
+    """The environment workers of a run. A worker whose process dies is replaced.
+
+    Args:
+        start: Function that starts the process of a worker, given the worker's number and how often it was started, and
+            begins to build the worker.
+        count: Number of workers.
+        tasks: The run's background tasks, to which the pool adds one task per worker.
+    """
+
+    def __init__(
+        self,
+        start: Callable[[int, int], tuple[Role[EnvironmentWorker], Pending[None]]],
+        count: int,
+        tasks: BackgroundTasks,
+    ) -> None:
+        self.changes, self.deaths = Changes(), 0
+        self.workers = [_Worker(number, start) for number in range(count)]
+        for worker in self.workers:
+            tasks.start(self._live(worker), f"environment worker {worker.number}")
+
+    def submit(
+        self, replica: ReplicaId, role: Role[Any], taker: Takes, groups: Sequence[Sequence[EpisodeRequest]]
+    ) -> None:
+        """Run trajectories whose actions a replica samples, without waiting for their ends.
+
+        All trajectories of a prompt group go to one worker, which is the worker with the fewest unfinished ones.
+
+        Args:
+            replica: Identity of the replica's process.
+            role: Handle of the replica's rollout worker.
+            taker: Gets the finished trajectories.
+            groups: The requests of each prompt group.
+        """
+        connection = connection_to(role)
+        for requests in groups:
+            worker = min(self.workers, key=lambda one: (len(one.running), one.number))
+            worker.submit(replica, connection, taker, requests)
+        self.changes.notify()
+
+    async def abort(self) -> None:
+        """End all trajectories, and drop those that were not delivered yet."""
+        for worker in self.workers:
+            worker.running.clear()
+            worker.waiting.clear()
+            worker.aborts += 1
+        for worker in self.workers:
+            try:
+                await results(worker.sent)  # No `submit` may reach the worker after the abort.
+                await worker.role.call(EnvironmentWorker.abort)
+            except WorkerLost:
+                continue  # The worker's own task replaces the process.
+
+    def close(self) -> None:
+        """End the workers that run in the driver's own process. All other processes end with the run."""
+        for worker in self.workers:
+            if not worker.role.process.concurrent:
+                worker.role.start(EnvironmentWorker.close)
+
+    async def _live(self, worker: "_Worker") -> None:
+        while True:
+            try:
+                await results([worker.built])
+                worker.send_waiting()
+                self.changes.notify()
+                await self._serve(worker)
+            except WorkerLost as error:
+                self._replace(worker, worker.role.process.how_lost or str(error))
+
+    async def _serve(self, worker: "_Worker") -> None:
+        process = worker.role.process
+        while True:
+            await process.unless_lost(self.changes.until(lambda: worker.running))
+            with progress_required([process]) as scope:
+                while worker.running:
+                    aborts, sent = worker.aborts, list(worker.sent)
+                    poll = worker.role.start(
+                        EnvironmentWorker.poll, LONG_POLL_S if process.concurrent else LOCAL_POLL_S
+                    )
+                    await results_in(scope, sent)
+                    worker.sent = worker.sent[len(sent) :]
+                    found = (await results_in(scope, [poll]))[0]
+                    if found and aborts == worker.aborts:
+                        self.deaths = 0
+                        worker.deliver(found)
+                    await asyncio.sleep(0)  # Let other tasks run, which `poll` in the driver's own process blocks.
+
+    def _replace(self, worker: "_Worker", how: str) -> None:
+        self.deaths += 1
+        limit = REPLACEMENTS * len(self.workers)
+        if not worker.role.process.concurrent or self.deaths > limit:
+            raise WorkerError(
+                f"environment worker {worker.number} {how}; {self.deaths} workers died without a finished trajectory "
+                f"in between, and the limit is {limit}: look at the memory of the environment and the tools"
+            )
+        logger.warning("environment worker %d %s: another process replaces it", worker.number, how)
+        worker.replace()
+
+
+class _Worker:
+    """One environment worker, which may outlive its process.
+
+    Attributes:
+        running: Replica that gets each unfinished trajectory, by the trajectory's key.
+    """
+
+    def __init__(self, number: int, start: Callable[[int, int], tuple[Role[EnvironmentWorker], Pending[None]]]) -> None:
+        self.number, self._start, self.starts, self.aborts = number, start, 0, 0
+        self.running: dict[tuple[int, int], Takes] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        self.role, self.built = self._start(self.number, self.starts)
+        self.starts += 1
+        self.sent: list[Pending[Any]] = []
+        self.waiting: list[tuple[ReplicaId, Connection, Sequence[EpisodeRequest]]] = []
+        self.ready = False  # Whether the worker is built.
+
+    def submit(
+        self, replica: ReplicaId, connection: Connection, taker: Takes, requests: Sequence[EpisodeRequest]
+    ) -> None:
+        self.running |= dict.fromkeys((request.key for request in requests), taker)
+        self.waiting.append((replica, connection, requests))
+        if self.ready:
+            self.send_waiting()
+
+    def send_waiting(self) -> None:
+        """Send the requests that came before the worker was built, and all later requests without delay."""
+        self.ready, waiting, self.waiting = True, self.waiting, []
+        self.sent += [self.role.start(EnvironmentWorker.submit, *one) for one in waiting]
+
+    def deliver(self, trajectories: Sequence[Trajectory]) -> None:
+        takers: dict[int, tuple[Takes, list[Trajectory]]] = {}
+        for one in trajectories:
+            if (taker := self.running.pop(one.key, None)) is not None:
+                takers.setdefault(id(taker), (taker, []))[1].append(one)
+        for taker, found in takers.values():
+            taker.deliver(found)
+
+    def replace(self) -> None:
+        lost, self.running = self.running, {}
+        self.role.process.kill()
+        self._begin()
+        for taker in dict.fromkeys(lost.values()):
+            taker.lose({uid for (uid, _), owner in lost.items() if owner is taker})
+
+
+class EnvironmentReplica(Replica):
+    """A rollout replica that samples turns for environment workers, instead of answers for the driver.
+
+    Args:
+        number: Index of the replica in the pool.
+        start: Function that starts a process for the replica, and begins to build the engine in the process.
+        environments: The environment workers of the run.
+        start_timeout_s: Maximum seconds until the engine must be ready.
+
+    Attributes:
+        begun: Number of processes that the replica has had.
+    """
+
+    begun = 0
+
+    def __init__(
+        self, number: int, start: Any, environments: EnvironmentPool, *, start_timeout_s: float = math.inf
+    ) -> None:
+        super().__init__(number, start, start_timeout_s=start_timeout_s)
+        self.environments = environments
+        self._owner: Owner | None = None
+
+    def _begin(self) -> None:
+        self.begun += 1
+        super()._begin()
+
+    async def live(self, pool: Owner) -> None:
+        """Sample turns until the task is cancelled, and replace each lost process if the pool permits it."""
+        self._owner = pool
+        await super().live(pool)
+
+    def submit(self, requests: Sequence[Any]) -> None:
+        """Run trajectories in the environment workers, without waiting for their ends."""
+        self.running.update(request.key for request in requests)
+        groups: dict[int, list[EpisodeRequest]] = {}
+        for request in requests:
+            groups.setdefault(request.key[0], []).append(request)
+        self.environments.submit((self.number, self.begun), self.role, self, list(groups.values()))
+
+    def deliver(self, trajectories: Sequence[Trajectory]) -> None:
+        """Pass finished trajectories on to the pool."""
+        assert self._owner is not None, "a replica gets requests only after its task has started"
+        wanted = [one for one in trajectories if one.key in self.running]
+        self.running -= {one.key for one in wanted}
+        self._owner.deliver(wanted)
+
+    def lose(self, uids: set[int]) -> None:
+        """Report prompt groups as lost, whose environment worker has died."""
+        assert self._owner is not None, "a replica gets requests only after its task has started"
+        self.running = {key for key in self.running if key[0] not in uids}
+        self._owner.lose(uids)
+
+    async def abort(self) -> None:
+        """Make the environment workers and the engine abort all trajectories."""
+        await self.environments.abort()
+        await super().abort()
+
+    def close(self) -> None:
+        """End the environment workers."""
+        self.environments.close()
+
+    async def _answer(self, pool: Owner) -> None:
+        """Wait while trajectories use the engine."""
+        await self.role.process.unless_lost(
+            pool.changes.until(lambda: not self.running or self.state is not ReplicaState.SERVING)
+        )
+
+
+def connection_to(role: Role[Any]) -> Connection:
+    """Return a connection to a replica's rollout worker, which can be sent to an environment worker."""
+    process = role.process
+    if isinstance(process, RayProcess):
+        return RayConnection(process.actor, role.name)
+    return LocalConnection(process.host.roles[role.name])  # type: ignore[attr-defined]

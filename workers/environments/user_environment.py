@@ -1,0 +1,126 @@
+"""One object of the user's environment, and calls of its methods within a time limit."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from rltrain.base.errors import described
+from rltrain.environments.contract import (
+    CLOSE,
+    RESET,
+    REWARDS,
+    STEP,
+    EnvironmentFailure,
+    as_reward,
+    as_step,
+    as_text,
+    reset_arguments,
+    tool_names,
+)
+from rltrain.environments.tool_calls import ToolCall
+from workers.environments.daemon_threads import in_daemon_thread
+
+
+class UserEnvironment:
+    """An environment of one trajectory: an object of the user's class, if there is one, and the run's tools.
+
+    Args:
+        make: The user's class, or None if the run has only tools.
+        tools: Functions that the policy can call, by name.
+        timeout_s: Maximum seconds of one call.
+    """
+
+    def __init__(self, make: type | None, tools: Mapping[str, Callable[..., Any]], timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+        self._object: Any = None
+        self._make, self._tools = make, dict(tools)
+
+    async def reset(self, columns: Mapping[str, Any], seed: int) -> str:
+        """Create the user's object and reset it. Return the text that is appended to the prompt.
+
+        Raises:
+            EnvironmentFailure: the user's code raised an exception or took too long.
+        """
+        if self._make is None:
+            return ""
+        self._object = await self._required("__init__", self._make)
+        self._tools |= {name: getattr(self._object, name) for name in tool_names(self._make)}
+        reset = getattr(self._object, RESET, None)
+        if reset is None:
+            return ""
+        return as_text(await self._required(RESET, reset, **reset_arguments(reset, columns, seed)))
+
+    @property
+    def plays(self) -> bool:
+        """Whether the environment answers the text of each action with its method `step`."""
+        return hasattr(self._object, STEP)
+
+    async def call(self, call: ToolCall) -> str:
+        """Call a tool, and return the text with which the policy sees the result.
+
+        If the tool does not exist, does not accept the arguments, raises an exception or takes too long, the text says
+        so.
+        """
+        tool = self._tools.get(call.name)
+        if tool is None:
+            return f"error: there is no tool {call.name!r:.80}; the tools are {', '.join(self._tools) or 'none'}"
+        try:
+            inspect.signature(tool).bind(**call.arguments)
+        except TypeError as error:
+            return f"error: {call.name}: {error}"
+        try:
+            return as_text(await self._called(tool, **call.arguments))
+        except TimeoutError:
+            return f"error: {call.name} took more than {self._timeout_s:g} s"
+        except Exception as error:
+            return f"error: {call.name}: {described(error)}"
+
+    async def step(self, text: str) -> tuple[str, float | None, bool]:
+        """Answer the text of an action. Return (observation, reward of the turn, whether the trajectory is over).
+
+        Raises:
+            EnvironmentFailure: the user's code raised an exception, took too long or returned something else.
+        """
+        return as_step(await self._required(STEP, getattr(self._object, STEP), text))
+
+    async def reward(self) -> float | None:
+        """Return the reward of the whole trajectory, or None if the environment gives none.
+
+        Raises:
+            EnvironmentFailure: the user's code raised an exception, took too long or returned no number.
+        """
+        for name in REWARDS:
+            if method := getattr(self._object, name, None):
+                return as_reward(await self._required(name, method))
+        return None
+
+    async def close(self) -> None:
+        """Close the user's object. Errors of the user's code are ignored, because the trajectory has ended."""
+        if method := getattr(self._object, CLOSE, None):
+            try:
+                await self._called(method)
+            except Exception:
+                return
+
+    async def _required(self, name: str, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            return await self._called(function, *args, **kwargs)
+        except TimeoutError:
+            raise EnvironmentFailure(f"the environment's {name} took more than {self._timeout_s:g} s") from None
+        except Exception as error:
+            raise EnvironmentFailure(f"the environment's {name} raised {described(error)}") from error
+
+    async def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        async with asyncio.timeout(self._timeout_s):
+            if inspect.iscoroutinefunction(function):
+                return await _without_exit(function(*args, **kwargs))
+            return await in_daemon_thread(lambda: function(*args, **kwargs))
+
+
+async def _without_exit(call: Awaitable[Any]) -> Any:
+    """Await a call of the user's code. If the code raises SystemExit, raise RuntimeError, which ends no process."""
+    try:
+        return await call
+    except (SystemExit, KeyboardInterrupt) as error:
+        raise RuntimeError(described(error)) from error

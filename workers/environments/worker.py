@@ -1,0 +1,157 @@
+"""Worker that runs many trajectories side by side in one process. The process never imports torch or transformers."""
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rltrain.base.background_tasks import outside_event_loop
+from rltrain.batch.trajectory import Trajectory
+from rltrain.rewards.loading import import_function
+from workers.environments.engines import Connection, Replica, ReplicaGone
+from workers.environments.episode import run_episode
+from workers.environments.messages import EnvironmentSource, EpisodeRequest, Limits
+from workers.environments.user_environment import UserEnvironment
+
+IDLE_S = 0.0005  # Seconds between two looks at trajectories that wait for the user's code.
+LINGER_S = 0.01  # Seconds for which `poll` waits for further trajectories after the first.
+
+
+# Number of a replica in its pool, and number of the processes that the replica had before its current process.
+ReplicaId = tuple[int, int]
+
+
+class EnvironmentWorker:
+    """Worker that runs trajectories in environments.
+
+    Args:
+        name: Name of the worker in its calls of replicas, different from the name of any other worker of the run.
+        source: Where the environment and the tools come from.
+        limits: Limits of each trajectory.
+        threaded: Whether the trajectories run in a thread of their own. Otherwise they run only during `poll`.
+
+    Attributes:
+        records_events: Always True: a call of `poll` mostly waits, so it is no event of the timeline.
+    """
+
+    records_events = True
+
+    def __init__(self, name: str, source: EnvironmentSource, limits: Limits, *, threaded: bool) -> None:
+        self.name, self.limits, self.epoch = name, limits, 0
+        path = source.environment
+        self.make: Any = import_function(path, f"rollout.environment={path}") if path else None
+        self.tools = {tool: import_function(path, f"rollout.tools: {path}") for tool, path in source.tools.items()}
+        self.replicas: dict[ReplicaId, Replica] = {}
+        self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self.finished: list[Trajectory] = []
+        self.error: BaseException | None = None
+        self.news = threading.Condition()
+        self.loop = asyncio.new_event_loop()
+        self.threaded = threaded
+        if threaded:
+            threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
+
+    def submit(self, replica: ReplicaId, connection: Connection, requests: Sequence[EpisodeRequest]) -> None:
+        """Start trajectories whose actions a replica samples, without waiting for their ends.
+
+        Args:
+            replica: Identity of the replica's process.
+            connection: Connection to the replica's process, which is used if the worker has none yet.
+            requests: The trajectories to run. If a trajectory with the same key is running, it ends first.
+        """
+        self._in_loop(lambda: self._start(replica, connection, requests))
+
+    def _start(self, replica: ReplicaId, connection: Connection, requests: Sequence[EpisodeRequest]) -> None:
+        if replica not in self.replicas:
+            for old in [one for one in self.replicas if one[0] == replica[0]]:
+                self.replicas.pop(old).close()
+            self.replicas[replica] = Replica(connection, f"{self.name} {self.epoch}")
+        for request in requests:
+            if before := self.running.get(request.key):
+                before.cancel()
+            self.running[request.key] = asyncio.ensure_future(self._run(self.replicas[replica], request))
+
+    async def _run(self, replica: Replica, request: EpisodeRequest) -> None:
+        try:
+            trajectory = await run_episode(request, replica, self._environment, self.limits)
+        except ReplicaGone:
+            return  # The pool of the replicas notices the death, and requests the trajectory again.
+        except Exception as error:
+            with self.news:
+                self.error = error
+                self.news.notify_all()
+            return
+        finally:
+            if self.running.get(request.key) is asyncio.current_task():
+                del self.running[request.key]
+        with self.news:
+            self.finished.append(trajectory)
+            self.news.notify_all()
+
+    def _environment(self) -> UserEnvironment:
+        return UserEnvironment(self.make, self.tools, self.limits.call_timeout_s)
+
+    def poll(self, timeout_s: float) -> list[Trajectory]:
+        """Return the trajectories that finished since the previous call of `poll`.
+
+        Wait up to `timeout_s` seconds for the first trajectory.
+
+        Raises:
+            Exception: A call of a replica has failed, or rltrain's own code.
+        """
+        if not self.threaded:
+            with outside_event_loop():
+                self.loop.run_until_complete(self._advance(timeout_s))
+        with self.news:
+            if self.threaded:
+                self.news.wait_for(lambda: self.finished or self.error, timeout_s)
+            if self.error:
+                raise self.error
+            if self.finished and self.threaded:
+                self.news.wait_for(lambda: self.error, LINGER_S)
+            taken, self.finished = self.finished, []
+        return taken
+
+    async def _advance(self, timeout_s: float) -> None:
+        """Run the trajectories until one of them ends, or until `timeout_s` seconds have passed."""
+        deadline = time.monotonic() + timeout_s
+        while self.running and not self.finished and not self.error and time.monotonic() < deadline:
+            generating = any(one.polling for one in self.replicas.values())
+            # While no turn is being generated, the trajectories wait for the user's code in other threads.
+            await asyncio.sleep(0 if generating else IDLE_S)
+
+    def abort(self) -> None:
+        """End all trajectories, and drop all that `poll` has not returned yet."""
+        self._in_loop(self._abort)
+
+    def _abort(self) -> None:
+        self.epoch += 1
+        for task in self.running.values():
+            task.cancel()
+        for replica in self.replicas.values():
+            replica.close()
+        self.running.clear()
+        self.replicas.clear()
+        with self.news:
+            self.finished = []
+
+    def _in_loop(self, function: Callable[[], None]) -> None:
+        """Run a function in the thread of the event loop, and wait until it has ended."""
+
+        async def run() -> None:
+            function()
+
+        if self.threaded:
+            asyncio.run_coroutine_threadsafe(run(), self.loop).result()
+        else:
+            with outside_event_loop():
+                self.loop.run_until_complete(run())
+
+    def close(self) -> None:
+        """End all trajectories."""
+        self.abort()
+        if not self.threaded:
+            with outside_event_loop():
+                self.loop.run_until_complete(self.loop.shutdown_asyncgens())
+            self.loop.close()

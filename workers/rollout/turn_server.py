@@ -1,0 +1,143 @@
+"""The part of a rollout worker that samples turns of trajectories for environment processes."""
+
+import itertools
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rltrain.data.turn_rendering import TurnRenderer
+from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, ParsedAction
+from rltrain.rewards.loading import import_function
+from workers.rollout.messages import Completion, Request
+from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
+
+Parser = Callable[[str], ParsedAction]  # Finds the tool calls in the text of an action.
+CUT = "\n[cut off after {tokens} tokens]"  # Appended to a message whose text was cut off.
+
+
+class TurnServer:
+    """Converts turn requests to requests of the engine, and the engine's answers to turn results.
+
+    Args:
+        tokenizer: Tokenizer of the model.
+        renderer: Renders messages as the difference that the chat template makes.
+        parse: Function that finds the tool calls in the text of an action.
+
+    Attributes:
+        open: Client and unfinished result of each turn, by the key of the engine's request.
+        finished: Finished turns of each client that were not polled yet.
+    """
+
+    def __init__(self, tokenizer: Any, renderer: TurnRenderer, parse: Parser) -> None:
+        self.tokenizer, self.renderer, self.parse = tokenizer, renderer, parse
+        self.open: dict[tuple[int, ...], tuple[str, TurnResult]] = {}
+        self.finished: dict[str, list[TurnResult]] = {}
+        self._numbers = itertools.count()
+        # Environment workers call `begin` from several threads, and the renderer has one rendering process.
+        self._rendering = threading.Lock()
+
+    def begin(self, client: str, turns: Sequence[TurnRequest]) -> tuple[list[Request], list[TurnResult]]:
+        """Render the messages of the given turns.
+
+        Returns:
+            The engine's requests, and the results of the turns that end without an action, because their messages
+            leave no room or cannot be rendered.
+        """
+        requests, ended = [], []
+        for turn in turns:
+            with self._rendering:
+                result, prompt_ids, max_tokens = self._begun(turn)
+            if result.error or result.full:
+                ended.append(result)
+                continue
+            # A number makes the key unique: a client that died may have left an unfinished request for the same turn.
+            key = (*turn.key[:2], next(self._numbers))
+            self.open[key] = client, result
+            requests.append(Request(key, prompt_ids, turn.temperature, max_tokens, turn.seed))
+        return requests, ended
+
+    def store(self, client: str, results: Sequence[TurnResult]) -> None:
+        """Keep finished turns until their client polls them."""
+        self.finished.setdefault(client, []).extend(results)
+
+    def _begun(self, turn: TurnRequest) -> tuple[TurnResult, list[int], int]:
+        """Return the result of a turn so far, the context of its action, and the action's maximum number of tokens."""
+        first, messages = turn.key[2] == 0, list(turn.messages)
+        try:
+            if first:
+                observed = self.renderer.prompt_ids(messages)
+            else:
+                messages = [self._shortened(message, turn.max_message_tokens) for message in messages]
+                observed = self.renderer.observation_ids(messages, turn.action_ids)
+        except ValueError as refused:
+            return TurnResult(turn.key, error=str(refused)), [], 0
+        result = TurnResult(turn.key, observed, messages=messages)
+        if first and len(observed) > turn.max_prompt_tokens:
+            error = f"the prompt has {len(observed)} tokens, above rollout.max_prompt_length={turn.max_prompt_tokens}"
+            return replace(result, error=error), [], 0
+        room = turn.room if first else turn.room - len(observed)
+        context = [*turn.context_ids, *turn.action_ids, *observed]
+        return replace(result, full=room < 1), context, min(room, turn.max_tokens)
+
+    def _shortened(self, message: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
+        """Return a message whose text has at most `limit` tokens; a longer text is cut off, with a mark at its end."""
+        text = message["content"]
+        if len(text) <= limit:  # A token has at least one character.
+            return message
+        ids = self.tokenizer.encode(text, add_special_tokens=False)
+        if len(ids) <= limit:
+            return message
+        kept = self.tokenizer.decode(ids[:limit], skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return {**message, "content": kept + CUT.format(tokens=limit)}
+
+    def deliver(self, completions: Sequence[Completion]) -> None:
+        """Store the engine's answers as finished turns of their clients."""
+        for one in completions:
+            client, result = self.open.pop(one.key, (None, None))
+            if client is None or result is None:
+                continue  # The turn was aborted between its rendering and its submission to the engine.
+            done = replace(
+                result,
+                token_ids=one.token_ids,
+                log_probs=one.log_probs,
+                versions=one.versions,
+                finish_reason=one.finish_reason,
+                text=self.tokenizer.decode(one.token_ids, skip_special_tokens=True),
+                action=self.parse(self.renderer.action_text(one.token_ids)),
+            )
+            self.store(client, [done])
+
+    def has(self, client: str) -> bool:
+        """Return whether a client has finished turns."""
+        return bool(self.finished.get(client))
+
+    def take(self, client: str) -> list[TurnResult]:
+        """Return and forget the finished turns of a client."""
+        return self.finished.pop(client, [])
+
+    def abort(self) -> None:
+        """Forget all turns."""
+        self.open.clear()
+        self.finished.clear()
+
+
+def turn_server(tokenizer: Any, turn_format: TurnFormat, stop_ids: Sequence[int]) -> TurnServer:
+    """Return the turn server of a rollout worker."""
+    renderer = TurnRenderer(tokenizer, tools=turn_format.tools, stop_ids=stop_ids)
+    return TurnServer(tokenizer, renderer, parser_of(turn_format.tool_format))
+
+
+def parser_of(tool_format: str) -> Parser:
+    """Return the function that finds tool calls in a text.
+
+    Args:
+        tool_format: name of a format in `TOOL_CALL_FORMATS`, or path of the user's function, `package.module:function`
+            or `file.py:function`.
+
+    Raises:
+        ConfigError: the user's function cannot be imported.
+    """
+    if tool_format in TOOL_CALL_FORMATS:
+        return TOOL_CALL_FORMATS[tool_format]
+    return import_function(tool_format, f"rollout.tool_format={tool_format}")

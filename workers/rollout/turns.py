@@ -1,0 +1,99 @@
+"""Messages and interface with which environment processes ask a rollout worker to sample turns of trajectories.
+
+This module imports no large packages, because environment processes never import torch or transformers.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rltrain.environments.tool_calls import ParsedAction
+
+
+@dataclass(frozen=True)
+class TurnFormat:
+    """How the turns of a run's trajectories are written and read.
+
+    Attributes:
+        tools: Schemas of the tools, as `transformers.utils.get_json_schema` returns them.
+        tool_format: Name of the format of tool calls, or path of the user's function that finds the calls in a text.
+    """
+
+    tools: Sequence[Mapping[str, Any]]
+    tool_format: str
+
+
+@dataclass(frozen=True)
+class TurnRequest:
+    """Request to add messages to the context of a trajectory and to sample the policy's next action.
+
+    Attributes:
+        key: (prompt group uid, number of the sample in its group, number of the turn).
+        context_ids: Token ids of the trajectory before the last action; empty in the first turn.
+        action_ids: Token ids of the last action; empty in the first turn.
+        messages: Chat messages that are new in the context: the prompt in the first turn, and later, for instance, the
+            results of tools.
+        room: Maximum number of tokens of the new messages and the action together. In the first turn, `room` limits
+            only the action.
+        max_prompt_tokens: Maximum number of tokens of the prompt in the first turn.
+        max_tokens: Maximum number of tokens of the action.
+        max_message_tokens: Maximum number of tokens of the text of each new message after the first turn; longer texts
+            are cut off.
+        temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
+        seed: Seed of the random numbers with which the action is sampled.
+    """
+
+    key: tuple[int, int, int]
+    context_ids: Sequence[int]
+    action_ids: Sequence[int]
+    messages: Sequence[Mapping[str, Any]]
+    room: int
+    max_prompt_tokens: int
+    max_tokens: int
+    max_message_tokens: int
+    temperature: float
+    seed: int
+
+
+@dataclass(frozen=True)
+class TurnResult:
+    """The sampled action of a turn, or the reason why no action was sampled.
+
+    Attributes:
+        key: Key of the `TurnRequest` that this result answers.
+        observation_ids: Token ids of the new messages, as they were put into the context.
+        token_ids: Token ids of the action, including the final end token.
+        log_probs: Log-probability of each sampled token in nats, under the distribution that was sampled from.
+        versions: For each sampled token, the version of the weights that sampled it.
+        finish_reason: "stop", "length" or "abort", as reported by the engine.
+        text: Text of the action, without special tokens.
+        action: The action's text and tool calls.
+        messages: The new messages as the model has seen them, with the texts that were cut off.
+        full: Whether the new messages left no room for an action, so that no action was sampled.
+        error: One line that says why the messages cannot be put into the context; "" without an error.
+    """
+
+    key: tuple[int, int, int]
+    observation_ids: Sequence[int] = ()
+    token_ids: Sequence[int] = ()
+    log_probs: Sequence[float] = ()
+    versions: Sequence[int] = ()
+    finish_reason: str = ""
+    text: str = ""
+    action: ParsedAction | None = None
+    messages: Sequence[Mapping[str, Any]] = ()
+    full: bool = False
+    error: str = ""
+
+
+class SamplesTurns(Protocol):
+    """Interface of a rollout worker for environment processes."""
+
+    def submit_turns(self, client: str, requests: Sequence[TurnRequest]) -> None:
+        """Queue requests of an environment process, without waiting for the results."""
+
+    def poll_turns(self, client: str, timeout_s: float) -> list[TurnResult]:
+        """Return the finished turns that the environment process `client` has requested.
+
+        Wait up to `timeout_s` seconds for the first result.
+        """
