@@ -1,7 +1,14 @@
 """Presets of `config/algorithm` with the settings that a preset leaves to the user."""
 
 TEACHERS = ["algorithm.distillation.teachers=[reference]"]
-NEEDED = {"distill": TEACHERS, "mopd": TEACHERS}  # Without these settings, a preset is refused.
+GAME = ["rollout.environment=rltrain.environments.higher_lower:HigherLower"]
+NEEDED = {
+    "distill": TEACHERS,
+    "mopd": TEACHERS,
+    "gigpo": GAME,
+    "turn_ppo": GAME,
+    "turn_rloo": GAME,
+}  # Without these settings, a preset is refused.
 
 
 def preset(name: str, *overrides: str) -> list[str]:

@@ -39,6 +39,7 @@ from rltrain.trajectories.scoring import (
     correct_rows,
     flat_rows,
     on_last_token,
+    place_scores,
     shaped_scores,
     truncated_rows,
     zero_spread,
@@ -117,7 +118,8 @@ def assign_rewards(
 ) -> tuple[DataProto, dict[str, float]]:
     """Add the column `token_level_rewards`: scores on the last trained tokens, minus the KL penalty.
 
-    The scores in `token_level_rewards` are shaped and, if configured, normalised.
+    The rewards of single turns are on the last tokens of their turns, as `place_scores` describes. The scores in
+    `token_level_rewards` are shaped and, if configured, normalised.
 
     `assign_rewards` also sets the column `valid` to False in rows that are excluded from the statistics because the
     answer was cut at the length limit. A row with a cut answer keeps its own score, on the same scale as the scores of
@@ -140,7 +142,7 @@ def assign_rewards(
     if normalization.on:
         scores = normalize_rewards(scores, uid, scored, counted=counted, **dataclasses.asdict(normalization))
     batch = batch.pop(["valid"])[1].union(DataProto.from_dict({"valid": counted}))
-    batch = batch.with_values("responses", token_level_rewards=on_last_token(batch, scores))
+    batch = batch.with_values("responses", token_level_rewards=place_scores(batch, scores, config))
     batch, kl_metrics = penalize_kl(batch, config.algorithm.kl_in_reward, controller)
     rewards = batch.values("token_level_rewards")[batch.values("response_mask")]
     if not bool(rewards.isfinite().all()):
