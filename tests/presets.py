@@ -1,7 +1,7 @@
 """Presets of `config/algorithm` with the settings that a preset leaves to the user."""
 
 TEACHERS = ["algorithm.distillation.teachers=[reference]"]
-NEEDED = {"distill": TEACHERS, "mopd": TEACHERS}  # Without these settings, a preset is refused.
+NEEDED = {"distill": TEACHERS, "mopd": TEACHERS}  # The checks of the config refuse a preset without these settings.
 
 
 def preset(name: str, *overrides: str) -> list[str]:
