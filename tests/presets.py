@@ -2,13 +2,8 @@
 
 TEACHERS = ["algorithm.distillation.teachers=[reference]"]
 GAME = ["rollout.environment=rltrain.environments.higher_lower:HigherLower"]
-NEEDED = {
-    "distill": TEACHERS,
-    "mopd": TEACHERS,
-    "gigpo": GAME,
-    "turn_ppo": GAME,
-    "turn_rloo": GAME,
-}  # Without these settings, a preset is refused.
+# The checks of the config refuse a preset without these settings.
+NEEDED = {"distill": TEACHERS, "mopd": TEACHERS, "gigpo": GAME, "turn_ppo": GAME, "turn_rloo": GAME}
 
 
 def preset(name: str, *overrides: str) -> list[str]:

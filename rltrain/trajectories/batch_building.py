@@ -16,7 +16,7 @@ from rltrain.trajectories.scoring import component_matrix, successes, weighted_s
 
 
 def mean_score(groups: Sequence[Group], config: Config) -> float:
-    """Compute the mean score over all samples of the given groups that have a score; 0 if no sample has a score."""
+    """Return the mean score of all scored samples in the given groups, or 0 if no sample has a score."""
     batch = to_batch(groups, config.reward.components)
     scores = batch.batch["scores"][batch.batch["valid"]]
     return float(scores.mean()) if len(scores) else 0.0
@@ -73,7 +73,7 @@ def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]
 
 
 def _environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
-    """Return what only trajectories in environments have, for metrics and for people who read the rollouts."""
+    """Return the columns that only trajectories in environments have, for metrics and for tables of rollouts."""
     counts = {
         "turns": torch.tensor([len(t.turns) for t in trajectories]),
         "tool_calls": torch.tensor([t.tool_calls for t in trajectories]),

@@ -245,7 +245,8 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
 def _length_rewards(batch: DataProto, counted: Tensor, algorithm: AlgorithmConfig) -> Tensor:
     """Compute the length reward of each row by comparison with the other answers of its group: (B,).
 
-    A row of which no reward function decides whether the answer is correct gets 0 and is not compared with.
+    If no reward function decides whether a row's answer is correct, the row gets the length reward 0, and other rows
+    are not compared with the row.
 
     Raises:
         RewardError: no reward function decides whether any answer is correct.
@@ -264,9 +265,10 @@ def correct_rows(batch: DataProto, rows: Tensor, algorithm: AlgorithmConfig, *, 
 
     Args:
         batch: the batch of scored answers.
-        rows: mask (B,) of the rows of which at least one must be decided.
+        rows: mask (B,) of rows. For at least one of these rows, a reward function must decide whether the answer is
+            correct.
         algorithm: section `algorithm` of the config.
-        setting: the config key and value, for the error message, that need to know which answers are correct.
+        setting: config key and value of the setting that depends on the correctness of answers, for the error message.
         user: what depends on the correctness of answers, for the error message.
 
     Raises:

@@ -106,9 +106,9 @@ def kl_controller(config: KLInRewardConfig) -> FixedKLController:
 
 
 def held(controller: FixedKLController) -> FixedKLController:
-    """Return a controller that keeps the current coefficient of another one.
+    """Return a controller that keeps the current coefficient of another controller.
 
-    While the actor does not change, the KL that is measured says nothing about the coefficient.
+    While the actor does not change, the measured KL says nothing about the coefficient.
     """
     return FixedKLController(controller.value)
 
@@ -227,10 +227,11 @@ def estimate_advantages(
     """Add the columns `advantages` and `returns` from the configured estimator.
 
     With `monte_carlo`, the returns are Monte-Carlo returns instead of the estimator's: the discounted sums of the
-    rewards to come. The critic learns them during its warm-up.
+    rewards to come. The critic learns the Monte-Carlo returns during its warm-up.
 
     If configured, the advantages are normalised, combined with the log-ratios of the teachers, and then clamped to
-    [-c, c], with c = `advantage_clip`. None of these operations changes the returns.
+    [-c, c], with c = `advantage_clip`. Normalisation, log-ratios of the teachers and clamping do not change the
+    returns.
 
     With `bootstrap_truncated`, gamma times `bootstrap_values` is added to the rewards of the last trained tokens that
     the estimator receives. With `bootstrap_truncated`, GAE thus includes the value of the state after the last token
@@ -281,9 +282,10 @@ def with_distillation(
     """Multiply the advantages (B, T) by `outcome_coef`, and add the log-ratios of the teachers if mode=reward.
 
     Returns:
-        The new advantages, and the KL from the policy to the teachers, estimated from the sampled tokens: for
-        mode=reward `actor/teacher_kl`, and with several teachers also `actor/teacher_kl/NAME` of each teacher. The
-        policy is the actor before the update if its log-probs are known, and the engine's policy otherwise.
+        The new advantages, and metrics of the KL from the policy to the teachers, estimated from the sampled tokens.
+        With mode=reward, the metrics contain `actor/teacher_kl`. With several teachers, the metrics contain
+        `actor/teacher_kl/NAME` of each teacher. The policy is the actor before the update if the actor's log-probs are
+        known, and the engine's policy otherwise.
     """
     config = algorithm.distillation
     if config.mode is None:
