@@ -200,7 +200,7 @@ class Trainer:
                 )
 
     def trained(self) -> dict[str, WorkerGroup[SavesState]]:
-        """Return the worker groups whose state checkpoints save, by role: actor, critic and a refreshed reference."""
+        """Return the worker groups whose state is checkpointed, by role: actor, critic and a refreshed reference."""
         reference = self.reference if self.config.algorithm.refreshes_reference else None
         groups: dict[str, WorkerGroup[SavesState] | None] = {
             "actor": self.actor,

@@ -109,7 +109,7 @@ class EngineProcess(RayProcess):
             `die` for a death that is reported.
         built: The pending construction of the engine.
         open: The result of the last `poll`, pending until the engine returns answers.
-        patience: The patience of each `poll` so far.
+        patience: The time limit of each `poll` so far, in seconds.
         keys: Keys of the unfinished requests.
         finished: Keys of the answers that no `poll` has returned.
     """
@@ -164,7 +164,7 @@ class EngineProcess(RayProcess):
     def say(self) -> None:
         """Let the open poll return all finished answers.
 
-        Without finished answers, the poll returns nothing, as it does when its patience runs out.
+        Without finished answers, the poll returns an empty list, as a real poll does after its time limit.
         """
         finished, self.finished = self.finished, []
         self.open.give([Completion(key, [self._number], [-1.0], "stop", [self.version]) for key in finished])

@@ -34,7 +34,7 @@ def _chatml(content: str) -> str:
 
 
 CHATML_TOOLS = _chatml("{{- message.content }}")
-# As a template that keeps the thoughts of answers after the last question, and writes an empty thought before the last.
+# Like a template that keeps thoughts after the last question, and writes an empty thought before the last answer.
 STRIPS_THINKING = (
     "{%- set ns = namespace(last=-1) %}{%- for m in messages %}"
     + ("{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}")

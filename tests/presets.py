@@ -1,7 +1,9 @@
 """Presets of `config/algorithm` with the settings that a preset leaves to the user."""
 
 TEACHERS = ["algorithm.distillation.teachers=[reference]"]
-NEEDED = {"distill": TEACHERS, "mopd": TEACHERS}  # Without these settings, a preset is refused.
+GAME = ["rollout.environment=rltrain.environments.higher_lower:HigherLower"]
+# The checks of the config refuse a preset without these settings.
+NEEDED = {"distill": TEACHERS, "mopd": TEACHERS, "gigpo": GAME, "turn_ppo": GAME, "turn_rloo": GAME}
 
 
 def preset(name: str, *overrides: str) -> list[str]:

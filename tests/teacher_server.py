@@ -12,11 +12,11 @@ class TeacherServer:
     """Serves the prompt log-probs of a causal language model of transformers.
 
     Attributes:
-        url: address of the server, as `algorithm.distillation.teachers` takes it.
+        url: address of the server, in the form that `algorithm.distillation.teachers` expects.
         requests: bodies of the completion requests so far.
         fails: function from the number of a completion request to an HTTP status for a failure, or None.
         answer: function that changes the JSON answer to a completion request.
-        max_model_len: largest number of tokens that the server says it accepts; None if it does not say.
+        max_model_len: maximum number of tokens that the server reports; None if the server reports no maximum.
     """
 
     def __init__(self, model, decode=lambda token: chr(token)):

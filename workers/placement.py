@@ -93,7 +93,7 @@ def build_environment_worker(
         spawn: Function that starts a process, given the number of the worker.
         number: Number of the worker.
         starts: Number of processes that the worker had before, which makes the name of the worker unique.
-        threaded: Whether the worker runs its trajectories in a thread of their own.
+        threaded: Whether the worker runs its trajectories in a separate thread.
     """
     process, name = spawn(number), f"{ENVIRONMENT} {number}.{starts}"
     source, limits = environments.source, environments.limits
@@ -157,7 +157,7 @@ class Training:
         """Send the output head of each teacher to all ranks of the actor, in the order of the config."""
         for teacher in self.config.algorithm.distillation.teachers:
             heads = [rank.start(TeacherWorker.output_head) for rank in self.groups[teacher.role].ranks]
-            head: Any = heads[0].later  # only rank 0 returns the head, and the driver does not fetch the head
+            head: Any = heads[0].later  # only rank 0 returns the output head, and the driver does not fetch it
             taken = [rank.start(ActorWorker.add_teacher_head, head) for rank in self.groups["actor"].ranks]
             calls: list[Pending[Any]] = [*heads[1:], *taken]
             await results(calls, depends_on=[heads[0].process], limit_s=limit_s)
@@ -639,8 +639,9 @@ def spawner(
     import ray
 
     engines, concurrent = name.startswith("rollout"), name.startswith(("rollout", ENVIRONMENT))
-    # If engines do not run ahead, training ranks and engines compute in turn, so the active processes may use all CPU
-    # cores. If engines run ahead, training ranks and engines compute at the same time and share the CPU cores.
+    # If engines do not generate ahead of training, training ranks and engines compute in turn, so the active processes
+    # may use all CPU cores. If engines generate ahead of training, training ranks and engines compute at the same time
+    # and share the CPU cores.
     beside = (
         count if not config.trainer.steps_ahead else config.placement.actor_ranks + config.placement.rollout_replicas
     )

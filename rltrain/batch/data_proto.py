@@ -56,6 +56,12 @@ COLUMNS: dict[str, tuple[str, str]] = {
         "bool; True = the token was sampled in a correct answer, whose negative log-likelihood is added to the loss",
     ),
     "policy_version": ("response", "weight version (step) that sampled the token, int64; -1 in observations"),
+    "turn_index": ("response", "int64, number of the turn in which the token was sampled, from 0; -1 in observations"),
+    "turn_states": (
+        "response",
+        "int64, the same number for all turns that begin after the same observation; 0 in observations",
+    ),
+    "turn_rewards": ("response", "reward that the environment gave for a turn, on the turn's last token; 0 elsewhere"),
     "token_level_rewards": ("response", "reward of each token, after shaping, normalisation and KL-in-reward"),
     "values": ("response", "critic's value of the state in which the token was chosen"),
     "bootstrap_values": (

@@ -12,6 +12,7 @@ to False, for instance in rows without a score. The column `policy_version` of a
 This module imports no torch, because environment processes build trajectories without torch.
 """
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import chain
@@ -159,6 +160,32 @@ class Trajectory:
             found += (len(turn.observation_ids), False), (len(turn.action_ids), True)
         return found
 
+    def turn_index(self) -> list[int]:
+        """Return for each response token the number of the turn in which the token was sampled; -1 in observations."""
+        return self._by_turn(range(len(self.turns)), -1)
+
+    def turn_states(self) -> list[int]:
+        """Return for each sampled token a hash of the observation on which its turn acts; 0 in observations."""
+        return self._by_turn([_hash(turn.observation_ids) for turn in self.turns], 0)
+
+    def turn_rewards(self) -> list[float]:
+        """Return for each response token the reward of the turn that ends with the token; 0.0 for all other tokens."""
+        found: list[float] = []
+        for number, turn in enumerate(self.turns):
+            observed = len(turn.observation_ids) if number else 0
+            found += [0.0] * (observed + len(turn.action_ids))
+            if turn.reward is not None and turn.action_ids:
+                found[-1] = turn.reward
+        return found
+
+    def _by_turn(self, values: Sequence[int], elsewhere: int) -> list[int]:
+        """Give each sampled token the value of its turn, and each token of an observation the value `elsewhere`."""
+        found: list[int] = []
+        for number, (turn, value) in enumerate(zip(self.turns, values, strict=True)):
+            observed = len(turn.observation_ids) if number else 0
+            found += [elsewhere] * observed + [value] * len(turn.action_ids)
+        return found
+
     def response_ids(self) -> Sequence[int]:
         """Return the token ids of the response: the first action, and then each later observation and action."""
         return _response([t.action_ids for t in self.turns], [t.observation_ids for t in self.turns[1:]])
@@ -183,3 +210,9 @@ def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequen
     if not later:
         return first
     return list(chain(first, *chain.from_iterable(zip(observations, later, strict=True))))
+
+
+def _hash(ids: Sequence[int]) -> int:
+    """Return a 63-bit hash of token ids, which is the same in every process."""
+    digest = hashlib.blake2b(repr(list(ids)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1

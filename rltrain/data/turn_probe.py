@@ -1,14 +1,15 @@
 """A check that the turns of a conversation can be appended exactly, for one tokenizer and its chat template.
 
-Synthetic conversations are put together turn by turn, as in a rollout, and compared with the template's rendering of
-the whole conversation:
+The check builds synthetic conversations turn by turn, as in a rollout, and compares each built conversation with the
+template's rendering of the whole conversation:
 
-- Both have the same control tokens in the same order. So there is no second beginning-of-sequence token, no repeated
-  system prompt and no missing end token, unless the template itself writes them.
-- Between two control tokens, both have the same token ids. Where an answer of the assistant stands, only the text must
-  be the same, apart from white space around the answer, which the policy samples, and from thoughts
-  (`<think>...</think>`), which some templates remove from earlier answers.
-- The context ends where the template would write the assistant's next answer.
+- The built conversation and the rendering have the same control tokens in the same order. The built conversation
+  therefore has a second beginning-of-sequence token, a repeated system prompt or a missing end token only if the
+  rendering has the same.
+- Between two control tokens, the built conversation and the rendering have the same token ids. In an answer of the
+  assistant, only the text must be the same. White space around an answer may differ, because the policy samples this
+  white space. Thoughts (`<think>...</think>`) may differ, because some templates remove thoughts from earlier answers.
+- The built conversation ends where the template would write the assistant's next answer.
 """
 
 import re
@@ -31,7 +32,7 @@ _WAY_OUT = "use another template (chat_template in the tokenizer's files)"
 
 
 class _FaultError(ValueError):
-    """Raised if a conversation cannot be put together exactly; the message says why."""
+    """Raised if a conversation cannot be built exactly turn by turn; the error's message says why."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +41,7 @@ class _Turn:
 
     Attributes:
         messages: the messages after the answer.
-        thought: text before the answer.
+        thought: text of the thought before the answer.
         cut: whether the answer was cut, so that the policy did not sample its end.
     """
 
@@ -50,7 +51,7 @@ class _Turn:
 
 
 def fault(renderer: "TurnRenderer", roles: Collection[str]) -> str | None:
-    """Return one line that says why a renderer cannot append turns exactly; None if it can.
+    """Return one line that says why a renderer cannot append turns exactly, or None if the renderer can.
 
     Args:
         renderer: the renderer to check.
@@ -141,10 +142,10 @@ def _sampled_end(renderer: "TurnRenderer", messages: "Sequence[Message]") -> lis
     """Return the control token with which the policy ends an answer.
 
     The control token is the template's end token, or the opener of the next message if the template has no end token.
-    There is none if the template writes ordinary text only.
+    The returned list is empty if the template writes only ordinary text.
 
     Raises:
-        _FaultError: the engine does not stop at this token.
+        _FaultError: the engine does not stop at the control token.
     """
     ids = renderer.observation_ids(messages, [])
     first = next((id for id in ids if id in renderer.special_ids), None)
@@ -197,7 +198,7 @@ def _compared(text: str, answers: Sequence[str]) -> str:
 
 
 def _pieces(renderer: "TurnRenderer", ids: Sequence[int]) -> list[tuple[int | None, list[int]]]:
-    """Return each control token with the ids up to the next one; the first piece has no control token."""
+    """Return each control token with the ids up to the next control token; the first piece has no control token."""
     pieces: list[tuple[int | None, list[int]]] = [(None, [])]
     special = renderer.special_ids - {*renderer.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])}
     for id in ids:

@@ -1,15 +1,15 @@
-"""Rendering of conversations of several turns, so that sampled token ids are never decoded and encoded again.
+"""Rendering of conversations with several turns, without decoding and re-encoding sampled token ids.
 
 A context grows only at its end: the prompt's ids, the ids that the policy sampled, the ids of an *observation*, the
-next sampled ids, and so on. An observation is what the chat template writes between two answers of the assistant: the
-end of the first answer, as far as the policy did not sample it, the new messages, and the text that opens the next
-answer.
+next sampled ids, and so on. An observation is the text that the chat template writes between two answers of the
+assistant. The observation consists of the part of the first answer's end that the policy did not sample, the new
+messages, and the text that opens the next answer.
 
-The text of an observation is a difference. A short conversation is rendered: a user's message, an *anchor*, which is an
-answer that ends with a known word, and the new messages. The observation is the text after the known word. If the new
-messages start with results of tools, the anchor calls these tools, because some templates require that. Only the
-difference is tokenized. `rltrain.data.turn_probe` checks at the start of a run that the ids of a row agree with the
-template's rendering of the whole conversation.
+To find the text of an observation, a short conversation is rendered: a user's message, an *anchor*, and the new
+messages. The anchor is an answer of the assistant that ends with a known word. The observation is the text after the
+known word, and only this text is tokenized. If the new messages start with results of tools, the anchor calls these
+tools, because some templates refuse tool results without calls. `rltrain.data.turn_probe` checks at the start of a run
+that the ids of a row agree with the template's rendering of the whole conversation.
 """
 
 import functools
@@ -28,9 +28,9 @@ Message = Mapping[str, Any]
 
 _USER = {"role": "user", "content": "a"}
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}")
-_SURROGATES = re.compile("[\ud800-\udfff]")  # Half of a surrogate pair is not valid Unicode.
-_PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # ControlTokens uses these characters itself.
-_ANCHORS = 1024  # Number of anchors that are kept.
+_SURROGATES = re.compile("[\ud800-\udfff]")  # Unpaired surrogates are not valid Unicode.
+_PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # The class ControlTokens itself uses these characters.
+_ANCHORS = 1024  # Maximum number of cached anchors.
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Anchor:
 
     Attributes:
         message: the assistant's message.
-        marks: how often the known word occurs in the rendered message.
+        marks: number of occurrences of the known word in the rendered message.
         markup: text that belongs to the answer after the last occurrence of the known word, such as the end of a call.
         closing: text that the template writes after the answer if no other message follows.
     """
@@ -59,12 +59,12 @@ class TurnRenderer:
         tokenizer: a Hugging Face tokenizer with a chat template.
         tools: JSON schemas of the tools, as `get_json_schema` of transformers returns them.
         stop_ids: ids of the tokens at which the engine ends an answer.
-        templates: renders messages; by default a new `ChatTemplates`.
+        templates: object that renders messages; by default a new `ChatTemplates`.
 
     Attributes:
-        tokenizer, tools, stop_ids: as given.
-        special_ids: `stop_ids`, and the ids of the control tokens without the unknown token.
-        mark: the known word, which occurs in no tool.
+        tokenizer, tools, stop_ids: the arguments of the same names.
+        special_ids: `stop_ids`, and the ids of all control tokens except the unknown token.
+        mark: the known word, which occurs in no tool's schema.
     """
 
     def __init__(
@@ -114,16 +114,16 @@ class TurnRenderer:
     def observation_ids(self, messages: Sequence[Message], action_ids: Sequence[int]) -> list[int]:
         """Return the token ids that follow a sampled answer in the context, up to the opening of the next answer.
 
-        The ids start with the end of the answer, as far as the policy did not sample it: for example the end token and
-        a newline if the answer was cut, and only the newline if the policy sampled the end token. If the policy ended
-        the answer with another of `stop_ids`, that token takes the place of the template's end token. In a template
-        without an end token, the opener of the next message ends an answer: if the policy sampled this opener, it is
-        not added again, and if it sampled the opener of another role, the right opener follows.
+        The returned ids start with the part of the answer's end that the policy did not sample: for example, the end
+        token and a newline if the answer was cut, and only the newline if the policy sampled the end token. If the
+        policy ended the answer with another of `stop_ids`, that token takes the place of the template's end token. If
+        the template has no end token, the opener of the next message ends an answer. An opener that the policy sampled
+        is not added again. If the policy sampled the opener of another role, the right opener follows.
 
         Args:
-            messages: the new messages: results of tools, or messages of a user. Results at the start belong to the
+            messages: the new messages: results of tools, or messages of a user. Tool results at the start belong to the
                 calls in the sampled answer.
-            action_ids: the sampled ids, of which only the last one matters.
+            action_ids: token ids of the sampled answer, of which only the last one matters.
 
         Raises:
             TemplateError: the template refuses the messages, or they cannot be encoded.
@@ -147,7 +147,7 @@ class TurnRenderer:
         return self.decoded(ids[: len(ids) - ended])
 
     def probe(self, roles: Collection[str] = ("tool", "user")) -> str | None:
-        """Return one line that says why turns cannot be appended exactly; None if they can.
+        """Return one line that says why turns cannot be appended exactly, or None if turns can be appended exactly.
 
         Args:
             roles: roles of the messages that follow an answer of the assistant.
@@ -166,7 +166,7 @@ class TurnRenderer:
 
     @functools.cached_property
     def end_id(self) -> int | None:
-        """Id of the control token with which the template ends an answer; None if it writes no such token."""
+        """Id of the control token with which the template ends an answer; None if the template writes no such token."""
         ids = self.encoded(self.answer_anchor.closing)
         return next((id for id in ids if id in self.special_ids), None)
 
@@ -205,21 +205,21 @@ class TurnRenderer:
 
         Args:
             messages: the conversation.
-            opened: whether the text that opens the assistant's next answer follows.
-            tools: the tools; by default those of this renderer.
+            opened: whether the returned text includes the text that opens the assistant's next answer.
+            tools: schemas of the tools; None for the schemas of this renderer.
         """
         given = self.tools if tools is None else tools
         chats = [list(messages)]
         return next(self._templates.render(self.tokenizer, chats, add_generation_prompt=opened, tools=given))
 
     def encoded(self, text: str) -> list[int]:
-        """Return the token ids of a text in which the names of control tokens are control tokens."""
+        """Return the token ids of a text; the names of control tokens become control tokens."""
         batch = self.tokenizer(text, add_special_tokens=False, truncation=False, padding=False, verbose=False)
         ids: list[int] = batch["input_ids"]
         return ids
 
     def decoded(self, ids: Sequence[int]) -> str:
-        """Return the text of token ids, with the names of control tokens."""
+        """Return the text of token ids; control tokens become their names."""
         text: str = self.tokenizer.decode(
             list(ids),
             skip_special_tokens=False,
@@ -229,7 +229,7 @@ class TurnRenderer:
         return text
 
     def _usable(self, messages: Sequence[Message]) -> Any:
-        """Return messages that can be encoded.
+        """Return the messages in a form that can be encoded.
 
         U+FFFD replaces invalid characters, and also private-use characters if the messages contain the name of a
         control token.
@@ -238,7 +238,7 @@ class TurnRenderer:
         return messages if self._control.first_in(messages) is None else _replaced(messages, _PRIVATE)
 
     def _after_mark(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of the text that the template writes after an answer, with all of the answer's end."""
+        """Return the ids of the text that the template writes after an answer, including the complete answer end."""
         # The known word precedes the text, because some tokenizers treat the start of a text in a special way.
         lead = self._mark_ids
         ids = self._encoded(messages, lambda messages: self.mark + self._difference(messages))
@@ -257,8 +257,8 @@ class TurnRenderer:
     def _call_anchor(self, calls: Sequence[tuple[str, str]]) -> Anchor:
         """Return an anchor that calls tools, in the first form that the template accepts.
 
-        Most templates want the arguments as an object, and some as its JSON text. Some templates refuse several calls
-        in one message, but write several results.
+        Most templates expect the arguments as an object, and some expect the JSON text of the object. Some templates
+        refuse several calls in one message, but write several tool results.
         """
         refusal = None
         for message in _call_messages(calls, self.mark):

@@ -1,4 +1,4 @@
-"""Environments, with which the policy talks over several turns, and the tool calls in a model's text.
+"""Environments, with which the policy interacts over several turns, and parsers of tool calls in a model's text.
 
-This folder uses the standard library only.
+The modules of this folder import only the standard library.
 """

@@ -28,11 +28,11 @@ SEED = "seed"  # Name of the parameter of `reset` that gets the seed of the traj
 
 
 class EnvironmentFailure(Exception):
-    """Raised if the code of an environment fails, as opposed to a tool call of the policy that makes no sense."""
+    """Raised if the code of an environment fails; a failed tool call raises no error, but is shown to the policy."""
 
 
 def tool_names(environment: type) -> list[str]:
-    """Return the names of an environment's tools: its public methods, apart from those of the contract."""
+    """Return the names of an environment's tools: its public methods, except the methods that the contract defines."""
     found = inspect.getmembers(environment, callable)
     return [name for name, _ in found if not name.startswith("_") and name not in RESERVED]
 
@@ -48,7 +48,7 @@ def reset_arguments(reset: Callable[..., Any], columns: Mapping[str, Any], seed:
 
 
 def missing_columns(environment: type, columns: Sequence[str]) -> list[str]:
-    """Return the parameters of an environment's `reset` that have no default and are no columns of the data."""
+    """Return the parameters of an environment's `reset` that have neither a default nor a column of the data."""
     reset = getattr(environment, RESET, None)
     if reset is None:
         return []

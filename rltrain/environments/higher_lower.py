@@ -1,4 +1,4 @@
-"""Environment of the built-in task `higher_lower`: the policy guesses a hidden digit, and is told where to look."""
+"""Environment of the task `higher_lower`: the policy guesses a hidden digit, and gets a hint for each guess."""
 
 from random import Random
 
@@ -11,7 +11,7 @@ class HigherLower:
     """A game with a hidden digit and five guesses.
 
     The game is over after the right guess, which has reward 1, or after the fifth guess. All other guesses have reward
-    0, so the rewards of a game sum to 1 if the policy found the digit, else to 0.
+    0, so the rewards of a game sum to 1 if the policy found the digit, and to 0 otherwise.
     """
 
     def reset(self, seed: int, number: int | None = None) -> None:
@@ -20,7 +20,7 @@ class HigherLower:
         Args:
             seed: seed of the hidden digit. Each game of a prompt group has its own seed, so the games of a group have
                 different digits.
-            number: the hidden digit, from 0 to 9; None to draw it.
+            number: the hidden digit, from 0 to 9; None to draw the digit at random.
 
         Raises:
             ValueError: `number` is not a digit.
@@ -39,8 +39,9 @@ class HigherLower:
                 costs a guess.
 
         Returns:
-            Three values: the observation, which is "higher" if the hidden digit is higher than the guess, "lower",
-            "right", or "one digit" if the text is not a digit; the reward of the guess; and whether the game is over.
+            Three values: the observation, the reward of the guess, and whether the game is over. The observation is
+            "right", "higher" if the hidden digit is higher than the guess, "lower" if the hidden digit is lower than
+            the guess, or "one digit" if the text is not a digit.
         """
         self._left -= 1
         guess = text.strip()

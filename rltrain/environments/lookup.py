@@ -7,7 +7,7 @@ class Lookup:
     """A hidden table with one digit for each key from 0 to 9.
 
     The policy reads the table with the tool `lookup`. The environment gives no reward: a reward function compares the
-    policy's last answer with the right one.
+    policy's last answer with the right answer.
     """
 
     def reset(self, table: str) -> None:

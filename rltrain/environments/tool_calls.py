@@ -1,14 +1,14 @@
 """Tool calls in a model's text, in the formats that chat templates use.
 
-A text can hold several calls. The order of the calls is kept, and a malformed call does not hide the calls around it:
-it becomes a `BrokenCall`, whose error tells the model what to change. Calls are read as JSON and are never evaluated.
-Whether a tool with the called name exists is checked by the caller. A call inside `<think>...</think>` is a thought,
-and is not read as a call.
+A text can hold several calls. The parsers keep the order of the calls. A malformed call becomes a `BrokenCall`, whose
+error tells the model what to change. The calls before and after a malformed call are still read. Calls are read as JSON
+and are never evaluated. The caller of a parser checks whether a tool with the called name exists. A call inside
+`<think>...</think>` is a thought, and is not read as a call.
 
-This module has its own parsers, because those of other projects do not report malformed calls. Importing vLLM 0.32's
-Hermes parser takes 19 s and loads torch; it returns none of a text's calls if one of them is malformed, or if an
-argument contains `</tool_call>`. The response parser of transformers takes 3 s to import, and needs a response template
-from the model's tokenizer, which most models do not have.
+This module has its own parsers, because the parsers of other projects do not report malformed calls. Importing vLLM
+0.32's Hermes parser takes 19 s and loads torch. If one call of a text is malformed, or if an argument contains
+`</tool_call>`, vLLM's Hermes parser returns none of the text's calls. The response parser of transformers takes 3 s to
+import, and needs a response template from the model's tokenizer, which most models do not have.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 _SPACE = re.compile(r"\s*")
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 _SHAPE = 'write {"name": "...", "arguments": {...}}'
-# Mistral's templates accept only such ids, and other templates accept any id.
+# Mistral's templates accept only ids of this form, and other templates accept any id.
 _ID = re.compile("[A-Za-z0-9]{9}")
 
 
@@ -75,8 +75,8 @@ def hermes(text: str) -> ParsedAction:
 def llama3(text: str) -> ParsedAction:
     """Read calls such as `{"name": "add", "parameters": {"a": 1}}` at the start of a line (Llama 3).
 
-    Several calls are separated by semicolons or lines. `<|python_tag|>` can precede a call. An object without the keys
-    of a call is ordinary text, unless `<|python_tag|>` precedes it.
+    Several calls are separated by semicolons or line breaks. `<|python_tag|>` can precede a call. An object without the
+    keys of a call is ordinary text, unless `<|python_tag|>` precedes it.
     """
     return _action(text, _llama3)
 
@@ -136,10 +136,10 @@ def format_of(chat_template: str) -> str | None:
 
 
 class _MalformedError(ValueError):
-    """Raised if a part of a text is not a call; the message is one line for the model.
+    """Raised if a part of a text is not a valid tool call; the error's message is one line for the model.
 
     Attributes:
-        end: where the JSON value of the call ends; None if the JSON itself is malformed.
+        end: position at which the JSON value of the call ends; None if the JSON itself is malformed.
     """
 
     def __init__(self, message: str, end: int | None = None) -> None:
@@ -177,7 +177,7 @@ def _action(text: str, pieces: Callable[[str], Iterable[_Piece]]) -> ParsedActio
 
 
 def _unused(ids: set[str], wanted: str | None) -> str:
-    """Return the wanted id if it is free, else a free id, and add the returned id to the ids in use."""
+    """Return the id `wanted` if no other call uses the id, otherwise an unused id. Add the returned id to `ids`."""
     made = (f"call{number:05d}" for number in range(len(ids) + 1))
     chosen = wanted if wanted is not None and wanted not in ids else next(id for id in made if id not in ids)
     ids.add(chosen)
@@ -185,7 +185,10 @@ def _unused(ids: set[str], wanted: str | None) -> str:
 
 
 def _end_of_thought(text: str) -> int:
-    """Return where the thoughts at the start of a text end. The prompt may already contain their opening mark."""
+    """Return the position at which the thoughts at the start of a text end.
+
+    The opening mark of the thoughts may be missing, because the prompt may already contain the opening mark.
+    """
     opened = text.lstrip().startswith("<think>")
     closed = text.find("</think>")
     if closed >= 0:
@@ -323,7 +326,7 @@ def _fenced(text: str) -> Iterator[_Piece]:
 
 
 def _fenced_block(text: str, found: re.Match[str]) -> tuple[int, list[_Piece]]:
-    """Return where a fenced block ends, and its calls."""
+    """Return the position at which a fenced block ends, and the calls in the block."""
     start, body = found.start(), _after_space(text, found.end())
     try:
         value, end = _decoded(text, body)
@@ -348,15 +351,15 @@ def _enclosed(
     reopening: str | None = None,
     fence: str = "",
 ) -> tuple[_Piece, int]:
-    """Read a call between two marks, and return the call and where it ends in the text.
+    """Read a call between two marks, and return the call and the position at which the call ends.
 
     Args:
         text: the text with the call.
-        start: where the opening mark starts.
-        opening, closing: the marks.
+        start: position at which the opening mark starts.
+        opening, closing: the marks before and after the call.
         read: makes a call from the JSON value between the marks.
-        reopening: mark at which another call starts; None if that is the opening mark.
-        fence: text after the JSON value, before the closing mark.
+        reopening: mark with which the next call starts; None if the next call starts with `opening`.
+        fence: text between the JSON value and the closing mark.
     """
     body = start + len(opening)
     try:
@@ -375,7 +378,7 @@ def _enclosed(
 
 
 def _end_of_broken(text: str, at: int, opening: str, closing: str) -> int:
-    """Return where a malformed call ends: after the next closing mark, before the next opening mark, or at the end."""
+    """Return the end of a malformed call: after the next closing mark, before the next opening mark, or at the end."""
     closed, opened = text.find(closing, at), text.find(opening, at)
     if closed >= 0 and not 0 <= opened < closed:
         return closed + len(closing)
@@ -402,11 +405,11 @@ def _start_of(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _decoded(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value at a position of a text, after white space, and where the value ends."""
+    """Return the JSON value that starts at position `at`, after optional white space, and the position of its end."""
     at = _after_space(text, at)
     try:
         value, end = _DECODER.raw_decode(text, at)
-        json.dumps(value, ensure_ascii=False).encode()  # JSON's escapes can make half of a surrogate pair.
+        json.dumps(value, ensure_ascii=False).encode()  # JSON's escapes can make an unpaired surrogate.
     except json.JSONDecodeError as error:
         raise _MalformedError(f"the call is not valid JSON: {error.msg} (character {error.pos - at})") from None
     except RecursionError:
@@ -448,7 +451,7 @@ def _checked_or_broken(value: Any, text: str) -> _Call | _Broken:
 
 
 def _checked(value: Any, end: int | None = None) -> _Call:
-    """Make a call from a JSON value, or raise an error for the model."""
+    """Make a call from a JSON value, or raise an error whose message is for the model."""
     if not isinstance(value, dict):
         raise _MalformedError(f"the call is not a JSON object; {_SHAPE}", end)
     name = value.get("name")

@@ -30,6 +30,7 @@ from rltrain.data.prompt_form import template_parts
 from rltrain.data.prompt_pools import most_in_flight
 from rltrain.data.row_sources import BUILTIN, check_source
 from rltrain.monitoring.trackers.loading import check_trackers
+from rltrain.rewards.environment_reward import PATHS as ENVIRONMENT_REWARD_PATHS
 from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, load_function
 from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
 from rltrain.run.stored_runs import check_stored_run
@@ -39,7 +40,6 @@ from rltrain.settings.typed import require
 from rltrain.tasks import TASKS, BuiltinTask
 
 ENGINES = ("vllm", "hf", "stored")
-ENVIRONMENT_REWARD = ("environment_reward", "rltrain.rewards.environment_reward:environment_reward")
 # Names of files and folders that a run writes. An output folder that contains a file or folder in `RUN_FILES` belongs
 # to a run.
 RUN_FILES = (
@@ -381,7 +381,7 @@ def _check_rewards(config: Config) -> None:
     source = config.data.train
     for function in config.reward.functions:
         require(
-            function.path not in ENVIRONMENT_REWARD or config.rollout.has_environment,
+            function.path not in ENVIRONMENT_REWARD_PATHS or config.rollout.has_environment,
             f"reward.functions: '{function.name}' is the reward that an environment gives, and the run has no "
             "environment; set rollout.environment, or choose another reward function",
         )

@@ -63,6 +63,7 @@ def check_algorithm(config: Config) -> None:
     _check_reference(config)
     _check_rejection(algorithm)
     _check_groups(config)
+    _check_turns(config)
     _check_distillation(config)
     _check_rewards_act(config)
     _check_bootstrap(algorithm)
@@ -128,6 +129,8 @@ def _tiny_column(name: str, components: int) -> Any:
         return torch.ones(2, 2, dtype=torch.bool)
     if name == "uid":
         return torch.zeros(2, dtype=torch.int64)
+    if name in ("turn_index", "turn_states"):
+        return torch.zeros(2, 2, dtype=torch.int64)
     if name == "reward_components":
         return torch.zeros(2, components)
     # The condition on COLUMNS selects batch columns that hold one value per answer. COLUMNS does not contain
@@ -279,6 +282,16 @@ def _check_groups(config: Config) -> None:
         f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with {algorithm.advantage_estimator}: this "
         "estimator also learns from groups with one outcome, which dynamic sampling drops; use "
         "algorithm.dynamic_sampling=0",
+    )
+
+
+def _check_turns(config: Config) -> None:
+    """Raise ConfigError if the estimator gives credit to turns, but each answer is a single turn."""
+    estimator = config.algorithm.advantage_estimator
+    require(
+        "turn_index" not in _columns(config.algorithm) or config.rollout.has_environment,
+        f"algorithm.advantage_estimator={estimator} gives credit to the turns of a conversation, but each answer of "
+        "this run has one turn; set rollout.environment or rollout.tools, or use another estimator",
     )
 
 

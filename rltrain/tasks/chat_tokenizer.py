@@ -1,8 +1,8 @@
 """The tokenizer of the built-in tasks with several turns, with a chat template in ChatML form.
 
-Each character is a token, as in `rltrain.tasks.tokenizer`. In addition, some long texts are one token each: those that
-the chat template writes around messages, the description of the tools, and phrases of the task. So a conversation has
-few tokens, although it contains the same text as that of a large model.
+Each character is a token, as in `rltrain.tasks.tokenizer`. In addition, some long texts are one token each: the texts
+that the chat template writes around messages, the description of the tools, and phrases of the task. A conversation
+therefore has few tokens, although it contains the same text as a conversation of a large model.
 """
 
 from collections.abc import Callable, Sequence
@@ -13,7 +13,7 @@ from transformers.utils.chat_template_utils import get_json_schema
 
 from rltrain.tasks.tokenizer import EOS_ID, PAD_ID, UNK_ID, byte_tokenizer
 
-START_ID, START_TOKEN = 2, "<|im_start|>"  # The token `<|im_start|>` has the ASCII code STX (start of text).
+START_ID, START_TOKEN = 2, "<|im_start|>"  # The id of `<|im_start|>` is the ASCII code STX (start of text).
 END_TOKEN = "<|im_end|>"  # The token `<|im_end|>` has the id EOS_ID.
 ROLES = ("system\n", "user\n", "assistant\n")
 RESULT = ("<tool_response>\n", "\n</tool_response>")
@@ -66,7 +66,7 @@ def chat_tokenizer(tools: Sequence[Callable[..., Any]] = (), phrases: Sequence[s
 
     Args:
         tools: functions that the policy can call, each with type hints and a docstring in Google style. The text with
-            which the chat template describes all of them is one token.
+            which the chat template describes all tools is one token.
         phrases: further texts that are one token each.
     """
     texts = [*ROLES, *phrases]
@@ -79,7 +79,7 @@ def chat_tokenizer(tools: Sequence[Callable[..., Any]] = (), phrases: Sequence[s
 
 
 def schemas(tools: Sequence[Callable[..., Any]]) -> list[Any] | None:
-    """Return the schemas of tools, as a chat template gets them; None without tools."""
+    """Return the schemas of tools in the form that a chat template reads, or None if there are no tools."""
     return [get_json_schema(tool) for tool in tools] or None
 
 

@@ -1,6 +1,6 @@
 """A built-in task with several turns: the policy calls tools or plays a game with an environment.
 
-The starting model imitates flawed conversations.
+The task's starting model is trained to imitate flawed conversations.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +19,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class ConversationTask:
-    """A task whose prompts are questions to which the policy finds the answer in a conversation with an environment.
+    """A task in which the policy finds the answer to a question in a conversation with an environment.
 
     The lengths are counted in tokens of the task's own tokenizer.
 
@@ -30,9 +30,9 @@ class ConversationTask:
         draw: function from (split, random generator) to a row with the column `question` and the environment's columns.
         mess: function from (row, random generator) to a flawed conversation: messages from the user's question to the
             last message of the assistant.
-        max_turns: suggested limit of the assistant's messages in a conversation.
+        max_turns: suggested maximum number of the assistant's messages in a conversation.
         max_prompt_length: number of tokens in the longest prompt, including the description of the tools.
-        max_response_length: suggested limit of the tokens after the prompt, including those of the environment.
+        max_response_length: suggested maximum number of tokens after the prompt, including the environment's tokens.
         tools: functions that the policy can call.
         phrases: texts that are one token each.
         examples_per_step: number of flawed conversations in one optimizer step of the starting model.
@@ -53,7 +53,7 @@ class ConversationTask:
     def prompts(self, split: str, seed: int, count: int) -> list[Row]:
         """Draw `count` rows `{"question": ..., ...}`, where the other columns are for the environment and the reward.
 
-        With the same seed, the rows of a smaller `count` are the first rows of a larger `count`.
+        With the same seed, a smaller `count` gives the first rows of a larger `count`.
 
         Raises:
             ValueError: the split is unknown, or `count` is below 0.
@@ -81,7 +81,7 @@ class ConversationTask:
 
 
 def _encoded(tokenizer: "Qwen2Tokenizer", schemas: list[Any] | None, messages: list[Message]) -> Example:
-    """Return the tokens of a conversation up to its last end token, of which those of the assistant are trained."""
+    """Return the tokens of a conversation up to its last end token; only the assistant's tokens are trained on."""
     from rltrain.tasks.chat_tokenizer import sampled
 
     text = str(tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False))

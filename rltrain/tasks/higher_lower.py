@@ -1,7 +1,8 @@
 """Task: find a hidden digit with five guesses, each of which is answered with `higher`, `lower` or `right`.
 
 Guesses that ignore the answers and never repeat find the digit in 50% of the games. Random guesses among the digits
-that are still possible find it in 91% of the games, and guesses in the middle find it in all games.
+that are still possible find the hidden digit in 91% of the games. Guesses in the middle of the digits that are still
+possible find the hidden digit in all games.
 """
 
 from collections.abc import Mapping
@@ -13,8 +14,8 @@ from rltrain.tasks.conversation import ConversationTask, Message, Row
 
 QUESTION = "Guess my digit."
 CONSISTENT = 0.35  # Share of games with consistent guesses, among the games that the starting model imitates.
-MIDDLE = 0.5  # Share of consistent guesses in the middle of the digits that are still possible.
-STUBBORN = 0.5  # Share of guesses in the other games that repeat the last guess. The rest are random digits.
+MIDDLE = 0.5  # Share of consistent guesses that are the middle one of the digits that are still possible.
+STUBBORN = 0.5  # Share of guesses in all other games that repeat the last guess. All other guesses are random.
 SPOILT = 0.05  # Share of the starting model's messages that are not a digit.
 
 
@@ -24,7 +25,7 @@ def draw(split: str, rng: Random) -> Row:
 
 
 def mess(row: Mapping[str, Any], rng: Random) -> list[Message]:
-    """Return a flawed game. In most games, the guesses ignore the answers and repeat each other."""
+    """Return a flawed game. In most games, the guesses ignore the answers and often repeat the last guess."""
     environment = HigherLower()
     environment.reset(rng.getrandbits(32))
     messages: list[Message] = [{"role": "user", "content": row["question"]}]

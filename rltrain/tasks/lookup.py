@@ -1,8 +1,8 @@
 """Task: follow one to three pointers through a hidden table of ten digits, with a tool that shows one entry.
 
 For example, `Start at 3, hops: 2` with the entries 3 -> 7 and 7 -> 1 has the answer `1`, after the calls lookup(3) and
-lookup(7). The key of each call is a key that was not looked up before, so nobody can know the answer before the last
-call: without it, each of the ten digits is the answer with probability 1/10.
+lookup(7). Each call needs a key that was not looked up before, so the answer cannot be known before the last call.
+Without the last call, each of the ten digits is the answer with probability 1/10.
 """
 
 from collections.abc import Mapping
@@ -15,12 +15,12 @@ from rltrain.tasks.conversation import ConversationTask, Message, Row
 
 DIGITS = "0123456789"
 MAX_HOPS = 3
-# Shares of the conversations that the starting model imitates. Most of them stop one call too early and give the last
-# result as the answer, so reinforcement learning has to discover that one more call earns more reward.
+# Shares of the conversations that the starting model imitates. Most of these conversations stop one call too early and
+# give the last result as the answer, so reinforcement learning has to discover that one more call earns more reward.
 RIGHT_COUNT = 0.3  # Conversations with as many calls as hops.
-TOO_FEW = 0.6  # Conversations with one call too few. The others have a random number of calls.
-RIGHT_KEY = 0.6  # Calls with the key that the last result names. The others have a random key.
-RIGHT_ANSWER = 0.8  # Answers that repeat the last result. The others are random digits.
+TOO_FEW = 0.6  # Conversations with one call too few. All other conversations have a random number of calls.
+RIGHT_KEY = 0.6  # Calls with the key that the last result names. All other calls have a random key.
+RIGHT_ANSWER = 0.8  # Answers that repeat the last result. All other answers are random digits.
 CALL = ('<tool_call>\n{"name": "lookup", "arguments": {"key": ', "}}\n</tool_call>")
 QUESTION = ("Start at ", ", hops: ")
 

@@ -16,7 +16,7 @@ from rltrain.trajectories.scoring import component_matrix, successes, weighted_s
 
 
 def mean_score(groups: Sequence[Group], config: Config) -> float:
-    """Compute the mean score over all samples of the given groups that have a score; 0 if no sample has a score."""
+    """Return the mean score of all scored samples in the given groups, or 0 if no sample has a score."""
     batch = to_batch(groups, config.reward.components)
     scores = batch.batch["scores"][batch.batch["valid"]]
     return float(scores.mean()) if len(scores) else 0.0
@@ -38,8 +38,8 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
 
     The column `responses` contains the sampled tokens and the observations after the prompt. The column `response_mask`
     is True exactly at the sampled tokens. At observation tokens, `rollout_log_probs` is 0 and `policy_version` is
-    `NOT_SAMPLED`. The batch does not contain the rewards of single turns. The number of turns and of tool calls, the
-    stop reason and the conversation are columns if the trajectories are from an environment.
+    `NOT_SAMPLED`. The number of turns and of tool calls, the
+    stop reason, the conversation, and each token's turn are columns if the trajectories are from an environment.
     """
     batch = DataProto.from_dict(
         {
@@ -57,12 +57,23 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
     lengths = torch.tensor([length for length, _ in segments], dtype=torch.int64)
     mask = torch.tensor([sampled for _, sampled in segments], dtype=torch.bool).repeat_interleave(lengths)
     batch = batch.with_values("responses", response_mask=mask)
+    if any(t.stop_reason for t in trajectories):
+        batch = batch.with_values("responses", **_turn_columns(trajectories))
     assert torch.equal(sampled_tokens(batch), mask), "the weight version of a sampled token must be 0 or above"
     return batch
 
 
+def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
+    """Return the columns that say for each response token to which turn it belongs, as values (N,)."""
+    return {
+        "turn_index": torch.tensor([n for t in trajectories for n in t.turn_index()], dtype=torch.int64),
+        "turn_states": torch.tensor([n for t in trajectories for n in t.turn_states()], dtype=torch.int64),
+        "turn_rewards": torch.tensor([r for t in trajectories for r in t.turn_rewards()], dtype=torch.float32),
+    }
+
+
 def _environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
-    """Return what only trajectories in environments have, for metrics and for people who read the rollouts."""
+    """Return the columns that only trajectories in environments have, for metrics and for tables of rollouts."""
     counts = {
         "turns": torch.tensor([len(t.turns) for t in trajectories]),
         "tool_calls": torch.tensor([t.tool_calls for t in trajectories]),

@@ -89,7 +89,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class Finished:
-    """What a finished training step has done with prompt groups, besides the groups that it trained on first.
+    """The prompt groups that a finished training step has dropped, or taken from earlier steps.
 
     Attributes:
         dropped: uids of the groups that the step has dropped.
@@ -233,7 +233,7 @@ class Collector:
         }
 
     def _measure(self, step: _Step, generated: Sequence[Group], batch: DataProto) -> dict[str, float]:
-        """Record in `step` what later choices of prompts and groups depend on, and return metrics of the choices.
+        """Record in `step` the outcomes on which later choices of prompts and groups depend, and return metrics.
 
         Args:
             step: the current training step.
@@ -267,7 +267,7 @@ class Collector:
         A checkpoint that was saved before the call of `take` stores the training step as still open.
 
         Returns:
-            The uids of the groups that the step has dropped, and of the groups on which it has trained again.
+            The uids of the groups that the step has dropped, and of the groups on which the step has trained again.
         """
         step = self.step
         new = self.groups.take(step.places)

@@ -13,10 +13,11 @@ from rltrain.trajectories.scoring import component_matrix, successes
 def correct_answers(groups: Sequence[Group], config: Config) -> dict[int, tuple[int, int]]:
     """Count the correct and the judged answers of each group: {uid: (correct, judged)}.
 
-    Whether an answer is correct is the task's own outcome, before shaping and length penalties: the reward functions
-    decide it, with `success` in their config or with `RewardResult.success`. With `algorithm.suppress_truncated`, an
-    answer that was cut at the length limit is wrong. Answers without a decision, and cut answers that
-    `algorithm.exclude_truncated` leaves out of the statistics, are not judged. Greedy baselines are not counted.
+    The reward functions decide whether an answer is correct, with `success` in their config or with
+    `RewardResult.success`. Shaping and length penalties do not affect the decision. With
+    `algorithm.suppress_truncated`, an answer that was cut at the length limit is wrong. Answers without a decision, and
+    cut answers that `algorithm.exclude_truncated` leaves out of the statistics, are not judged. Greedy baselines are
+    not counted.
 
     Raises:
         RewardError: answers have scores, but no reward function decides whether any answer is correct.

@@ -7,9 +7,9 @@ the requests for the group's answers to the engines.
 The trainer uses prompt groups in the order of their numbers (`uid`). When a group is shipped to the engines, the
 training step that will use the group is already known. Group n is used at training step n // prompts_per_step, where
 dropped groups that were replaced are not counted. Because the training step of a group is known in advance, the
-staleness bound can be guaranteed when the group is shipped. If a step may also train again on groups of earlier steps,
-groups are shipped for later steps as if those steps reused as many groups as they may, so that no group is used later
-than the staleness bound allows.
+staleness bound can be guaranteed when the group is shipped. If steps may also train again on groups of earlier steps,
+the number of shipped groups is computed as if each later step reused as many groups as the config allows. No group is
+therefore used later than the staleness bound allows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -124,7 +124,7 @@ class PromptGroups:
             because the composition affects rounding. If `whole` is True, all answers of a group are always requested
             together.
         reused: maximum number of a step's places that `reuse` fills with groups of earlier steps.
-        components: number of reward functions, which each score of a failed trajectory needs.
+        components: number of reward functions, which is the number of scores in the result of a failed trajectory.
     """
 
     def __init__(

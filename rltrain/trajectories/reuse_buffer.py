@@ -1,8 +1,8 @@
 """Keeps prompt groups that a training step has trained on, so that later steps can train on them again.
 
 A group is kept if its answers have different outcomes, because a group with a single outcome teaches nothing. RePO
-(arXiv 2506.09340) mixes replayed answers of a prompt into the prompt's new group; here, a group is trained on again as
-a whole, with the advantages that its own answers give.
+(arXiv 2506.09340) mixes replayed answers of a prompt into the prompt's new group. In contrast, this buffer replays
+whole groups, whose advantages are computed from the answers of the group alone.
 
 With R = `trainer.reuse.groups` and W = `trainer.reuse.steps`, step s takes at most R groups from the buffer, and its
 other groups are new. A group that was first trained on in step f can be taken in the steps f + 1 to f + W. The engines
@@ -38,7 +38,7 @@ class ReuseBuffer:
 
     Args:
         groups: maximum number of groups that a step takes from the buffer.
-        steps: number of steps after the first one during which a group may be taken.
+        steps: number of training steps, after the first step that trained on a group, in which the group may be taken.
     """
 
     def __init__(self, groups: int, steps: int) -> None:

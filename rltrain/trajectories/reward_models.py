@@ -36,7 +36,7 @@ class RewardModel:
         group: worker group of this reward model.
         number: column of this reward model in `reward_components`.
         tokenizer: tokenizer of this reward model, which may differ from the policy's.
-        longest: maximum number of tokens in a row that the reward model can read; None: no limit.
+        longest: maximum number of tokens in a row that the reward model can read; None for no limit.
         pad: id of the padding token. The reward model scores a row at the row's last non-padding token, as the library
             transformers does.
         max_tokens: maximum number of tokens in one forward pass. A row with more tokens than `max_tokens` gets a

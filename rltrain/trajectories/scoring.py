@@ -23,6 +23,7 @@ from rltrain.base.background_tasks import outside_event_loop
 from rltrain.base.errors import RewardError, described
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.sampled_tokens import sampled_lengths
+from rltrain.rewards.environment_reward import PATHS as ENVIRONMENT_REWARD_PATHS
 from rltrain.rewards.loading import AGGREGATIONS, load_function, source_name
 from rltrain.settings.algorithm_config import AlgorithmConfig, RewardShapingConfig
 from rltrain.settings.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
@@ -244,7 +245,8 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
 def _length_rewards(batch: DataProto, counted: Tensor, algorithm: AlgorithmConfig) -> Tensor:
     """Compute the length reward of each row by comparison with the other answers of its group: (B,).
 
-    A row of which no reward function decides whether the answer is correct gets 0 and is not compared with.
+    If no reward function decides whether a row's answer is correct, the row gets the length reward 0, and other rows
+    are not compared with the row.
 
     Raises:
         RewardError: no reward function decides whether any answer is correct.
@@ -263,9 +265,10 @@ def correct_rows(batch: DataProto, rows: Tensor, algorithm: AlgorithmConfig, *, 
 
     Args:
         batch: the batch of scored answers.
-        rows: mask (B,) of the rows of which at least one must be decided.
+        rows: mask (B,) of rows. For at least one of these rows, a reward function must decide whether the answer is
+            correct.
         algorithm: section `algorithm` of the config.
-        setting: the config key and value, for the error message, that need to know which answers are correct.
+        setting: config key and value of the setting that depends on the correctness of answers, for the error message.
         user: what depends on the correctness of answers, for the error message.
 
     Raises:
@@ -320,6 +323,36 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
         return torch.stack(each).all(0)
     outcomes = combined_scores(components, uid, counted, config.reward)
     return zero_spread(uid, outcomes, counted & ~outcomes.isnan())
+
+
+def place_scores(batch: DataProto, scores: Tensor, config: Config) -> Tensor:
+    """Turn the score of each row (B,) into token rewards (N,), whose sum over the row is the score.
+
+    The rewards that an environment gave for single turns, times the weight of the reward function
+    `environment_reward`, go to the last tokens of their turns. The remainder of the score goes to the last trained
+    token of the row. The whole score goes to the last trained token if the score is no weighted sum of rewards, or if
+    an answer that was cut off keeps none of its rewards (`algorithm.suppress_truncated`).
+    """
+    weight = _turn_weight(config)
+    if "turn_rewards" not in batch or weight == 0:
+        return on_last_token(batch, scores)
+    mask, lengths = batch.values("response_mask"), batch.lengths("responses")
+    row = torch.arange(len(batch)).repeat_interleave(lengths)
+    if config.algorithm.suppress_truncated:
+        mask = mask & ~truncated_rows(batch)[row]
+    of_turns = torch.where(mask, weight * batch.values("turn_rewards"), 0.0)
+    total = torch.zeros_like(scores).index_add(0, row, of_turns.to(scores.dtype))
+    return of_turns + on_last_token(batch, scores - total)
+
+
+def _turn_weight(config: Config) -> float:
+    """Return the factor from an environment's reward to a row's score, or 0 if the score is no sum of rewards."""
+    reward, algorithm = config.reward, config.algorithm
+    is_sum = reward.aggregation == "sum" and not any(component.gate for component in reward.components)
+    if not is_sum or algorithm.reward_normalization.on:
+        return 0.0
+    weights = [function.weight for function in reward.functions if function.path in ENVIRONMENT_REWARD_PATHS]
+    return sum(weights) * algorithm.reward_shaping.scale
 
 
 def on_last_token(batch: DataProto, scores: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A teacher behind an HTTP endpoint, which returns the log-probs of the tokens that it is given.
+"""A teacher behind an HTTP endpoint, which returns the log-probs of given tokens.
 
 The endpoint must have vLLM's OpenAI-compatible completions API, for example `vllm serve MODEL`. A request sends the
 token ids of a prompt and a response as one prompt, and asks for `prompt_logprobs` and a single new token, which is
@@ -39,10 +39,10 @@ class TeacherEndpoint:
         If the endpoint does not answer a request after all retries, no further requests are sent by this call.
 
         Args:
-            rows: pairs of the token ids of a prompt, at least one, and of a response.
+            rows: pairs (token ids of a prompt, token ids of a response). Each prompt has at least one token.
 
         Returns:
-            For each row, the log-probs of the response's tokens, or a text that says why there are none.
+            For each row, the log-probs of the response's tokens, or a text that says why the row has no log-probs.
         """
         client, free, down = self._client(), asyncio.Semaphore(self.config.max_concurrent), list[str]()
 
@@ -115,7 +115,7 @@ class TeacherEndpoint:
                 "installed; install it, or vLLM, which brings it"
             ) from None
         name = self.teacher.api_key_env
-        key = os.environ.get(name, "") if name else "none"  # without a placeholder, the client would look for a key
+        key = os.environ.get(name, "") if name else "none"  # without a key, the client would read OPENAI_API_KEY
         if not key:
             raise ConfigError(
                 f"{self.teacher.key}: api_key_env={name}: this environment variable is not set; export it"
@@ -125,7 +125,7 @@ class TeacherEndpoint:
         )
 
     async def _length_limit(self, client: Any) -> int | None:
-        """Return the endpoint's limit of prompt plus new tokens, or None if the endpoint does not tell its limit.
+        """Return the endpoint's limit of prompt plus new tokens, or None if the endpoint does not report its limit.
 
         The first call also decides which of the endpoint's models is the teacher.
 
@@ -140,7 +140,7 @@ class TeacherEndpoint:
         return limit if isinstance(limit, int) else None
 
     async def _prompt_log_probs(self, client: Any, ids: list[int]) -> list[Any]:
-        """Return the entry of each token after the first: a mapping from token ids to log-probs.
+        """Return, for each token after the first, the endpoint's mapping from token ids to log-probs.
 
         Raises:
             ValueError: the response holds no prompt log-probs for the given tokens.
@@ -199,7 +199,7 @@ def _difference(tokenizer: Any, entries: list[Any], ids: Sequence[int]) -> str:
     """Return the first token whose text differs between the policy's tokenizer and the endpoint's; "" if none does."""
     for entry, token in zip(entries, ids[1:], strict=False):
         own, theirs = tokenizer.decode([token]).strip(), _of_token(entry, token).get("decoded_token")
-        # Some versions of vLLM give the piece of the vocabulary, in which a special character stands for a space.
+        # Some versions of vLLM return the token's vocabulary entry, in which a special character stands for a space.
         bare = theirs.lstrip("\u0120\u2581 ").strip() if isinstance(theirs, str) else own
         if _PLAIN.fullmatch(own) and bare != own:
             return f"token {token} is {own!r} for the policy and {bare!r} for the endpoint"

@@ -62,7 +62,7 @@ class TeacherPrompts:
         return messages
 
     def ids(self, prompt: Prompt, limit: int | None) -> list[int] | str:
-        """Return the token ids of the teacher's prompt, or a text that says why there are none.
+        """Return the token ids of the teacher's prompt, or a text that says why the teacher has no prompt.
 
         Args:
             prompt: the policy's prompt, with the columns of its row.
@@ -106,7 +106,8 @@ class Teacher:
 
         Returns:
             A batch of the teacher's columns with one row for each of `rows`, and for each of `rows` the reason why the
-            teacher has not scored it, or "". The columns of a row that was not scored are undefined.
+            teacher has not scored the row, or "" for a scored row. The columns of a row that was not scored are
+            undefined.
         """
         if self.prompts is None and self.group is not None:
             return await self._on_ranks(self.group, batch, rows), [""] * len(rows)
@@ -119,8 +120,8 @@ class Teacher:
         """Replace the policy's prompts by the teacher's.
 
         Returns:
-            The batch `own` with the teacher's prompts, and the reason for each row that keeps the policy's prompt
-            because there is no prompt for the teacher, or "".
+            The batch `own` with the teacher's prompts, and one text per row. If the teacher has no prompt for a row,
+            the row keeps the policy's prompt and the text says why; otherwise the text is "".
         """
         if self.prompts is None:
             return own, [""] * len(own)
@@ -233,7 +234,7 @@ def number_of(named: Any, config: DistillationConfig, place: str) -> int:
     """Return the number of the teacher that a row's value in the teacher column names.
 
     Args:
-        named: the row's value.
+        named: the row's value in the teacher column.
         config: the teachers and the name of the column.
         place: location of the row, for the error message.
 
@@ -253,7 +254,8 @@ def number_of(named: Any, config: DistillationConfig, place: str) -> int:
 def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Columns:
     """Merge the columns that teachers computed for their rows to columns (N, ...) of the whole batch.
 
-    Hidden states of teachers of different widths are filled up with zeros to the largest width.
+    If teachers differ in the width of their hidden states, the hidden states are padded with zeros to the largest
+    width.
 
     Args:
         batch: the whole batch.

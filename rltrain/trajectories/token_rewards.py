@@ -39,6 +39,7 @@ from rltrain.trajectories.scoring import (
     correct_rows,
     flat_rows,
     on_last_token,
+    place_scores,
     shaped_scores,
     truncated_rows,
     zero_spread,
@@ -105,9 +106,9 @@ def kl_controller(config: KLInRewardConfig) -> FixedKLController:
 
 
 def held(controller: FixedKLController) -> FixedKLController:
-    """Return a controller that keeps the current coefficient of another one.
+    """Return a controller that keeps the current coefficient of another controller.
 
-    While the actor does not change, the KL that is measured says nothing about the coefficient.
+    While the actor does not change, the measured KL says nothing about the coefficient.
     """
     return FixedKLController(controller.value)
 
@@ -117,7 +118,8 @@ def assign_rewards(
 ) -> tuple[DataProto, dict[str, float]]:
     """Add the column `token_level_rewards`: scores on the last trained tokens, minus the KL penalty.
 
-    The scores in `token_level_rewards` are shaped and, if configured, normalised.
+    The rewards of single turns are on the last tokens of their turns, as `place_scores` describes. The scores in
+    `token_level_rewards` are shaped and, if configured, normalised.
 
     `assign_rewards` also sets the column `valid` to False in rows that are excluded from the statistics because the
     answer was cut at the length limit. A row with a cut answer keeps its own score, on the same scale as the scores of
@@ -140,7 +142,7 @@ def assign_rewards(
     if normalization.on:
         scores = normalize_rewards(scores, uid, scored, counted=counted, **dataclasses.asdict(normalization))
     batch = batch.pop(["valid"])[1].union(DataProto.from_dict({"valid": counted}))
-    batch = batch.with_values("responses", token_level_rewards=on_last_token(batch, scores))
+    batch = batch.with_values("responses", token_level_rewards=place_scores(batch, scores, config))
     batch, kl_metrics = penalize_kl(batch, config.algorithm.kl_in_reward, controller)
     rewards = batch.values("token_level_rewards")[batch.values("response_mask")]
     if not bool(rewards.isfinite().all()):
@@ -225,10 +227,11 @@ def estimate_advantages(
     """Add the columns `advantages` and `returns` from the configured estimator.
 
     With `monte_carlo`, the returns are Monte-Carlo returns instead of the estimator's: the discounted sums of the
-    rewards to come. The critic learns them during its warm-up.
+    rewards to come. The critic learns the Monte-Carlo returns during its warm-up.
 
     If configured, the advantages are normalised, combined with the log-ratios of the teachers, and then clamped to
-    [-c, c], with c = `advantage_clip`. None of these operations changes the returns.
+    [-c, c], with c = `advantage_clip`. Normalisation, log-ratios of the teachers and clamping do not change the
+    returns.
 
     With `bootstrap_truncated`, gamma times `bootstrap_values` is added to the rewards of the last trained tokens that
     the estimator receives. With `bootstrap_truncated`, GAE thus includes the value of the state after the last token
@@ -279,9 +282,10 @@ def with_distillation(
     """Multiply the advantages (B, T) by `outcome_coef`, and add the log-ratios of the teachers if mode=reward.
 
     Returns:
-        The new advantages, and the KL from the policy to the teachers, estimated from the sampled tokens: for
-        mode=reward `actor/teacher_kl`, and with several teachers also `actor/teacher_kl/NAME` of each teacher. The
-        policy is the actor before the update if its log-probs are known, and the engine's policy otherwise.
+        The new advantages, and metrics of the KL from the policy to the teachers, estimated from the sampled tokens.
+        With mode=reward, the metrics contain `actor/teacher_kl`. With several teachers, the metrics contain
+        `actor/teacher_kl/NAME` of each teacher. The policy is the actor before the update if the actor's log-probs are
+        known, and the engine's policy otherwise.
     """
     config = algorithm.distillation
     if config.mode is None:

@@ -28,6 +28,7 @@ def common(tmp_path_factory):
         "rollout.max_prompt_length=100", "rollout.max_response_length=150", "rollout.max_turn_length=12",
         "trainer.prompts_per_step=4", "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=4",
         "trainer.total_steps=3", "trainer.deterministic=true", "trainer.save_every=1",
+        "placement.threads_per_worker=1",  # Runs in one process and on Ray are compared bit by bit.
     ]  # fmt: skip
 
 

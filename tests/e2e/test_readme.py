@@ -225,6 +225,22 @@ def test_the_recipe_for_own_data_trains_and_the_catalogue_explains_its_metrics(t
     assert unexplained(tmp_path / "run") == []
 
 
+@pytest.mark.slow
+def test_the_environment_of_the_guide_trains(tmp_path):
+    written_file("docs/agents.md", "my_env.py", tmp_path)
+    (command,) = [text for text in runs("docs/agents.md") if "my_env" in text and "MODEL" not in text]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    arguments = [*shlex.split(command), *TINY, "trainer.output_dir=run"]
+    done = subprocess.run(
+        [sys.executable, "-m", "rltrain.main", *arguments],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "with my_env.py:FewGuesses; <= 5 a conversation" in done.stdout
+    assert all(0 <= record["reward/mean"] <= 0.9 for record in metrics_of(tmp_path / "run") if "reward/mean" in record)
+    assert unexplained(tmp_path / "run") == []
+
+
 def unexplained(run):
     """Return the names of a run's metrics that are missing from the catalogue."""
     names = {name for record in metrics_of(run) for name in record} - {"step"}

@@ -1,4 +1,4 @@
-"""Calls of functions in threads that a function that never returns cannot make the process wait for."""
+"""Calls of functions in daemon threads, so that the process can exit even if a function never returns."""
 
 import asyncio
 import threading
@@ -12,8 +12,8 @@ async def in_daemon_thread(function: Callable[[], Any]) -> Any:
     """Call a function in a new thread, and return its result.
 
     The thread is a daemon thread, so the process can exit while the function is still running. If the caller is
-    cancelled, the function keeps running, and its result is dropped. The threads of `asyncio.to_thread` differ in both
-    points: their number is limited, and Python waits for them at exit.
+    cancelled, the function keeps running, and its result is dropped. In contrast, the number of threads of
+    `asyncio.to_thread` is limited, and Python waits for these threads at exit.
 
     Raises:
         RuntimeError: the function raised an exception that asyncio cannot pass on, such as SystemExit.

@@ -11,11 +11,11 @@ REMOTE_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
 class ReplicaGone(Exception):
-    """Raised in the trajectories of a replica whose process has ended; the replica's pool requests them again."""
+    """Raised in a trajectory whose replica has lost its process; the replica's pool requests the trajectory again."""
 
 
 class Connection(Protocol):
-    """Calls of a replica's rollout worker."""
+    """Interface for calls of a replica's rollout worker."""
 
     async def submit(self, client: str, requests: Sequence[TurnRequest]) -> None:
         """Queue requests in the replica."""
@@ -72,13 +72,13 @@ class RayConnection:
 
 
 class Replica:
-    """One replica, as the trajectories of an environment worker see it.
+    """Client of one replica, through which the trajectories of an environment worker sample their actions.
 
-    Requests that are made at the same time are sent together, and one task polls for all of them.
+    Requests that are made at the same time are sent together, and one task polls for the results of all requests.
 
     Args:
         connection: Connection to the replica's rollout worker.
-        client: Name of the environment worker in its calls.
+        client: Name of the environment worker in its calls of the replica.
     """
 
     def __init__(self, connection: Connection, client: str) -> None:

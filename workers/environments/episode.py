@@ -13,8 +13,8 @@ from workers.environments.user_environment import UserEnvironment
 from workers.rollout.turns import TurnRequest, TurnResult
 
 Message = Mapping[str, Any]
-ATTEMPTS = 2  # A trajectory whose environment failed starts again, unless it has failed ATTEMPTS times.
-_ENVIRONMENT = 1 << 32  # Word that separates the environment's random stream from the streams of the turns.
+ATTEMPTS = 2  # Maximum number of times that a trajectory is started if its environment fails.
+_ENVIRONMENT = 1 << 32  # Seed component that separates the environment's random stream from the turns' streams.
 
 
 class Samples(Protocol):
@@ -50,7 +50,7 @@ class Episode:
     Args:
         request: The prompt, the columns and the random streams of the trajectory.
         engine: The engine that samples the actions.
-        environment: The environment of the trajectory, which was not reset yet.
+        environment: The environment of the trajectory, which has not been reset yet.
         limits: Limits of the trajectory.
     """
 
@@ -85,7 +85,7 @@ class Episode:
         return Trajectory(*key, turns, stop_reason, self.messages, reward)
 
     def _turn(self, new: Sequence[Message]) -> TurnRequest:
-        """Return the request for the next action, where `new` are the messages since the last action."""
+        """Return the request for the next action; `new` holds the messages since the last action."""
         limits, number = self.limits, len(self.turns)
         last = list(self.turns[-1].action_ids) if self.turns else []
         prompt = len(self.turns[0].observation_ids) if self.turns else 0
@@ -104,7 +104,11 @@ class Episode:
         )
 
     async def _answered(self, result: TurnResult) -> tuple[list[Message], str]:
-        """Record an action, and answer it. Return the new messages, and why the trajectory ends, or ""."""
+        """Record an action, and answer the action with new messages.
+
+        Returns:
+            The new messages, and the reason why the trajectory ends, or "" if the trajectory continues.
+        """
         assert result.action is not None, "a turn with an action has been parsed"
         action, number = result.action, len(self.turns)
         self.messages.append(assistant_message(action))
@@ -137,7 +141,7 @@ class Episode:
 
         Returns:
             The messages that answer the action, the reward of the turn, and whether the environment ended the
-            trajectory. No messages mean that the action was the final answer.
+            trajectory. If there are no messages, the action was the final answer.
         """
         if action.calls:
             return [await self._result_of(call) for call in action.calls], None, False

@@ -33,7 +33,7 @@ class Limits:
     Attributes:
         max_turns: Maximum number of turns, that is, of actions of the policy.
         max_prompt_tokens: Maximum number of tokens of the prompt, including the schemas of the tools.
-        max_response_tokens: Maximum number of tokens after the prompt, in all turns together, observations included.
+        max_response_tokens: Maximum number of tokens after the prompt, in all turns together, including observations.
         max_turn_tokens: Maximum number of tokens of one action.
         max_message_tokens: Maximum number of tokens of the text of one message from a tool or an environment.
         call_timeout_s: Maximum seconds of one call of the user's code.
@@ -51,7 +51,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class EnvironmentSource:
-    """Where the environment and the tools of a run come from.
+    """The paths of a run's environment class and of its tools.
 
     Attributes:
         environment: Path of the environment's class, `package.module:Class` or `file.py:Class`; "" without a class.
@@ -67,8 +67,8 @@ class Environments:
     """The environments and tools of a run.
 
     Attributes:
-        source: Where the environment and the tools come from.
-        turn_format: How turns of trajectories are written and read.
+        source: Paths of the environment class and of the tools.
+        turn_format: Format of the turns of trajectories.
         limits: Limits of each trajectory.
     """
 

@@ -1,4 +1,4 @@
-"""Environment workers of a run, and the rollout replicas that answer through them.
+"""Environment workers of a run, and the rollout replicas that sample actions for the environment workers.
 
 In a run with environments, a replica gets no requests from the driver. An environment worker runs the trajectories and
 asks the replica for each turn, so the driver handles whole trajectories only.
@@ -21,7 +21,7 @@ from workers.rollout.replica import Owner, Replica, ReplicaState
 
 logger = logging.getLogger(__name__)
 
-LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05  # As in `workers.rollout.replica`.
+LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05  # Same values as in `workers.rollout.replica`.
 REPLACEMENTS = 3  # The run fails after more than 3 deaths per worker without a trajectory from any worker in between.
 
 
@@ -32,7 +32,7 @@ class Takes(Protocol):
         """Receive finished trajectories."""
 
     def lose(self, uids: set[int]) -> None:
-        """Learn that the unfinished trajectories of prompt groups were lost with their environment worker."""
+        """Record that unfinished trajectories of prompt groups were lost, because their environment worker died."""
 
 
 class EnvironmentPool:
@@ -61,12 +61,12 @@ class EnvironmentPool:
     ) -> None:
         """Run trajectories whose actions a replica samples, without waiting for their ends.
 
-        All trajectories of a prompt group go to one worker, which is the worker with the fewest unfinished ones.
+        All trajectories of a prompt group go to one worker, the worker with the fewest unfinished trajectories.
 
         Args:
             replica: Identity of the replica's process.
             role: Handle of the replica's rollout worker.
-            taker: Gets the finished trajectories.
+            taker: Object that gets the finished trajectories.
             groups: The requests of each prompt group.
         """
         connection = connection_to(role)
@@ -76,7 +76,7 @@ class EnvironmentPool:
         self.changes.notify()
 
     async def abort(self) -> None:
-        """End all trajectories, and drop those that were not delivered yet."""
+        """End all running trajectories, and drop the finished trajectories that were not delivered yet."""
         for worker in self.workers:
             worker.running.clear()
             worker.waiting.clear()
@@ -120,7 +120,7 @@ class EnvironmentPool:
                     if found and aborts == worker.aborts:
                         self.deaths = 0
                         worker.deliver(found)
-                    await asyncio.sleep(0)  # Let other tasks run, which `poll` in the driver's own process blocks.
+                    await asyncio.sleep(0)  # Let other asyncio tasks run, which an in-process `poll` blocks.
 
     def _replace(self, worker: "_Worker", how: str) -> None:
         self.deaths += 1
@@ -151,7 +151,7 @@ class _Worker:
         self.starts += 1
         self.sent: list[Pending[Any]] = []
         self.waiting: list[tuple[ReplicaId, Connection, Sequence[EpisodeRequest]]] = []
-        self.ready = False  # Whether the worker is built.
+        self.ready = False  # Whether the worker has been built.
 
     def submit(
         self, replica: ReplicaId, connection: Connection, taker: Takes, requests: Sequence[EpisodeRequest]
@@ -162,7 +162,7 @@ class _Worker:
             self.send_waiting()
 
     def send_waiting(self) -> None:
-        """Send the requests that came before the worker was built, and all later requests without delay."""
+        """Send the waiting requests, and mark the worker as ready, so that later requests are sent without delay."""
         self.ready, waiting, self.waiting = True, self.waiting, []
         self.sent += [self.role.start(EnvironmentWorker.submit, *one) for one in waiting]
 
@@ -229,7 +229,7 @@ class EnvironmentReplica(Replica):
         self._owner.deliver(wanted)
 
     def lose(self, uids: set[int]) -> None:
-        """Report prompt groups as lost, whose environment worker has died."""
+        """Report the prompt groups of a dead environment worker as lost."""
         assert self._owner is not None, "a replica gets requests only after its task has started"
         self.running = {key for key in self.running if key[0] not in uids}
         self._owner.lose(uids)

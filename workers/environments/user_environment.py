@@ -1,4 +1,4 @@
-"""One object of the user's environment, and calls of its methods within a time limit."""
+"""An object of the user's environment class, whose methods are called with a time limit."""
 
 import asyncio
 import inspect
@@ -59,8 +59,8 @@ class UserEnvironment:
     async def call(self, call: ToolCall) -> str:
         """Call a tool, and return the text with which the policy sees the result.
 
-        If the tool does not exist, does not accept the arguments, raises an exception or takes too long, the text says
-        so.
+        If the tool does not exist, does not accept the arguments, raises an exception or takes too long, the text
+        describes the error.
         """
         tool = self._tools.get(call.name)
         if tool is None:
@@ -77,15 +77,18 @@ class UserEnvironment:
             return f"error: {call.name}: {described(error)}"
 
     async def step(self, text: str) -> tuple[str, float | None, bool]:
-        """Answer the text of an action. Return (observation, reward of the turn, whether the trajectory is over).
+        """Pass the text of an action to the environment's `step`.
+
+        Returns:
+            Three values: the observation, the reward of the turn, and whether the trajectory is over.
 
         Raises:
-            EnvironmentFailure: the user's code raised an exception, took too long or returned something else.
+            EnvironmentFailure: the user's code raised an exception, took too long or returned an invalid value.
         """
         return as_step(await self._required(STEP, getattr(self._object, STEP), text))
 
     async def reward(self) -> float | None:
-        """Return the reward of the whole trajectory, or None if the environment gives none.
+        """Return the reward of the whole trajectory, or None if the environment gives no such reward.
 
         Raises:
             EnvironmentFailure: the user's code raised an exception, took too long or returned no number.
@@ -119,7 +122,7 @@ class UserEnvironment:
 
 
 async def _without_exit(call: Awaitable[Any]) -> Any:
-    """Await a call of the user's code. If the code raises SystemExit, raise RuntimeError, which ends no process."""
+    """Await a call of the user's code. If the code raises SystemExit, raise RuntimeError, so the process continues."""
     try:
         return await call
     except (SystemExit, KeyboardInterrupt) as error:

@@ -1,4 +1,4 @@
-"""Worker that runs many trajectories side by side in one process. The process never imports torch or transformers."""
+"""Worker that runs many trajectories side by side in one process, which never imports torch or transformers."""
 
 import asyncio
 import threading
@@ -14,7 +14,7 @@ from workers.environments.episode import run_episode
 from workers.environments.messages import EnvironmentSource, EpisodeRequest, Limits
 from workers.environments.user_environment import UserEnvironment
 
-IDLE_S = 0.0005  # Seconds between two looks at trajectories that wait for the user's code.
+IDLE_S = 0.0005  # Seconds between two checks of trajectories that wait for the user's code.
 LINGER_S = 0.01  # Seconds for which `poll` waits for further trajectories after the first.
 
 
@@ -26,13 +26,15 @@ class EnvironmentWorker:
     """Worker that runs trajectories in environments.
 
     Args:
-        name: Name of the worker in its calls of replicas, different from the name of any other worker of the run.
-        source: Where the environment and the tools come from.
+        name: Name of the worker in its calls of replicas, which no other worker of the run has.
+        source: Paths of the environment class and of the tools.
         limits: Limits of each trajectory.
-        threaded: Whether the trajectories run in a thread of their own. Otherwise they run only during `poll`.
+        threaded: Whether the trajectories run in a separate thread. If `threaded` is False, the trajectories run only
+            during `poll`.
 
     Attributes:
-        records_events: Always True: a call of `poll` mostly waits, so it is no event of the timeline.
+        records_events: Always True, so that the caller records no timeline events for this class, whose `poll` mostly
+            waits.
     """
 
     records_events = True
@@ -57,8 +59,9 @@ class EnvironmentWorker:
 
         Args:
             replica: Identity of the replica's process.
-            connection: Connection to the replica's process, which is used if the worker has none yet.
-            requests: The trajectories to run. If a trajectory with the same key is running, it ends first.
+            connection: Connection to the replica's process, which is used if the worker has no connection to the
+                process yet.
+            requests: The trajectories to run. A running trajectory with the same key is cancelled.
         """
         self._in_loop(lambda: self._start(replica, connection, requests))
 
@@ -98,7 +101,7 @@ class EnvironmentWorker:
         Wait up to `timeout_s` seconds for the first trajectory.
 
         Raises:
-            Exception: A call of a replica has failed, or rltrain's own code.
+            Exception: A call of a replica or rltrain's own code has failed.
         """
         if not self.threaded:
             with outside_event_loop():
@@ -122,7 +125,7 @@ class EnvironmentWorker:
             await asyncio.sleep(0 if generating else IDLE_S)
 
     def abort(self) -> None:
-        """End all trajectories, and drop all that `poll` has not returned yet."""
+        """End all running trajectories, and drop all finished trajectories that `poll` has not returned yet."""
         self._in_loop(self._abort)
 
     def _abort(self) -> None:

@@ -1,9 +1,9 @@
 """Rollout engine that generates with the transformers library instead of vLLM.
 
-The engine is for machines without vLLM, for `placement=inprocess`, and for bitwise reproducible runs. The tokens of an
-answer depend only on the prompt, the request's seed and the weights. Other requests in the same batch can change the
-tokens of an answer only through rounding in batched matrix products. If `trainer.deterministic` is true, each batch is
-one prompt group, and the answers are bitwise reproducible.
+The transformers engine is for machines without vLLM, for `placement=inprocess`, and for bitwise reproducible runs. The
+tokens of an answer depend only on the prompt, the request's seed and the weights. Other requests in the same batch can
+change the tokens of an answer only through rounding in batched matrix products. If `trainer.deterministic` is true,
+each batch is one prompt group, and the answers are bitwise reproducible.
 """
 
 from collections.abc import Iterable, Sequence
@@ -114,8 +114,9 @@ class HFEngine:
 
         If the batch has room for all waiting requests, all waiting requests start. If the batch has room for only some
         of the waiting requests, no request starts until the share `JOIN` of all places in the batch is free. If
-        `deterministic` is true, the next prompt group starts when no answer is unfinished. If `deterministic` is true
-        and the run has an environment, each request is a batch of its own, because turns do not arrive together.
+        `deterministic` is true, the next prompt group starts when all running answers are finished. If `deterministic`
+        is true and the run has an environment, each request is a batch of its own, because turns do not arrive
+        together.
         """
         if not self.waiting:
             return []

@@ -42,7 +42,7 @@ class Completion:
         key: Key of the `Request` that this completion answers.
         token_ids: Token ids that the engine sampled, including the final end token or the final tokens of a stop
             string.
-        log_probs: Log-probability of each token in nats, under the distribution that was sampled from.
+        log_probs: Log-probability of each token in nats, under the distribution from which the token was sampled.
         finish_reason: "stop", "length" or "abort", as reported by the engine.
         versions: For each token, the version of the weights that sampled it.
         text: Text of the answer up to the first stop string, without special tokens.
@@ -63,4 +63,4 @@ class Completion:
             )
 
 
-Answer = Completion | Trajectory  # What a replica answers: a single answer, or a trajectory in an environment.
+Answer = Completion | Trajectory  # Result of a request: a single answer, or a trajectory in an environment.

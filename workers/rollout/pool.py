@@ -129,7 +129,7 @@ class RolloutPool:
         if not self.sleeps or self.asleep:
             return
         assert not self.pending, "engines with unfinished answers must not sleep"
-        # While `_source` is None, no replacement replica gets weights, which would wake its engine.
+        # While `_source` is None, no replacement replica gets weights, because new weights wake the replica's engine.
         async with self._syncing:
             source, self._source = self._source, None
         while True:

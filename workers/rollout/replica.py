@@ -58,7 +58,7 @@ class Owner(Protocol):
         """Receive finished answers from a replica."""
 
     def lose(self, uids: set[int]) -> None:
-        """Learn that the unfinished answers of prompt groups were lost."""
+        """Record that the unfinished answers of prompt groups were lost."""
 
     async def replacement_allowed(self, replica: "Replica", how: str) -> None:
         """Record the death of a replica, and wait until a new process may replace the dead process.
@@ -119,7 +119,7 @@ class Replica:
         self._sent.append(self.role.start(RolloutWorker.submit, cast(Sequence[Request], requests)))
 
     def close(self) -> None:
-        """Release what the replica holds besides its process. A plain replica holds nothing."""
+        """Release the resources of a replica besides its process. The class `Replica` itself has no such resources."""
 
     def drop(self) -> None:
         """Forget all unfinished requests, so that no answers to these requests are delivered to the pool."""

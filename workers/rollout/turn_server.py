@@ -21,12 +21,12 @@ class TurnServer:
 
     Args:
         tokenizer: Tokenizer of the model.
-        renderer: Renders messages as the difference that the chat template makes.
+        renderer: Converts new messages to the token ids with which a context continues.
         parse: Function that finds the tool calls in the text of an action.
 
     Attributes:
-        open: Client and unfinished result of each turn, by the key of the engine's request.
-        finished: Finished turns of each client that were not polled yet.
+        open: For each turn that the engine samples, the client and the unfinished result, by the engine's request key.
+        finished: Finished turns that were not polled yet, by client.
     """
 
     def __init__(self, tokenizer: Any, renderer: TurnRenderer, parse: Parser) -> None:
@@ -34,7 +34,7 @@ class TurnServer:
         self.open: dict[tuple[int, ...], tuple[str, TurnResult]] = {}
         self.finished: dict[str, list[TurnResult]] = {}
         self._numbers = itertools.count()
-        # Environment workers call `begin` from several threads, and the renderer has one rendering process.
+        # A lock is needed, because several threads call `begin` and the renderer has only one rendering process.
         self._rendering = threading.Lock()
 
     def begin(self, client: str, turns: Sequence[TurnRequest]) -> tuple[list[Request], list[TurnResult]]:
@@ -51,7 +51,8 @@ class TurnServer:
             if result.error or result.full:
                 ended.append(result)
                 continue
-            # A number makes the key unique: a client that died may have left an unfinished request for the same turn.
+            # The number makes the key unique, because a dead client may have left an unfinished request for the same
+            # turn.
             key = (*turn.key[:2], next(self._numbers))
             self.open[key] = client, result
             requests.append(Request(key, prompt_ids, turn.temperature, max_tokens, turn.seed))

@@ -1,4 +1,4 @@
-"""Messages and interface with which environment processes ask a rollout worker to sample turns of trajectories.
+"""Messages and interface through which environment processes ask a rollout worker to sample turns of trajectories.
 
 This module imports no large packages, because environment processes never import torch or transformers.
 """
@@ -12,7 +12,7 @@ from rltrain.environments.tool_calls import ParsedAction
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """How the turns of a run's trajectories are written and read.
+    """The format of the turns of a run's trajectories: the tools, and the format of tool calls.
 
     Attributes:
         tools: Schemas of the tools, as `transformers.utils.get_json_schema` returns them.
@@ -63,12 +63,13 @@ class TurnResult:
         key: Key of the `TurnRequest` that this result answers.
         observation_ids: Token ids of the new messages, as they were put into the context.
         token_ids: Token ids of the action, including the final end token.
-        log_probs: Log-probability of each sampled token in nats, under the distribution that was sampled from.
+        log_probs: Log-probability of each sampled token in nats, under the distribution from which the token was
+            sampled.
         versions: For each sampled token, the version of the weights that sampled it.
         finish_reason: "stop", "length" or "abort", as reported by the engine.
         text: Text of the action, without special tokens.
         action: The action's text and tool calls.
-        messages: The new messages as the model has seen them, with the texts that were cut off.
+        messages: The new messages as the model has seen them; long texts are cut off.
         full: Whether the new messages left no room for an action, so that no action was sampled.
         error: One line that says why the messages cannot be put into the context; "" without an error.
     """

@@ -175,7 +175,7 @@ class Growing:
         return self.ended
 
     def completion(self, answer: CompletionOutput) -> Completion:
-        """Return the finished answer, where `answer` is vLLM's last output for the request."""
+        """Return the finished answer; `answer` is vLLM's last output for the request."""
         reason = "stop" if self.ended else answer.finish_reason or "abort"
         return Completion(self.key, self.ids, self.log_probs, reason, self.versions)
 

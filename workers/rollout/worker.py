@@ -69,7 +69,7 @@ class RolloutWorker:
         path: Model directory in Hugging Face format.
         stop_ids: Ids of the model's end tokens.
         threaded: Whether the engine has its own thread.
-        turn_format: How turns of trajectories are written and read; None if answers are trajectories of one turn.
+        turn_format: Format of the turns of trajectories; None if answers are trajectories of one turn.
 
     Attributes:
         records_events: Always True, because the class `RolloutWorker` itself records its calls as events of the

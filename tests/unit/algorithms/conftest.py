@@ -42,6 +42,8 @@ def build_batch(seed: int = 0, *, length: int = 9, spread: float = 0.8) -> Batch
         "successes": torch.tensor(SUCCESSES, dtype=torch.float64),
         "selected": torch.rand(rows, length, generator=generator) < 0.5,
         "entropies": normal(rows, length).abs(),
+        "turn_index": torch.arange(length).repeat(rows, 1) // 3,
+        "turn_states": torch.arange(length).repeat(rows, 1) // 3 % 2,
         "random_draws": torch.rand(rows, length, generator=generator, dtype=torch.float64),
         "uid": torch.tensor(UID),
         "valid": torch.tensor(VALID),

@@ -49,13 +49,14 @@ def with_scores(batch, scores, uid, valid=None):
         "reward_components": scores[:, None].expand(-1, 2),
         "successes": (scores > 0).to(scores.dtype),
         "response_mask": torch.ones_like(batch["response_mask"]),
+        "turn_states": batch["turn_index"],
         "uid": torch.as_tensor(uid),
         "valid": torch.ones(8, dtype=torch.bool) if valid is None else torch.as_tensor(valid),
     }
 
 
 def test_every_estimator_without_a_critic_knows_which_rows_count():
-    with_critic = ["decoupled_gae", "gae", "length_adaptive_gae"]
+    with_critic = ["decoupled_gae", "gae", "length_adaptive_gae", "turn_gae"]
     assert sorted(set(ALL) - set(EXCLUDING)) == with_critic
     assert sorted(ALONE) == sorted([*with_critic, "reinforce", "remax", "w_reinforce"])
 
@@ -136,6 +137,7 @@ def test_C3_a_constant_group_and_a_group_of_one_give_exactly_zero(name, reward, 
 def test_C3_a_group_left_with_one_valid_row_gives_zero(name, make_batch, call):
     batch = make_batch()
     batch["valid"] = torch.tensor([True, True, False, True, False, True, False, True])
+    batch["turn_states"] = batch["turn_index"]  # No two turns of a row begin in the same state.
     advantages = advantages_of(name, batch, call)
     assert (advantages[batch["uid"] == 5] == 0).all()
     assert (advantages[batch["uid"] == 9] != 0).any()
@@ -181,7 +183,7 @@ def test_B7_tool_tokens_are_transparent_to_every_estimator(name, make_batch, cal
     batch = make_batch()
     mask, packed = batch["response_mask"], make_batch()
     packed["response_mask"] = torch.arange(mask.shape[1]) < mask.sum(-1, keepdim=True)
-    for column in ("token_level_rewards", "values", "old_log_probs", "entropies"):
+    for column in ("token_level_rewards", "values", "old_log_probs", "entropies", "turn_index", "turn_states"):
         packed[column][packed["response_mask"]] = batch[column][mask]
     before, after = advantages_of(name, batch, call), advantages_of(name, packed, call)
     assert torch.allclose(after[packed["response_mask"]], before[mask], rtol=1e-10, atol=1e-12)

@@ -12,6 +12,15 @@ from rltrain.settings.compose import compose
 from rltrain.settings.config_groups import choices
 from tests.presets import preset
 
+# Estimators that give credit to the turns of a conversation.
+IN_TURNS = ["gigpo", "turn_gae", "turn_rloo"]
+GAME = "rollout.environment=rltrain.environments.higher_lower:HigherLower"
+
+
+def choice_of(estimator):
+    """Return the overrides that select an estimator, with an environment if the estimator needs one."""
+    return [f"advantage_estimator={estimator}", *([GAME] if estimator in IN_TURNS else [])]
+
 
 def config_of(*overrides):
     whole = ("rollout.", "critic.", "reward.")
@@ -48,7 +57,21 @@ def test_every_loss_passes_with_its_defaults(loss):
 
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
 def test_every_estimator_passes_with_its_defaults(estimator):
-    accepted(f"advantage_estimator={estimator}")
+    accepted(*choice_of(estimator))
+
+
+@pytest.mark.parametrize("estimator", IN_TURNS)
+def test_credit_per_turn_without_an_environment_is_refused(estimator):
+    assert refusal(f"advantage_estimator={estimator}") == (
+        f"algorithm.advantage_estimator={estimator} gives credit to the turns of a conversation, but each answer of "
+        "this run has one turn; set rollout.environment or rollout.tools, or use another estimator"
+    )
+    accepted(f"advantage_estimator={estimator}", "rollout.tools=[my_tools.py:price]")
+
+
+def test_estimators_that_give_credit_to_turns_are_those_that_read_the_turn():
+    names = ADVANTAGE_ESTIMATORS.names()
+    assert [name for name in names if "turn_index" in columns_of(ADVANTAGE_ESTIMATORS.get(name))] == IN_TURNS
 
 
 # Tests of the names and options of algorithm functions
@@ -452,8 +475,8 @@ def test_bounds_of_the_rejection_must_let_data_that_agree_through():
 
 # Advantage estimators that read the column `uid`, because they compare the answers to one prompt.
 IN_GROUPS = [
-    "gdpo", "gpg", "grpo", "grpo_passk", "grpo_s", "gtpo", "maxrl", "opo", "optimal_token_baseline",
-    "reinforce_plus_plus_baseline", "rloo",
+    "gdpo", "gigpo", "gpg", "grpo", "grpo_passk", "grpo_s", "gtpo", "maxrl", "opo", "optimal_token_baseline",
+    "reinforce_plus_plus_baseline", "rloo", "turn_rloo",
 ]  # fmt: skip
 
 
@@ -465,7 +488,7 @@ def test_estimators_that_compare_in_groups_are_those_that_read_the_group():
 
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
 def test_one_sample_a_prompt_is_refused_exactly_where_answers_are_compared_in_groups(estimator):
-    settings = [f"advantage_estimator={estimator}", "rollout.samples_per_prompt=1"]
+    settings = [*choice_of(estimator), "rollout.samples_per_prompt=1"]
     if estimator in IN_GROUPS:
         assert refusal(*settings) == (
             f"rollout.samples_per_prompt=1: {estimator} compares the answers to one prompt, so all advantages would be "
@@ -473,7 +496,7 @@ def test_one_sample_a_prompt_is_refused_exactly_where_answers_are_compared_in_gr
         )
     else:
         accepted(*settings)
-    accepted(settings[0], "rollout.samples_per_prompt=2")
+    accepted(*choice_of(estimator), "rollout.samples_per_prompt=2")
 
 
 @pytest.mark.parametrize("estimator", ["gae", "reinforce"])
@@ -499,7 +522,7 @@ def test_one_sample_a_prompt_has_no_group_of_advantages_unless_a_critic_tells_it
 
 @pytest.mark.parametrize("estimator", ADVANTAGE_ESTIMATORS.names())
 def test_dynamic_sampling_drops_groups_so_it_is_for_estimators_that_compare_in_groups(estimator):
-    settings = [f"advantage_estimator={estimator}", "dynamic_sampling=2"]
+    settings = [*choice_of(estimator), "dynamic_sampling=2"]
     if estimator in IN_GROUPS:
         accepted(*settings)
         return
@@ -551,7 +574,7 @@ def test_only_estimators_that_read_values_need_a_critic():
         for name in ADVANTAGE_ESTIMATORS.names()
         if needs_critic(config_of(f"advantage_estimator={name}").algorithm)
     ]
-    assert found == ["decoupled_gae", "gae", "length_adaptive_gae"]
+    assert found == ["decoupled_gae", "gae", "length_adaptive_gae", "turn_gae"]
 
 
 def test_a_loss_that_reads_the_engines_log_probs_is_refused_with_top_p_or_top_k():

@@ -143,6 +143,10 @@ PRESETS = {
     "dr_grpo": DR_GRPO,
     "dro": {"advantage.norm_by_std": False, "loss_mode": "dro"},
     "gdpo": {"advantage_estimator": "gdpo", **NO_CAP},
+    "gigpo": {
+        "advantage_estimator": "gigpo", "advantage.gamma": 0.95, "advantage.step_weight": 1.0, **NO_CAP,
+        "kl_loss.kl_loss_coef": 0.01,
+    },
     "gmpo": {"loss_mode": "geo_mean", **EACH_ANSWER},
     "gpg": {"advantage_estimator": "gpg", "loss_mode": "gpg"},
     "grpo": {},
@@ -186,6 +190,10 @@ PRESETS = {
         "advantage_estimator": "reinforce", "loss_mode": "topr", **EACH_ANSWER, "old_log_probs": "rollout",
         "reward_shaping.bias": -0.5, "reward_shaping.scale": 2.0,
     },
+    "turn_ppo": {
+        "advantage_estimator": "turn_gae", "advantage.gamma": 1.0, "advantage.lam": 0.95, **NO_CAP, **WHITENED,
+    },
+    "turn_rloo": {"advantage_estimator": "turn_rloo", "advantage.gamma": 1.0, **WHOLE_ANSWER, **NO_CAP},
     "vapo": {
         "advantage_estimator": "length_adaptive_gae", "advantage.gamma": 1.0, "advantage.alpha": 0.05,
         "advantage.lam_critic": 1.0, **CLIP_HIGHER, **WHITENED, "positive_nll_coef": 0.1,

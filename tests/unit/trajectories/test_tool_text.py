@@ -102,6 +102,12 @@ def scored(rows, config, *, tools) -> DataProto:
     for name, factor in (("old_log_probs", 1.5), ("ref_log_probs", 1.25), ("entropies", -2.0)):
         values = (factor * batch.values("rollout_log_probs")).where(sampled_tokens(batch), -JUNK)
         batch = batch.with_values("responses", **{name: values})
+    numbers = [
+        n for group in rows for row in group for n, (sampled, _) in enumerate(row["turns"]) for _ in range(sampled)
+    ]
+    index = torch.full((len(batch.values("responses")),), -1)
+    index[sampled_tokens(batch)] = torch.tensor(numbers, dtype=torch.int64)
+    batch = batch.with_values("responses", turn_index=index, turn_states=index)
     return batch.union(DataProto.from_dict({"baseline_rewards": torch.linspace(0, 1, len(batch))}))
 
 
@@ -123,7 +129,7 @@ def with_values(batch, algorithm) -> DataProto:
 def outcome_of(rows, name, *, tools) -> tuple[dict[str, float], dict[str, torch.Tensor]]:
     """Return all metrics of a step before the update, and the columns for sampled tokens and for rows."""
     needs_values = "values" in columns_of(ADVANTAGE_ESTIMATORS.get(name))
-    discount = ["algorithm.advantage.gamma=0.9"] if name == "gae" else []
+    discount = ["algorithm.advantage.gamma=0.9"] if name in ("gae", "turn_gae", "turn_rloo") else []
     config = config_of(*(CRITIC if needs_values else []), *discount, f"algorithm.advantage_estimator={name}")
     batch = scored(rows, config, tools=tools)
     if needs_values:

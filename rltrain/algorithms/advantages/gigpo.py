@@ -1,0 +1,52 @@
+"""Group-in-group advantages (GiGPO): groups of trajectories, and within them groups of turns that share a state."""
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.advantages.outcome import response_scores
+from rltrain.algorithms.advantages.turns import Turns
+from rltrain.algorithms.normalization import normalize_rewards
+from rltrain.algorithms.ratio import as_mask, masked
+from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register("gigpo", statistics="group")
+def gigpo(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    uid: Tensor,
+    valid: Tensor,
+    turn_index: Tensor,
+    turn_states: Tensor,
+    *,
+    gamma: float = 0.95,
+    step_weight: float = 1.0,
+    norm_by_std: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Compute A_{i,k} = A^E_i + step_weight A^S_{i,k}; GiGPO, arXiv 2505.10978 eq. 3, 7 and 8.
+
+        A^E_i = (R_i - mean(R)) / F(R),    A^S_{i,k} = (G_{i,k} - mean(G)) / F(G),    G_{i,k} = sum_l gamma^l r_{i,k+l}
+
+    R_i is the sum of all rewards of trajectory i, and its mean is over the valid rows with the same `uid`. r_{i,k} is
+    the sum of the rewards in turn k. The mean of G is over all turns of these rows that start in the same state, that
+    is, with the same `turn_states`. F is the unbiased std plus 1e-6 with `norm_by_std`, else 1. All tokens of a turn
+    get the turn's advantage. Where nothing can be compared, A^E or A^S is exactly 0.
+
+    The means include the trajectory itself. Without the std and with gamma 1, the expected gradient of an action is
+    therefore the true gradient times (1 - 1/n) + step_weight E[(m - 1)/m], with n trajectories in a group, and m turns
+    that start in the action's state. The factor differs between states, so the direction of the gradient has a bias.
+
+    token_level_rewards, response_mask, turn_index and turn_states are (B, T); uid and valid are (B,). The advantages
+    are (B, T) and 0 in masked slots. The returns equal the advantages.
+    """
+    turns, mask = Turns(response_mask, turn_index), as_mask(response_mask)
+    scores, counted = response_scores(token_level_rewards, response_mask, valid)
+    std_level = "group" if norm_by_std else None
+    episode = normalize_rewards(scores, uid, counted, mean_level="group", std_level=std_level)
+    to_go = turns.out_of_order(turns.returns_to_go(token_level_rewards, gamma))
+    states = torch.stack((uid[:, None].expand(to_go.shape), turns.first(turn_states.long())), -1).flatten(0, 1)
+    members = torch.unique(states, dim=0, return_inverse=True)[1]
+    acting = (turns.present & counted[:, None]).flatten()
+    step = normalize_rewards(to_go.flatten(), members, acting, mean_level="group", std_level=std_level)
+    total = masked(episode[:, None], mask) + step_weight * turns.at_tokens(step.view(to_go.shape))
+    return total, total.clone()

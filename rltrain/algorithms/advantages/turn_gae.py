@@ -1,0 +1,43 @@
+"""Generalised advantage estimation over turns (turn-level GAE)."""
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.advantages.returns import check_discount, discounted_suffix_sum
+from rltrain.algorithms.advantages.turns import Turns
+from rltrain.algorithms.ratio import as_float
+from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
+
+
+@ADVANTAGE_ESTIMATORS.register("turn_gae", statistics="none")
+def turn_gae(
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    values: Tensor,
+    turn_index: Tensor,
+    *,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+) -> tuple[Tensor, Tensor]:
+    """Compute GAE (arXiv 1506.02438 eq. 11 and 16) with a turn as one action.
+
+        A_k = sum_l (gamma lam)^l delta_{k+l},    delta_k = r_k + gamma V_{k+1} - V_k
+
+    r_k is the sum of the rewards in turn k. V_k is the critic's value of the state in which turn k begins, that is, the
+    value at the turn's first trained token. After the last turn, V is 0. All tokens of a turn get the turn's advantage,
+    and A_k + V_k as their return. With lam 1, the critic's values only reduce the variance. With a smaller lam, the
+    expected gradient has the bias of the critic's errors.
+
+    All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in masked slots. The
+    results have no gradient.
+    """
+    check_discount("gamma", gamma)
+    check_discount("lam", lam)
+    turns = Turns(response_mask, turn_index)
+    rewards = turns.in_order(turns.sums(as_float(token_level_rewards.detach())))
+    start_values = turns.in_order(turns.first(as_float(values.detach())))
+    next_values = torch.nn.functional.pad(start_values[:, 1:], (0, 1))
+    delta = rewards + gamma * next_values - start_values
+    advantages = discounted_suffix_sum(delta, gamma * lam)
+    returns = turns.out_of_order(advantages + start_values)
+    return turns.at_tokens(turns.out_of_order(advantages)), turns.at_tokens(returns)

@@ -1,0 +1,66 @@
+"""Turns of the rows of a batch, for advantage estimators that give credit per turn instead of per token."""
+
+import torch
+from torch import Tensor
+
+from rltrain.algorithms.advantages.returns import check_discount, discounted_suffix_sum, from_left, places, to_left
+from rltrain.algorithms.ratio import as_float, as_mask, masked
+
+
+class Turns:
+    """The turns of each row, as matrices (B, K) with K as the largest number of turns in a row.
+
+    A turn without a trained token counts as absent: the turns before and after it are neighbours.
+
+    Args:
+        response_mask: (B, T), True = the token is trained on.
+        turn_index: (B, T), number of the turn of each sampled token, counted from 0. The values in masked slots are
+            ignored.
+
+    Attributes:
+        present: (B, K), True = the turn has a trained token.
+    """
+
+    def __init__(self, response_mask: Tensor, turn_index: Tensor) -> None:
+        self._mask = as_mask(response_mask)
+        self._index = turn_index.long().where(self._mask, 0)
+        self._count = int(self._index.max()) + 1 if self._index.numel() else 1
+        found = torch.zeros(len(turn_index), self._count, dtype=torch.int64, device=turn_index.device)
+        self.present = found.scatter_add(1, self._index, self._mask.long()) > 0
+        self._place = places(self.present)
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Sum a column over the trained tokens of each turn: (B, T) -> (B, K)."""
+        kept = masked(values, self._mask)
+        return kept.new_zeros(len(kept), self._count).scatter_add(1, self._index, kept)
+
+    def first(self, values: Tensor) -> Tensor:
+        """Return the value at the first trained token of each turn: (B, T) -> (B, K); 0 for absent turns."""
+        rows, length = self._mask.shape
+        slots = torch.arange(length, device=values.device).expand(rows, length).where(self._mask, length)
+        start = slots.new_full((rows, self._count), length).scatter_reduce(1, self._index, slots, "amin")
+        return torch.cat((values, values.new_zeros(rows, 1)), 1).gather(1, start)
+
+    def at_tokens(self, turn_values: Tensor) -> Tensor:
+        """Give each trained token the value of its turn: (B, K) -> (B, T); 0 in masked slots."""
+        return masked(turn_values.gather(1, self._index), self._mask)
+
+    def in_order(self, turn_values: Tensor) -> Tensor:
+        """Move the values of a row's present turns to the front of the row: (B, K) -> (B, K), filled with 0."""
+        return to_left(turn_values, self.present, self._place)
+
+    def out_of_order(self, ordered: Tensor) -> Tensor:
+        """Undo `in_order`: (B, K) -> (B, K); 0 for absent turns."""
+        return from_left(ordered, self.present, self._place)
+
+    def returns_to_go(self, token_level_rewards: Tensor, gamma: float) -> Tensor:
+        """Compute G_k = sum_l gamma^l r_{k+l} over the present turns from the k-th on, in the order of `in_order`.
+
+        r_k is the sum of the rewards of the turn's trained tokens. After the last turn of a row, G is 0.
+
+        Raises:
+            ValueError: `gamma` is outside [0, 1].
+        """
+        check_discount("gamma", gamma)
+        rewards = self.sums(as_float(token_level_rewards.detach()))
+        return discounted_suffix_sum(self.in_order(rewards), gamma)
