@@ -84,6 +84,16 @@ browser-test: setup  ## The report of runs in a headless Chromium, which is inst
 	echo "error: no Chromium here, and Playwright cannot download one: install it (Debian: apt-get install chromium)" >&2; exit 1; }
 	@$(TEST_ENV) RLTRAIN_BROWSER_TEST=required $(BIN)/python -m pytest tests/browser $(ARGS)
 
+ENVIRONMENTS := build/environments
+$(ENVIRONMENTS)/.ready: $(READY) docker/requirements-environments.txt docker/requirements-reasoning-gym.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(ENVIRONMENTS) \
+	-r docker/requirements-environments.txt
+	@touch $@
+
+environment-test: setup $(ENVIRONMENTS)/.ready  ## Environments of Gymnasium, TextArena and reasoning-gym, as those are installed
+	@$(TEST_ENV) PYTHONPATH=$(ENVIRONMENTS) RLTRAIN_ENVIRONMENT_TEST=required $(BIN)/python -m pytest \
+	tests/unit/environments/test_adapters.py $(ARGS)
+
 fuzz: setup  ## Draw COUNT bad and good command lines, environments, data, weights, rewards and checkpoints, with the seed SEED
 	@for file in tests/fuzz/test_*.py; do \
 	FUZZ_COUNT=$(COUNT) $(TEST_ENV) $(BIN)/python -m pytest -q $$file --hypothesis-seed=$(SEED) & all="$$all $$!"; done; \

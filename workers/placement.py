@@ -248,7 +248,7 @@ class Workers:
     def kill(self) -> None:
         """Stop the workers of this run at once.
 
-        Processes that are not stopped by this method end when the driver disconnects from Ray.
+        `kill` does not reach every process. Ray ends the remaining processes when the driver disconnects from Ray.
         """
         with contextlib.suppress(WorkerError):
             self.rewards.close()

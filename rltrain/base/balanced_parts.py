@@ -16,10 +16,11 @@ NONE = -1  # Value that stands for the absence of an index.
 def least_largest_sum(weights: Sequence[int], parts: int) -> int:
     """Return a lower bound on the largest sum of a part, for any partition of `weights` into `parts` parts.
 
-    The numbers in `weights` are non-negative integers. The lower bound is the maximum of three kinds of bounds: the
-    mean sum of a part, the heaviest weight, and one bound for each k >= 1 with k * parts < len(weights). In any
-    partition, some part contains at least k + 1 of the k * parts + 1 heaviest weights. The k-th bound is therefore the
-    sum of the k + 1 lightest of the k * parts + 1 heaviest weights. If `weights` is empty, the lower bound is 0.
+    The numbers in `weights` are non-negative integers. The returned bound is the largest of several lower bounds.
+    The first two lower bounds are the sum of all weights divided by `parts`, and the heaviest weight. A further lower
+    bound exists for each k >= 1 with k * parts < len(weights): in any partition, some part contains at least k + 1 of
+    the k * parts + 1 heaviest weights, so the sum of the k + 1 lightest of these weights is a lower bound. If
+    `weights` is empty, the returned bound is 0.
     """
     heaviest = sorted(weights, reverse=True)
     sums = [0, *itertools.accumulate(heaviest)]  # sums[n] is the sum of the n heaviest weights.

@@ -243,7 +243,9 @@ class TurnRenderer:
         lead = self._mark_ids
         ids = self._encoded(messages, lambda messages: self.mark + self._difference(messages))
         if ids[: len(lead)] != lead:
-            raise TemplateError("the tokenizer joins the end of an answer with the template's text after it")
+            raise TemplateError(
+                "the tokenizer merges the end of an answer and the template's text after the answer into one token"
+            )
         return ids[len(lead) :]
 
     def _difference(self, messages: Sequence[Message]) -> str:

@@ -1,6 +1,7 @@
 """Console output of a run: progress bar, samples, warnings, and a final summary of the results."""
 
 import asyncio
+import json
 import math
 import shlex
 import sys
@@ -8,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.filesize import decimal
@@ -29,6 +31,7 @@ from rltrain.monitoring.evaluation_metrics import KINDS, evaluated_sets, prefix_
 from rltrain.monitoring.report.page import REPORT
 
 SHOWN_TEXT = 400  # Printed samples show at most SHOWN_TEXT characters of a prompt or an answer.
+SHOWN_MESSAGES = 12  # A printed conversation has at most SHOWN_MESSAGES messages.
 SHOWN_PARTS = 3  # The progress bar shows the scores of at most SHOWN_PARTS reward functions.
 # If the output is not a terminal, a download prints one line of progress every 60 seconds.
 DOWNLOAD_LINE_EVERY_S = 60.0
@@ -284,7 +287,7 @@ def duration(seconds: float) -> str:
 def sample_text(
     step: int, batch: DataProto, components: Sequence[str] = (), text_of: Callable[[list[int]], str] | None = None
 ) -> Text:
-    """Return the prompt, the answer and the reward of one row of the batch as text.
+    """Return the prompt, the answer and the reward of one row of the batch as text; of a conversation, all messages.
 
     The step number determines which row of the batch is shown. Text that a model wrote is never interpreted as console
     markup.
@@ -298,6 +301,14 @@ def sample_text(
     """
     row = (step * 7) % len(batch)
     objects = batch.non_tensor_batch
+    if "messages" in objects:
+        ending = str(objects["stop_reason"][row])
+        return Text.assemble(
+            (f"  sample of step {step}\n", "dim"),
+            *_conversation(json.loads(str(objects["messages"][row]))),
+            ("    reward     ", "dim"),
+            f"{_score_text(batch, row, components)}  (ended by: {ending})",
+        )
     prompt, response = str(objects["prompt_text"][row]), str(objects["response_text"][row])
     if text_of is not None:
         only = batch[row : row + 1]
@@ -313,6 +324,24 @@ def sample_text(
         ("    reward  ", "dim"),
         _score_text(batch, row, components),
     )
+
+
+def _conversation(messages: Sequence[Mapping[str, Any]]) -> list[Text]:
+    """Return a line for each message of a conversation. The lines of the model's answers are bold."""
+    lines = []
+    for message in messages[:SHOWN_MESSAGES]:
+        calls = [_call_text(call["function"]) for call in message.get("tool_calls", ())]
+        said = one_line(" ".join(filter(None, [str(message.get("content") or ""), *calls])), SHOWN_TEXT)
+        role = one_line(str(message["role"]), 20)
+        lines.append(Text.assemble((f"    {role:<10} ", "dim"), (said, "bold" if role == "assistant" else ""), "\n"))
+    if len(messages) > SHOWN_MESSAGES:
+        lines.append(Text(f"    ... and {len(messages) - SHOWN_MESSAGES} more messages\n", "dim"))
+    return lines
+
+
+def _call_text(function: Mapping[str, Any]) -> str:
+    arguments = ", ".join(f"{name}={value!r}" for name, value in function["arguments"].items())
+    return f"{function['name']}({arguments})"
 
 
 def _score_text(batch: DataProto, row: int, components: Sequence[str]) -> str:

@@ -1,16 +1,19 @@
 """Environments and tools of a run: loading, checking and describing them to the model, before any worker starts."""
 
 import inspect
-from collections.abc import Callable, Sequence
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError, one_line
 from rltrain.data.prompts import PromptSet
 from rltrain.data.turn_rendering import TurnRenderer
-from rltrain.environments.contract import STEP, missing_columns, tool_names
+from rltrain.environments.contract import STEP, EnvironmentFailure, missing_columns, tool_names
 from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, format_of
 from rltrain.rewards.loading import absolute, import_function
 from rltrain.settings.schema import RolloutConfig
+from workers.environments.mcp_tools import is_url, tools_of
 from workers.environments.messages import Environments, EnvironmentSource, Limits
 from workers.rollout.turn_server import parser_of
 from workers.rollout.turns import TurnFormat
@@ -27,43 +30,76 @@ def environments_for(
         ConfigError: something cannot be loaded or described to the model, or a data set in `prompts` lacks a column
             that the environment needs.
     """
-    source, turns = environment_source(config), turn_format(config, tokenizer, stop_ids)
+    source, schemas = tools_of_run(config)
+    turns = turn_format(config, schemas, tokenizer, stop_ids)
     check_environment_columns(config, prompts)
     return Environments(source, turns, limits_of(config))
 
 
-def environment_source(config: RolloutConfig) -> EnvironmentSource:
-    """Return where the environment and the tools of a run come from, with absolute paths.
+def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[str, Any]]]:
+    """Load the environment and the tools of a run, and connect once to each MCP server.
+
+    Returns:
+        Where the environment and the tools come from, with absolute paths, and the schemas of all tools.
 
     Raises:
-        ConfigError: two tools have the same name.
-    """
-    tools: dict[str, str] = {}
-    for path in config.tools:
-        name = path.rpartition(":")[2]
-        if name in tools:
-            raise ConfigError(f"rollout.tools: two tools are called {name}; rename one of the functions")
-        tools[name] = absolute(path)
-    return EnvironmentSource(absolute(config.environment) if config.environment else "", tools)
-
-
-def turn_format(config: RolloutConfig, tokenizer: Any, stop_ids: Sequence[int]) -> TurnFormat:
-    """Return how turns are written and read, after checking that the model's chat template can say them.
-
-    Raises:
-        ConfigError: the environment or a tool cannot be loaded or described, or the chat template cannot add turns to a
-            conversation.
+        ConfigError: the environment or a tool cannot be loaded or described, an MCP server cannot be reached, or two
+            tools have the same name.
     """
     environment = load_environment(config)
     schemas = [_schema(_unbound(environment, name), name) for name in _tools_of(environment)]
-    for path in config.tools:
-        where = f"rollout.tools: '{path}'"
-        schemas.append(_schema(import_function(path, where), where))
+    functions: dict[str, str] = {}
+    servers: dict[str, list[str]] = {}
+    for tool in config.tools:
+        if tool.mcp is not None:
+            found = _schemas_of_server(tool.mcp)
+            servers[absolute_command(tool.mcp)] = [schema["function"]["name"] for schema in found]
+            schemas += found
+        elif tool.path is not None:
+            where = f"rollout.tools: '{tool.path}'"
+            schemas.append(_schema(import_function(tool.path, where), where))
+            functions[tool.name] = absolute(tool.path)
+    names = [schema["function"]["name"] for schema in schemas]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ConfigError(f"rollout.tools: two tools are called {twice[0]}; rename one of them")
     if config.environment is not None and not schemas and not hasattr(environment, STEP):
         raise ConfigError(
             f"rollout.environment={config.environment}: the class has neither a method `step` nor a public method that "
             "the model could call; add one"
         )
+    return EnvironmentSource(absolute(config.environment) if config.environment else "", functions, servers), schemas
+
+
+def absolute_command(address: str) -> str:
+    """Return the address of an MCP server, in which each word of a command that is a file has an absolute path.
+
+    Environment workers may have another working directory than the driver.
+    """
+    if is_url(address):
+        return address
+    words = shlex.split(address)
+    return shlex.join(str(Path(word).absolute()) if "/" in word or Path(word).is_file() else word for word in words)
+
+
+def _schemas_of_server(address: str) -> list[dict[str, Any]]:
+    try:
+        found = tools_of(absolute_command(address))
+    except (EnvironmentFailure, TimeoutError, ValueError) as error:
+        raise ConfigError(f"rollout.tools: {one_line(str(error), 300)}; start the server, or correct mcp") from error
+    if not found:
+        raise ConfigError(f"rollout.tools: the MCP server {address} offers no tools; leave it out")
+    return found
+
+
+def turn_format(
+    config: RolloutConfig, schemas: Sequence[Mapping[str, Any]], tokenizer: Any, stop_ids: Sequence[int]
+) -> TurnFormat:
+    """Return how turns are written and read, after checking that the model's chat template can say them.
+
+    Raises:
+        ConfigError: the chat template cannot describe the tools or add turns to a conversation, or the parser of tool
+            calls cannot be loaded.
+    """
     template = _template_of(tokenizer)
     chosen = config.tool_format
     if chosen == AUTO:

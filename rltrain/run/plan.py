@@ -412,7 +412,7 @@ def _answers(config: Config) -> str:
 
 def _turns(rollout: RolloutConfig) -> str:
     """Describe the environment and the tools with which the model talks, and the limits of a conversation."""
-    tools = [path.rpartition(":")[2] for path in rollout.tools]
+    tools = [tool.name for tool in rollout.tools]
     partners = [rollout.environment] if rollout.environment else []
     partners += [f"the tools {', '.join(tools)}"] if tools else []
     turn = f" of <= {rollout.max_turn_length:,} tokens" if rollout.max_turn_length else ""

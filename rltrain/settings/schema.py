@@ -447,6 +447,34 @@ class VLLMConfig:
 
 
 @section
+class ToolConfig:
+    """A tool that the model can call: a Python function, or all tools of an MCP server."""
+
+    path: str | None = key(
+        "Python function, given by its module or file and its name.",
+        values="`package.module:function` or `file.py:function`",
+        if_left_out="`null`",
+    )
+    mcp: str | None = key(
+        "MCP server (Model Context Protocol): its URL, or the command that starts it. The model can call all tools of "
+        "the server.",
+        if_left_out="`null`",
+    )
+
+    def __post_init__(self) -> None:
+        require(
+            (self.path is None) != (self.mcp is None),
+            f"path={self.path}, mcp={self.mcp}: a tool is either a function or an MCP server; set one of the two",
+        )
+        require(self.mcp != "", "mcp='': must be a URL or a command")
+
+    @property
+    def name(self) -> str:
+        """Name of the function, or address of the MCP server."""
+        return self.path.rpartition(":")[2] if self.path is not None else str(self.mcp)
+
+
+@section
 class RolloutConfig:
     """Settings for the generation of answers."""
 
@@ -489,14 +517,14 @@ class RolloutConfig:
         "Class with which the model talks over several turns, given by its module or file and its name, as in "
         "my_env.py:HigherLower. null: no environment.",
     )
-    tools: list[str] = key(
-        "Functions that the model can call, each given by its module or file and its name, as in my_tools.py:lookup. "
-        "[]: no functions.",
-        values="list of paths, or one path",
+    tools: list[ToolConfig] = key(
+        "Tools that the model can call. Each entry is a mapping, or only the path of a function, as in "
+        "my_tools.py:lookup. []: no tools.",
+        values="list of tools, or one path",
     )
     tool_format: str = key(
-        "Format in which the model writes tool calls. auto: the format of the model's chat template. Path of a "
-        "function: the user's own function finds the calls in a text.",
+        "Format in which the model writes tool calls. auto: the format of the model's chat template. The path of a "
+        "function: this function of the user's finds the tool calls in a text.",
         values="`auto`, `hermes`, `llama3`, `mistral`, `deepseek`, `json` or a path",
     )
     max_turns: int = key("Maximum number of the model's answers in one conversation with an environment.", at_least=1)

@@ -77,7 +77,7 @@ class TeacherPrompts:
 
 
 class Teacher:
-    """One teacher: its rows are scored on the training ranks, or by an endpoint.
+    """A teacher, which scores the batch rows assigned to it, either on the training ranks or through an endpoint.
 
     Args:
         config: the run's whole config.

@@ -11,8 +11,9 @@ import itertools
 import pytest
 import torch
 
-from rltrain.algorithms import ADVANTAGE_ESTIMATORS
+from rltrain.algorithms import ADVANTAGE_ESTIMATORS, columns_of
 from rltrain.base.background_tasks import BackgroundTasks
+from rltrain.batch.trajectory import Trajectory, Turn
 from rltrain.data.prompts import Prompt
 from rltrain.settings.algorithm_config import NormalizationConfig
 from rltrain.settings.compose import compose
@@ -33,11 +34,12 @@ LENGTHS = [2, 4, 3]  # lengths of the answers to one prompt, of which answer 1 i
 class Engines(Immortal):
     """Fake engines whose answer number n to every prompt has LENGTHS[n] tokens.
 
-    An answer whose (group, answer) key is in `cut` ends at the length limit.
+    An answer whose (group, answer) key is in `cut` ends at the length limit. With `conversations`, each answer is a
+    conversation of one turn.
     """
 
-    def __init__(self, cut):
-        self.cut, self.waiting = cut, []
+    def __init__(self, cut, *, conversations=False):
+        self.cut, self.conversations, self.waiting = cut, conversations, []
 
     def submit(self, groups):
         self.waiting += [request for group in groups for request in group]
@@ -54,7 +56,11 @@ class Engines(Immortal):
     def answer(self, key):
         length = LENGTHS[key[1] % len(LENGTHS)]
         reason = "length" if key in self.cut else "stop"
-        return Completion(key, [48 + key[1]] * length, [-1.0] * length, reason, [0] * length, "")
+        tokens, log_probs, versions = [48 + key[1]] * length, [-1.0] * length, [0] * length
+        if self.conversations:
+            turn = Turn([1], tokens, log_probs, versions, reason)
+            return Trajectory(*key, [turn], "max_response_length" if key in self.cut else "answer")
+        return Completion(key, tokens, log_probs, reason, versions, "")
 
 
 class Judges:
@@ -111,8 +117,10 @@ async def trained(scores, *, cut=((0, 1),), config=BASE, actor=None):
 
     The keys of the mapping `scores` are pairs of group number and answer number.
     """
+    per_turn = "turn_index" in columns_of(ADVANTAGE_ESTIMATORS.get(config.algorithm.advantage_estimator))
     async with BackgroundTasks() as tasks:
-        collector = Collector(config, rollout=Engines(cut), rewards=Judges(scores), prompts=PROMPTS, tasks=tasks)
+        engines = Engines(cut, conversations=per_turn)
+        collector = Collector(config, rollout=engines, rewards=Judges(scores), prompts=PROMPTS, tasks=tasks)
         collector.start()
         trainer = Trainer(
             config, collector=collector, actor=actor or FakeGroup(old_log_probs=-1.0, entropies=0.5), reference=None,

@@ -117,7 +117,7 @@ class Role(Generic[W_co]):
     def argument_for(
         self, other: "Role[Any]", method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Return a future result of this role's method, which can be passed as an argument to a call of `other`.
+        """Return a reference to the result of calling `method`. The reference can be an argument of a call of `other`.
 
         If both roles are in the same process, the called process runs `method` directly before the call of `other`, and
         passes the result on without a copy. Otherwise the method is started now, and its result goes from one process

@@ -15,7 +15,7 @@ class SharedDevices:
 
     Args:
         count: Number of GPUs to reserve. The GPUs of one machine have consecutive numbers.
-        cpus: Number of CPUs that all processes on one GPU request together.
+        cpus: Total number of CPUs that the processes on one GPU need.
         limit_s: Seconds within which the GPUs must become free.
 
     Raises:

@@ -1,7 +1,7 @@
 """Messages to and from environment workers, and the limits of a trajectory."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from workers.rollout.turns import TurnFormat
@@ -51,15 +51,17 @@ class Limits:
 
 @dataclass(frozen=True)
 class EnvironmentSource:
-    """The paths of a run's environment class and of its tools.
+    """Where the environment class and the tools of a run come from.
 
     Attributes:
         environment: Path of the environment's class, `package.module:Class` or `file.py:Class`; "" without a class.
         tools: Paths of functions that the policy can call, by the name of the tool.
+        servers: Names of the tools of each MCP server, by the address of the server.
     """
 
     environment: str
     tools: Mapping[str, str]
+    servers: Mapping[str, Sequence[str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

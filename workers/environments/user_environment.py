@@ -61,6 +61,9 @@ class UserEnvironment:
 
         If the tool does not exist, does not accept the arguments, raises an exception or takes too long, the text
         describes the error.
+
+        Raises:
+            EnvironmentFailure: the MCP server of the tool cannot be reached.
         """
         tool = self._tools.get(call.name)
         if tool is None:
@@ -71,6 +74,8 @@ class UserEnvironment:
             return f"error: {call.name}: {error}"
         try:
             return as_text(await self._called(tool, **call.arguments))
+        except EnvironmentFailure:  # The MCP server of the tool is gone, which is no mistake of the policy.
+            raise
         except TimeoutError:
             return f"error: {call.name} took more than {self._timeout_s:g} s"
         except Exception as error:

@@ -3,7 +3,7 @@
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from rltrain.base.background_tasks import outside_event_loop
@@ -11,10 +11,12 @@ from rltrain.batch.trajectory import Trajectory
 from rltrain.rewards.loading import import_function
 from workers.environments.engines import Connection, Replica, ReplicaGone
 from workers.environments.episode import run_episode
+from workers.environments.mcp_tools import McpServer
 from workers.environments.messages import EnvironmentSource, EpisodeRequest, Limits
 from workers.environments.user_environment import UserEnvironment
 
 IDLE_S = 0.0005  # Seconds between two checks of trajectories that wait for the user's code.
+DISCONNECT_S = 5.0  # Maximum seconds for which `close` waits for the servers' processes.
 LINGER_S = 0.01  # Seconds for which `poll` waits for further trajectories after the first.
 
 
@@ -43,7 +45,12 @@ class EnvironmentWorker:
         self.name, self.limits, self.epoch = name, limits, 0
         path = source.environment
         self.make: Any = import_function(path, f"rollout.environment={path}") if path else None
-        self.tools = {tool: import_function(path, f"rollout.tools: {path}") for tool, path in source.tools.items()}
+        self.tools: dict[str, Any] = {
+            tool: import_function(path, f"rollout.tools: {path}") for tool, path in source.tools.items()
+        }
+        self.servers = {address: McpServer(address) for address in source.servers}
+        for address, names in source.servers.items():
+            self.tools |= {tool: self.servers[address].tool(tool) for tool in names}
         self.replicas: dict[ReplicaId, Replica] = {}
         self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.finished: list[Trajectory] = []
@@ -145,16 +152,27 @@ class EnvironmentWorker:
         async def run() -> None:
             function()
 
+        self._await(run())
+
+    def _await(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine in the event loop, and wait until it has ended."""
         if self.threaded:
-            asyncio.run_coroutine_threadsafe(run(), self.loop).result()
+            asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
         else:
             with outside_event_loop():
-                self.loop.run_until_complete(run())
+                self.loop.run_until_complete(coroutine)
 
     def close(self) -> None:
-        """End all trajectories."""
+        """End all trajectories, and the connections to MCP servers."""
         self.abort()
+        self._await(self._disconnect())
         if not self.threaded:
             with outside_event_loop():
                 self.loop.run_until_complete(self.loop.shutdown_asyncgens())
             self.loop.close()
+
+    async def _disconnect(self) -> None:
+        """Close the connections to MCP servers, and wait a short time until the servers' processes have ended."""
+        tasks = [task for server in self.servers.values() if (task := server.close()) is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=DISCONNECT_S)

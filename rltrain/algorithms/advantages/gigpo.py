@@ -32,9 +32,10 @@ def gigpo(
     is, with the same `turn_states`. F is the unbiased std plus 1e-6 with `norm_by_std`, else 1. All tokens of a turn
     get the turn's advantage. Where nothing can be compared, A^E or A^S is exactly 0.
 
-    The means include the trajectory itself. Without the std and with gamma 1, the expected gradient of an action is
-    therefore the true gradient times (1 - 1/n) + step_weight E[(m - 1)/m], with n trajectories in a group, and m turns
-    that start in the action's state. The factor differs between states, so the direction of the gradient has a bias.
+    Each mean includes the trajectory's own value, which biases the gradient. With gamma 1 and `norm_by_std` False, the
+    expected gradient of an action's log-prob is the true gradient times 1 - 1/n + step_weight E[(m - 1)/m]. Here, n is
+    the number of trajectories in a group, and m is the number of turns that start in the action's state.
+    The factor differs between states, so the direction of the whole gradient is biased.
 
     token_level_rewards, response_mask, turn_index and turn_states are (B, T); uid and valid are (B,). The advantages
     are (B, T) and 0 in masked slots. The returns equal the advantages.

@@ -290,8 +290,8 @@ def reward_fell(history: History) -> Finding | None:
 def too_few_groups(history: History) -> Finding | None:
     """Detect that dynamic sampling does not fill the training batches.
 
-    On average over the last 5 steps, at least half of a step's prompt groups are missing, although the task is not
-    solved.
+    The finding is reported if the last 5 training batches lack at least half of their prompt groups on average, and if
+    the policy has not solved the task yet.
     """
     missing, wanted = history.points("rollout/groups_missing"), history.number("trainer.prompts_per_step", 0)
     low = [(step, value / wanted) for step, value in missing] if wanted else []

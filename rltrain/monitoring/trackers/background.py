@@ -11,8 +11,8 @@ from typing import Any, Protocol, runtime_checkable
 from rltrain.base.errors import described
 from rltrain.monitoring.sinks import Metrics, Rows, Sink, TakesConfig, TakesSamples
 
-# At most 1000 calls of a sink wait to be executed. A training step makes one call of a sink, or up to three calls if
-# samples and an evaluation are logged.
+# The queue of a sink holds at most 1000 calls. A training step adds one call to the queue, or up to three calls if the
+# step logs samples and an evaluation.
 MAX_WAITING = 1000
 CLOSE_TIMEOUT_S = 30.0
 

@@ -1,5 +1,6 @@
 import asyncio
 import io
+import json
 import os
 import shlex
 import sys
@@ -306,6 +307,40 @@ def test_a_sample_shows_special_tokens_and_the_score_of_each_function():
     batch.batch["reward_components"] = torch.tensor([[1.0, float("nan"), -0.5]])
     text = sample_text(1, batch, ["right", "form", "short"], lambda ids: "".join(f"<{number}>" for number in ids)).plain
     assert text.splitlines()[1:] == ["    prompt  <5><6>", "    answer  <7>", "    reward  0.5  (right 1, short -0.5)"]
+
+
+def conversation(messages, *, stop_reason="answer"):
+    objects = {"messages": [json.dumps(messages)], "stop_reason": [stop_reason]}
+    return sample(score=1.0).union(DataProto.from_dict(non_tensors=objects))
+
+
+def test_a_sample_of_a_conversation_shows_its_messages():
+    call = {"id": "a", "type": "function", "function": {"name": "lookup", "arguments": {"key": 5, "table": "t\x1b[2J"}}}
+    messages = [
+        {"role": "user", "content": "Start at 5"},
+        {"role": "assistant", "content": "I look.", "tool_calls": [call]},
+        {"role": "tool", "content": "7\n", "name": "lookup"},
+        {"role": "assistant", "content": "[bold]7"},
+    ]
+    assert sample_text(3, conversation(messages)).plain.splitlines() == [
+        "  sample of step 3",
+        "    user       Start at 5",
+        "    assistant  I look. lookup(key=5, table='t\\x1b[2J')",
+        "    tool       7\\n",
+        "    assistant  [bold]7",
+        "    reward     1  (ended by: answer)",
+    ]
+
+
+def test_a_long_conversation_is_cut_after_twelve_messages():
+    messages = [{"role": "user", "content": str(n)} for n in range(20)]
+    lines = sample_text(1, conversation(messages, stop_reason="max_turns")).plain.splitlines()
+    assert lines[-3:] == [
+        "    user       11",
+        "    ... and 8 more messages",
+        "    reward     1  (ended by: max_turns)",
+    ]
+    assert len(lines) == 15
 
 
 def test_each_time_another_sample_is_shown():

@@ -21,7 +21,8 @@ COMPLETE = [
     f"{name}.yaml" for name in (*COMPLETE, "rollout/vllm", "placement/local", "profile/demo", "profile/instruct")
 ]
 INSIDE = re.compile(
-    rf"({'|'.join(map(re.escape, OPTIONAL))})\.|reward\.\w+\[\]\.|algorithm\.distillation\.teachers\[\]\."
+    rf"({'|'.join(map(re.escape, OPTIONAL))})\."
+    r"|reward\.\w+\[\]\.|rollout\.tools\[\]\.|algorithm\.distillation\.teachers\[\]\."
 )
 
 

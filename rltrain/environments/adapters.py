@@ -1,0 +1,101 @@
+"""Adapters, which turn environments of other libraries into environments of rltrain.
+
+Each adapter takes a function that makes the other library's object, so this module imports no other library:
+
+    import reasoning_gym
+    from rltrain.environments.adapters import from_reasoning_gym
+
+    Spelling = from_reasoning_gym(lambda seed: reasoning_gym.create_dataset("spell_backward", size=1, seed=seed))
+
+A run uses the class with `rollout.environment=my_env.py:Spelling`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from rltrain.environments.contract import as_text
+
+SEEDS = 1 << 31  # Many libraries accept only seeds below 2**31.
+
+
+def from_gymnasium(make: Callable[[], Any]) -> type:
+    """Return an environment class for a Gymnasium environment whose actions and observations are text.
+
+    The reward of a turn is the reward of `step`. The conversation ends if the environment has terminated or was
+    truncated.
+
+    Args:
+        make: Function that makes the Gymnasium environment of one conversation.
+    """
+
+    class GymnasiumEnvironment:
+        def __init__(self) -> None:
+            self._env = make()
+
+        def reset(self, seed: int) -> str:
+            observation, _ = self._env.reset(seed=seed % SEEDS)
+            return as_text(observation)
+
+        def step(self, text: str) -> tuple[str, float, bool]:
+            observation, reward, terminated, truncated, _ = self._env.step(text)
+            return as_text(observation), float(reward), bool(terminated or truncated)
+
+        def close(self) -> None:
+            self._env.close()
+
+    return GymnasiumEnvironment
+
+
+def from_textarena(make: Callable[[], Any]) -> type:
+    """Return an environment class for a TextArena game of one player.
+
+    TextArena shows the whole game after each move. The model sees only what is new since the last move. The reward of
+    the last turn is the game's reward of player 0. TextArena draws from Python's global random numbers, so games that
+    draw after their start are not reproducible if several of them run in one process.
+
+    Args:
+        make: Function that makes the game of one conversation, for example `lambda: textarena.make("Mastermind-v0")`.
+    """
+
+    class TextArenaEnvironment:
+        def __init__(self) -> None:
+            self._env, self._shown = make(), ""
+
+        def reset(self, seed: int) -> str:
+            self._env.reset(num_players=1, seed=seed % SEEDS)
+            return self._new_text()
+
+        def step(self, text: str) -> tuple[str, float, bool]:
+            done, _ = self._env.step(action=text)
+            if not done:
+                return self._new_text(), 0.0, False
+            rewards, _ = self._env.close()
+            return "", float(rewards[0]), True
+
+        def _new_text(self) -> str:
+            _, observation = self._env.get_observation()
+            whole = as_text(observation)
+            new = whole.removeprefix(self._shown)
+            self._shown = whole
+            return new.strip()
+
+    return TextArenaEnvironment
+
+
+def from_reasoning_gym(make: Callable[[int], Any]) -> type:
+    """Return an environment class for a task of reasoning-gym: a question, and an answer that the task scores.
+
+    Args:
+        make: Function from a seed to a data set of reasoning-gym, whose first entry is the question.
+    """
+
+    class ReasoningGymEnvironment:
+        def reset(self, seed: int) -> str:
+            self._data = make(seed % SEEDS)
+            self._entry = self._data[0]
+            return as_text(self._entry["question"])
+
+        def step(self, text: str) -> tuple[str, float, bool]:
+            return "", float(self._data.score_answer(text, self._entry)), True
+
+    return ReasoningGymEnvironment

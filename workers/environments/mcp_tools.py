@@ -1,0 +1,147 @@
+"""Tools of MCP servers (Model Context Protocol), which are programs or HTTP servers that offer tools."""
+
+import asyncio
+import contextlib
+import shlex
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TextIO
+
+from rltrain.base.errors import described
+from rltrain.environments.contract import EnvironmentFailure
+
+CONNECT_TIMEOUT_S = 60.0  # A server's command may first have to install the server.
+
+
+def tools_of(address: str) -> list[dict[str, Any]]:
+    """Connect to an MCP server, and return its tools, as `transformers.utils.get_json_schema` describes functions.
+
+    Args:
+        address: URL of the server, or the command that starts the server.
+
+    Raises:
+        EnvironmentFailure: the server cannot be reached. The message is one line.
+    """
+
+    async def listed() -> list[Any]:
+        async with asyncio.timeout(CONNECT_TIMEOUT_S), _connected(address) as client:
+            found, cursor = [], None
+            while True:
+                page = await client.list_tools(cursor=cursor)
+                found += page.tools
+                cursor = page.next_cursor
+                if cursor is None:
+                    return found
+
+    return [
+        {
+            "type": "function",
+            "function": {"name": tool.name, "description": tool.description or "", "parameters": tool.input_schema},
+        }
+        for tool in asyncio.run(listed())
+    ]
+
+
+class McpServer:
+    """A connection to an MCP server, which all trajectories of a process share. It is opened at the first call.
+
+    Args:
+        address: URL of the server, or the command that starts the server.
+    """
+
+    def __init__(self, address: str) -> None:
+        self.address = address
+        self._client: asyncio.Future[Any] | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def tool(self, name: str) -> Callable[..., Any]:
+        """Return a coroutine function that calls the server's tool `name` and returns the result's text.
+
+        The returned function raises RuntimeError with the text of the tool's own error, and EnvironmentFailure if the
+        server cannot be reached or breaks off.
+        """
+
+        async def call(**arguments: Any) -> str:
+            return await self._call(name, arguments)
+
+        return call
+
+    async def _call(self, name: str, arguments: dict[str, Any]) -> str:
+        client = await self._connection()
+        try:
+            result = await client.call_tool(name, arguments)
+        except Exception as error:
+            self.close()  # The next call connects again.
+            raise EnvironmentFailure(f"the MCP server {self.address} failed: {described(error)}") from error
+        text = "\n".join(block.text for block in result.content if block.type == "text")
+        if result.is_error:
+            raise RuntimeError(text or "the tool failed without a message")
+        return text
+
+    async def _connection(self) -> Any:
+        if self._client is None or (self._task is not None and self._task.done()):
+            self._client = asyncio.get_running_loop().create_future()
+            self._task = asyncio.create_task(self._hold(self._client))
+        # Other trajectories wait for the same connection, so the cancellation of one of them must not cancel it.
+        return await asyncio.shield(self._client)
+
+    async def _hold(self, ready: asyncio.Future[Any]) -> None:
+        """Open the connection, and keep it open until the task is cancelled. A client lives in a single task."""
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    ready.set_result(await stack.enter_async_context(_connected(self.address)))
+                await asyncio.Event().wait()
+        except (Exception, asyncio.CancelledError) as error:
+            if not ready.done():
+                failure = error if isinstance(error, EnvironmentFailure) else _unreachable(self.address, error, "")
+                ready.set_exception(failure)
+                ready.exception()  # If no trajectory waits any more, asyncio must not report the error as lost.
+
+    def close(self) -> asyncio.Task[None] | None:
+        """Begin to close the connection. Return a task that ends when a server that a command started has ended."""
+        task, self._client, self._task = self._task, None, None
+        if task is not None:
+            task.cancel()
+        return task
+
+
+@contextlib.asynccontextmanager
+async def _connected(address: str) -> AsyncIterator[Any]:
+    """Open a connection to an MCP server."""
+    from mcp.client.client import Client
+    from mcp.client.stdio import StdioServerParameters, stdio_client
+
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            async with contextlib.AsyncExitStack() as stack:
+                if is_url(address):
+                    server: Any = address
+                else:
+                    command, *arguments = shlex.split(address)
+                    server = stdio_client(StdioServerParameters(command=command, args=arguments), errlog=output)
+                client = await stack.enter_async_context(Client(server))
+                yield client
+        except EnvironmentFailure:
+            raise
+        except Exception as error:
+            raise _unreachable(address, error, _last_line(output)) from error
+
+
+def is_url(address: str) -> bool:
+    """Return whether an address of an MCP server is a URL. Otherwise, it is a command."""
+    return address.startswith(("http://", "https://"))
+
+
+def _last_line(output: TextIO) -> str:
+    """Return the last line that a server has written to stderr, which often names its error."""
+    output.seek(0)
+    lines = output.read().strip().splitlines()
+    return lines[-1].strip() if lines else ""
+
+
+def _unreachable(address: str, error: BaseException, said: str) -> EnvironmentFailure:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    reason = "no answer in time" if isinstance(error, TimeoutError) else described(error)
+    return EnvironmentFailure(f"the MCP server {address} cannot be reached: {said or reason}")
