@@ -5,6 +5,7 @@ import os
 import signal
 import time
 
+import psutil
 import pytest
 from runs import finish, start, train, train_here
 from transformers import AutoTokenizer
@@ -75,6 +76,8 @@ def test_a_resumed_run_ends_as_the_undisturbed_run(common, undisturbed, tmp_path
     assert last.status == 0, last.stderr
     assert last.timeless() == undisturbed.timeless()
     assert last.samples() == undisturbed.samples()
+    names = [" ".join(child.cmdline()) for child in psutil.Process().children()]
+    assert not any("template_process" in name for name in names)
 
 
 def test_T5_a_killed_environment_worker_or_engine_changes_no_result(common, undisturbed, tmp_path):

@@ -225,8 +225,10 @@ class RolloutWorker:
         self._run("give up loading weights", lambda: self.receiver.give_up(sync, reason))
 
     def close(self) -> None:
-        """End the engine and its thread."""
+        """End the engine, its thread, and the process that renders the messages of conversations."""
         self._run("close", lambda: self.engine.close())
+        if self.turns is not None:
+            self.turns.renderer.close()
         self.closed = True
 
     def _run(self, name: str, function: Callable[[], T]) -> T:
