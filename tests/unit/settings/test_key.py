@@ -147,10 +147,10 @@ def test_every_key_and_section_has_a_meaning_that_is_a_sentence():
 
 def test_the_declared_keys_are_the_keys_that_a_user_can_set():
     inside = (
-        *(f"{path}." for path in OPTIONAL), "reward.functions[].", "reward.models[].",
+        *(f"{path}." for path in OPTIONAL), "reward.functions[].", "reward.models[].", "rollout.tools[].",
         "algorithm.distillation.teachers[].",
     )  # fmt: skip
-    whole = {*OPTIONAL, "reward.functions", "reward.models", "algorithm.distillation.teachers"}
+    whole = {*OPTIONAL, "reward.functions", "reward.models", "rollout.tools", "algorithm.distillation.teachers"}
     leaves = {
         one.path for one in EVERY if (one.section is None or one.path in whole) and not one.path.startswith(inside)
     }
