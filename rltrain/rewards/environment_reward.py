@@ -1,7 +1,5 @@
 """The reward that the environment of a conversation gave."""
 
-PATHS = ("environment_reward", "rltrain.rewards.environment_reward:environment_reward")  # Names of the function.
-
 
 def environment_reward(prompt: str, response: str, *, environment_reward: float | None = None) -> float | None:
     """Return the sum of the rewards that the environment gave for single turns and for the whole conversation.

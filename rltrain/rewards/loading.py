@@ -94,6 +94,11 @@ def success_score(path: str) -> float | None:
     return 1.0 if _is_one_of(path, CORRECTNESS) else None
 
 
+def is_environment_reward(path: str) -> bool:
+    """Return whether `path` names the built-in function `environment_reward`."""
+    return _is_one_of(path, ["environment_reward"])
+
+
 def _is_one_of(path: str, builtins: Sequence[str]) -> bool:
     return builtin_path(path).replace(":", ".") in [builtin_path(name).replace(":", ".") for name in builtins]
 

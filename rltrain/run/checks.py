@@ -30,8 +30,7 @@ from rltrain.data.prompt_form import template_parts
 from rltrain.data.prompt_pools import most_in_flight
 from rltrain.data.row_sources import BUILTIN, check_source
 from rltrain.monitoring.trackers.loading import check_trackers
-from rltrain.rewards.environment_reward import PATHS as ENVIRONMENT_REWARD_PATHS
-from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, load_function
+from rltrain.rewards.loading import AGGREGATIONS, check_aggregation, is_environment_reward, load_function
 from rltrain.rewards.sandbox import LEVELS, SandboxError, weakness
 from rltrain.run.stored_runs import check_stored_run
 from rltrain.settings.algorithm_rules import check_algorithm, needs_critic
@@ -381,7 +380,7 @@ def _check_rewards(config: Config) -> None:
     source = config.data.train
     for function in config.reward.functions:
         require(
-            function.path not in ENVIRONMENT_REWARD_PATHS or config.rollout.has_environment,
+            not is_environment_reward(function.path) or config.rollout.has_environment,
             f"reward.functions: '{function.name}' is the reward that an environment gives, and the run has no "
             "environment; set rollout.environment, or choose another reward function",
         )

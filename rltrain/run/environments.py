@@ -84,7 +84,7 @@ def absolute_command(address: str) -> str:
 def _schemas_of_server(address: str) -> list[dict[str, Any]]:
     try:
         found = tools_of(absolute_command(address))
-    except (EnvironmentFailure, TimeoutError, ValueError) as error:
+    except (EnvironmentFailure, ValueError) as error:
         raise ConfigError(f"rollout.tools: {one_line(str(error), 300)}; start the server, or correct mcp") from error
     if not found:
         raise ConfigError(f"rollout.tools: the MCP server {address} offers no tools; leave it out")

@@ -29,8 +29,7 @@ from rltrain.settings.overrides import (
 )
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import parse
-
-CONVERSATIONS = ("lookup", "higher_lower")  # Choices of `data` whose prompts are answered over several turns.
+from rltrain.tasks import TASKS, ConversationTask
 
 
 def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config, str]:
@@ -70,7 +69,7 @@ def _with_profile(items: list[Item]) -> list[Item]:
     """Return the user's settings, with the choice of a profile added if the user's model or task needs a profile.
 
     If the settings select no profile, a choice is inserted before the settings: `profile=instruct` for a model other
-    than `builtin`, and `profile=conversation` for the built-in model and a task in `CONVERSATIONS`.
+    than `builtin`, and `profile=conversation` for the built-in model and a built-in task with several turns.
     """
     if "profile" in chosen(items):
         return items
@@ -78,7 +77,8 @@ def _with_profile(items: list[Item]) -> list[Item]:
     own_model = bool(paths) and paths[-1] != "builtin"
     if own_model:
         return [Choice("profile", "instruct"), *items]
-    return [Choice("profile", "conversation"), *items] if chosen(items).get("data") in CONVERSATIONS else items
+    task = TASKS.get(chosen(items).get("data", ""))
+    return [Choice("profile", "conversation"), *items] if isinstance(task, ConversationTask) else items
 
 
 def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:

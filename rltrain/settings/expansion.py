@@ -42,8 +42,10 @@ def expand(values: dict[str, Any]) -> None:
     rollout = values.get("rollout")
     if isinstance(rollout, dict) and isinstance(rollout.get("stop"), str):
         rollout["stop"] = [rollout["stop"]]
-    if isinstance(rollout, dict) and isinstance(rollout.get("tools"), list | str):
-        rollout["tools"] = _tools(rollout["tools"])
+    if isinstance(rollout, dict) and isinstance(rollout.get("tools"), str):
+        rollout["tools"] = [rollout["tools"]]
+    if isinstance(rollout, dict) and isinstance(rollout.get("tools"), list):
+        rollout["tools"] = [_tool(tool) for tool in rollout["tools"]]
     if isinstance(rollout, dict) and isinstance(rollout.get("run"), str):
         rollout["run"] = absolute(rollout["run"])
     data = values.get("data")
@@ -63,15 +65,10 @@ def expand(values: dict[str, Any]) -> None:
         _set_critic_warmup(critic, algorithm.get("advantage_estimator"), trainer.get("total_steps"))
 
 
-def _tools(tools: list[Any] | str) -> list[Any]:
-    """Convert each entry of `rollout.tools` to a mapping with all keys. A string is the path of a function."""
-    entries = [tools] if isinstance(tools, str) else tools
-    return [
-        {"path": None, "mcp": None} | ({"path": entry} if isinstance(entry, str) else entry)
-        if isinstance(entry, str | dict)
-        else entry
-        for entry in entries
-    ]
+def _tool(tool: Any) -> Any:
+    """Convert an entry of `rollout.tools` to a mapping with all keys. A string is the path of a function."""
+    given = {"path": tool} if isinstance(tool, str) else tool
+    return {"path": None, "mcp": None} | given if isinstance(given, dict) else given
 
 
 def _reward_functions(functions: Any) -> list[Any]:

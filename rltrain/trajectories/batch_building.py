@@ -38,8 +38,8 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
 
     The column `responses` contains the sampled tokens and the observations after the prompt. The column `response_mask`
     is True exactly at the sampled tokens. At observation tokens, `rollout_log_probs` is 0 and `policy_version` is
-    `NOT_SAMPLED`. The number of turns and of tool calls, the
-    stop reason, the conversation, and each token's turn are columns if the trajectories are from an environment.
+    `NOT_SAMPLED`. If the trajectories are from an environment, the batch also has columns for the number of turns and
+    of tool calls, the stop reason, the conversation, and the turn of each token.
     """
     batch = DataProto.from_dict(
         {
@@ -51,20 +51,18 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
         },
         {"finish_reason": [t.finish_reason for t in trajectories], "response_text": [t.text for t in trajectories]},
     )
-    if any(t.stop_reason for t in trajectories):
-        batch = batch.union(_environment_columns(trajectories))
     segments = [segment for t in trajectories for segment in t.segments()]
     lengths = torch.tensor([length for length, _ in segments], dtype=torch.int64)
     mask = torch.tensor([sampled for _, sampled in segments], dtype=torch.bool).repeat_interleave(lengths)
     batch = batch.with_values("responses", response_mask=mask)
-    if any(t.stop_reason for t in trajectories):
-        batch = batch.with_values("responses", **_turn_columns(trajectories))
     assert torch.equal(sampled_tokens(batch), mask), "the weight version of a sampled token must be 0 or above"
-    return batch
+    if not any(t.stop_reason for t in trajectories):
+        return batch
+    return batch.union(_environment_columns(trajectories)).with_values("responses", **_turn_columns(trajectories))
 
 
 def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
-    """Return the columns that say for each response token to which turn it belongs, as values (N,)."""
+    """Return the columns with the number, the state and the reward of each response token's turn, as values (N,)."""
     return {
         "turn_index": torch.tensor([n for t in trajectories for n in t.turn_index()], dtype=torch.int64),
         "turn_states": torch.tensor([n for t in trajectories for n in t.turn_states()], dtype=torch.int64),

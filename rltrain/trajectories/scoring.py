@@ -23,8 +23,7 @@ from rltrain.base.background_tasks import outside_event_loop
 from rltrain.base.errors import RewardError, described
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.sampled_tokens import sampled_lengths
-from rltrain.rewards.environment_reward import PATHS as ENVIRONMENT_REWARD_PATHS
-from rltrain.rewards.loading import AGGREGATIONS, load_function, source_name
+from rltrain.rewards.loading import AGGREGATIONS, is_environment_reward, load_function, source_name
 from rltrain.settings.algorithm_config import AlgorithmConfig, RewardShapingConfig
 from rltrain.settings.reward_config import RewardConfig, RewardFunctionConfig, RewardModelConfig
 from rltrain.settings.schema import Config
@@ -351,7 +350,7 @@ def _turn_weight(config: Config) -> float:
     is_sum = reward.aggregation == "sum" and not any(component.gate for component in reward.components)
     if not is_sum or algorithm.reward_normalization.on:
         return 0.0
-    weights = [function.weight for function in reward.functions if function.path in ENVIRONMENT_REWARD_PATHS]
+    weights = [function.weight for function in reward.functions if is_environment_reward(function.path)]
     return sum(weights) * algorithm.reward_shaping.scale
 
 

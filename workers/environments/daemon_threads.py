@@ -1,6 +1,7 @@
 """Calls of functions in daemon threads, so that the process can exit even if a function never returns."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -41,7 +42,7 @@ async def in_daemon_thread(function: Callable[[], Any]) -> Any:
             error = raised
         except BaseException as raised:
             error = RuntimeError(described(raised))
-        if not loop.is_closed():
+        with contextlib.suppress(RuntimeError):  # The loop was closed while the function was running.
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="environment", daemon=True).start()

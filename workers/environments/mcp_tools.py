@@ -24,7 +24,7 @@ def tools_of(address: str) -> list[dict[str, Any]]:
     """
 
     async def listed() -> list[Any]:
-        async with asyncio.timeout(CONNECT_TIMEOUT_S), _connected(address) as client:
+        async with _connected(address) as client, asyncio.timeout(CONNECT_TIMEOUT_S):
             found, cursor = [], None
             while True:
                 page = await client.list_tools(cursor=cursor)
@@ -68,10 +68,12 @@ class McpServer:
 
     async def _call(self, name: str, arguments: dict[str, Any]) -> str:
         client = await self._connection()
+        task = self._task
         try:
             result = await client.call_tool(name, arguments)
         except Exception as error:
-            self.close()  # The next call connects again.
+            if self._task is task:  # No other trajectory has opened a new connection yet.
+                self.close()
             raise EnvironmentFailure(f"the MCP server {self.address} failed: {described(error)}") from error
         text = "\n".join(block.text for block in result.content if block.type == "text")
         if result.is_error:
@@ -88,9 +90,8 @@ class McpServer:
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
         """Open the connection, and keep it open until the task is cancelled. A client lives in a single task."""
         try:
-            async with contextlib.AsyncExitStack() as stack:
-                async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                    ready.set_result(await stack.enter_async_context(_connected(self.address)))
+            async with _connected(self.address) as client:
+                ready.set_result(client)
                 await asyncio.Event().wait()
         except (Exception, asyncio.CancelledError) as error:
             if not ready.done():
@@ -108,7 +109,11 @@ class McpServer:
 
 @contextlib.asynccontextmanager
 async def _connected(address: str) -> AsyncIterator[Any]:
-    """Open a connection to an MCP server."""
+    """Open a connection to an MCP server.
+
+    Raises:
+        EnvironmentFailure: the server cannot be reached within `CONNECT_TIMEOUT_S`, or the connection has failed.
+    """
     from mcp.client.client import Client
     from mcp.client.stdio import StdioServerParameters, stdio_client
 
@@ -120,7 +125,8 @@ async def _connected(address: str) -> AsyncIterator[Any]:
                 else:
                     command, *arguments = shlex.split(address)
                     server = stdio_client(StdioServerParameters(command=command, args=arguments), errlog=output)
-                client = await stack.enter_async_context(Client(server))
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    client = await stack.enter_async_context(Client(server))
                 yield client
         except EnvironmentFailure:
             raise

@@ -17,11 +17,10 @@ from workers.cluster.processes import Pending, RayProcess, Role, progress_requir
 from workers.environments.engines import Connection, LocalConnection, RayConnection
 from workers.environments.messages import EpisodeRequest
 from workers.environments.worker import EnvironmentWorker, ReplicaId
-from workers.rollout.replica import Owner, Replica, ReplicaState
+from workers.rollout.replica import LOCAL_POLL_S, LONG_POLL_S, Owner, Replica, ReplicaState
 
 logger = logging.getLogger(__name__)
 
-LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05  # Same values as in `workers.rollout.replica`.
 REPLACEMENTS = 3  # The run fails after more than 3 deaths per worker without a trajectory from any worker in between.
 
 

@@ -34,7 +34,7 @@ def turn_gae(
     check_discount("gamma", gamma)
     check_discount("lam", lam)
     turns = Turns(response_mask, turn_index)
-    rewards = turns.in_order(turns.sums(as_float(token_level_rewards.detach())))
+    rewards = turns.rewards(token_level_rewards)
     start_values = turns.in_order(turns.first(as_float(values.detach())))
     next_values = torch.nn.functional.pad(start_values[:, 1:], (0, 1))
     delta = rewards + gamma * next_values - start_values

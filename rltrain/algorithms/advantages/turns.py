@@ -53,6 +53,10 @@ class Turns:
         """Undo `in_order`: (B, K) -> (B, K); 0 for absent turns."""
         return from_left(ordered, self.present, self._place)
 
+    def rewards(self, token_level_rewards: Tensor) -> Tensor:
+        """Sum the rewards (B, T) over the trained tokens of each present turn: (B, K), in the order of `in_order`."""
+        return self.in_order(self.sums(as_float(token_level_rewards.detach())))
+
     def returns_to_go(self, token_level_rewards: Tensor, gamma: float) -> Tensor:
         """Compute G_k = sum_l gamma^l r_{k+l} over the present turns from the k-th on, in the order of `in_order`.
 
@@ -62,5 +66,4 @@ class Turns:
             ValueError: `gamma` is outside [0, 1].
         """
         check_discount("gamma", gamma)
-        rewards = self.sums(as_float(token_level_rewards.detach()))
-        return discounted_suffix_sum(self.in_order(rewards), gamma)
+        return discounted_suffix_sum(self.rewards(token_level_rewards), gamma)

@@ -104,6 +104,10 @@ def test_every_algorithm_passes(algorithm):
         (["rollout.tools=a.py:f", "rollout=stored", "rollout.run=r"], "tools with rollout.engine=stored"),
         (["data=lookup", "data.special_tokens=allow"], "data.special_tokens=allow with rollout.environment"),
         (["reward.functions=[environment_reward]"], "'environment_reward' is the reward that an environment gives"),
+        (
+            ["reward.functions=[rltrain.rewards.environment_reward.environment_reward]"],
+            "reward that an environment gives",
+        ),
         (["trainer.output_dir=' '"], "trainer.output_dir is empty; name a folder"),
     ],
 )

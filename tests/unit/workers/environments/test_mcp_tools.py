@@ -121,6 +121,12 @@ def test_a_server_that_cannot_be_reached_is_refused_in_one_line(address, reason)
     assert "\n" not in str(error.value)
 
 
+def test_a_server_that_never_answers_is_refused_with_a_reason(monkeypatch):
+    monkeypatch.setattr("workers.environments.mcp_tools.CONNECT_TIMEOUT_S", 1.0)
+    with pytest.raises(EnvironmentFailure, match="cannot be reached: no answer in time"):
+        tools_of(f"{sys.executable} -c 'import time; time.sleep(60)'")
+
+
 def test_tools_of_functions_and_servers_are_described_together_and_must_have_different_names(tmp_path):
     file = tmp_path / "my_tools.py"
     file.write_text('def weigh(fruit: str) -> int:\n    """Weigh.\n\n    Args:\n        fruit: A fruit.\n    """\n')
