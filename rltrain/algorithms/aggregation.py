@@ -17,7 +17,7 @@ def aggregate_loss(
     num_sequences: int | Tensor | None = None,
     max_response_length: int | None = None,
 ) -> Tensor:
-    """Sum `token_losses` (B, T) over the trained tokens, and divide the sum as the mode says:
+    """Sum `token_losses` (B, T) over the trained tokens, and scale the sum according to the mode:
 
         token-mean               sum_bt l_bt / num_tokens                                 DAPO, arXiv 2503.14476 eq. 8
         token-sum                sum_bt l_bt                                              divides by nothing

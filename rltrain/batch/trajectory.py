@@ -172,7 +172,7 @@ class Trajectory:
         return _response([[number] * len(turn.action_ids) for number, turn in enumerate(self.turns)], observed)
 
     def turn_states(self) -> Sequence[int]:
-        """Return for each sampled token a hash of the observation of the token's turn; 0 in observations."""
+        """Return for each sampled token a hash of the observation before the token's turn; 0 in observations."""
         observed = [[0] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([[_hash(turn.observation_ids)] * len(turn.action_ids) for turn in self.turns], observed)
 

@@ -1,4 +1,4 @@
-"""Adapters, which turn environments of other libraries into environments of rltrain.
+"""Adapters that turn environments of other libraries into environments of rltrain.
 
 Each adapter takes a function that makes the other library's object, so this module imports no other library:
 
@@ -49,9 +49,9 @@ def from_gymnasium(make: Callable[[], Any]) -> type:
 def from_textarena(make: Callable[[], Any]) -> type:
     """Return an environment class for a TextArena game of one player.
 
-    TextArena shows the whole game after each move. The model sees only what is new since the last move. The reward of
-    the last turn is the game's reward of player 0. TextArena draws from Python's global random numbers, so games that
-    draw after their start are not reproducible if several of them run in one process.
+    TextArena shows the whole game after each move. The adapter shows the model only the text that is new since the last
+    move. The reward of the last turn is the game's reward of player 0. TextArena draws from Python's global random
+    numbers, so a game that draws after its start is not reproducible if several games run in one process.
 
     Args:
         make: Function that makes the game of one conversation, for example `lambda: textarena.make("Mastermind-v0")`.
@@ -83,10 +83,10 @@ def from_textarena(make: Callable[[], Any]) -> type:
 
 
 def from_reasoning_gym(make: Callable[[int], Any]) -> type:
-    """Return an environment class for a task of reasoning-gym: a question, and an answer that the task scores.
+    """Return an environment class for a task of reasoning-gym, which asks one question and scores the answer.
 
     Args:
-        make: Function from a seed to a data set of reasoning-gym, whose first entry is the question.
+        make: Function that takes a seed and returns a data set of reasoning-gym. The conversation uses its first entry.
     """
 
     class ReasoningGymEnvironment:

@@ -409,7 +409,7 @@ def _decoded(text: str, at: int) -> tuple[Any, int]:
     at = _after_space(text, at)
     try:
         value, end = _DECODER.raw_decode(text, at)
-        json.dumps(value, ensure_ascii=False).encode()  # JSON's escapes can make an unpaired surrogate.
+        json.dumps(value, ensure_ascii=False).encode()  # Fails if an escape is an unpaired surrogate.
     except json.JSONDecodeError as error:
         raise _MalformedError(f"the call is not valid JSON: {error.msg} (character {error.pos - at})") from None
     except RecursionError:

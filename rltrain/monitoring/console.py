@@ -287,7 +287,7 @@ def duration(seconds: float) -> str:
 def sample_text(
     step: int, batch: DataProto, components: Sequence[str] = (), text_of: Callable[[list[int]], str] | None = None
 ) -> Text:
-    """Return the prompt, the answer and the reward of one row of the batch as text; of a conversation, all messages.
+    """Return one row of the batch as text: the prompt, the answer and the reward, or a conversation and its reward.
 
     The step number determines which row of the batch is shown. Text that a model wrote is never interpreted as console
     markup.

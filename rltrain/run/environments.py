@@ -71,9 +71,9 @@ def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[st
 
 
 def absolute_command(address: str) -> str:
-    """Return the address of an MCP server, in which each word of a command that is a file has an absolute path.
+    """Return the address of an MCP server. In a command, the paths of files are made absolute.
 
-    Environment workers may have another working directory than the driver.
+    Absolute paths are needed, because environment workers may have another working directory than the driver.
     """
     if is_url(address):
         return address
@@ -94,7 +94,7 @@ def _schemas_of_server(address: str) -> list[dict[str, Any]]:
 def turn_format(
     config: RolloutConfig, schemas: Sequence[Mapping[str, Any]], tokenizer: Any, stop_ids: Sequence[int]
 ) -> TurnFormat:
-    """Return how turns are written and read, after checking that the model's chat template can say them.
+    """Return the format of turns, after checking that the model's chat template supports it.
 
     Raises:
         ConfigError: the chat template cannot describe the tools or add turns to a conversation, or the parser of tool

@@ -523,8 +523,8 @@ class RolloutConfig:
         values="list of tools, or one path",
     )
     tool_format: str = key(
-        "Format in which the model writes tool calls. auto: the format of the model's chat template. The path of a "
-        "function: this function of the user's finds the tool calls in a text.",
+        "Format in which the model writes tool calls. auto: the format of the model's chat template. A path: the "
+        "function at this path finds the tool calls in a text.",
         values="`auto`, `hermes`, `llama3`, `mistral`, `deepseek`, `json` or a path",
     )
     max_turns: int = key("Maximum number of the model's answers in one conversation with an environment.", at_least=1)
@@ -576,13 +576,13 @@ class RolloutConfig:
             )
         require(
             not self.has_environment or self.engine != "stored",
-            "environment or tools with rollout.engine=stored: a stored run holds no answers to other messages; use "
+            "environment or tools with rollout.engine=stored: the answers of a stored run do not fit new messages; use "
             "rollout=vllm or rollout=hf",
         )
         require(
             not self.has_environment or not self.stop,
-            f"stop={self.stop!r} with an environment or tools: a stop string would be missing from the conversation; "
-            "leave it out, and limit answers with rollout.max_turn_length",
+            f"stop={self.stop!r} with an environment or tools: conversations do not support stop strings; leave out "
+            "rollout.stop, and limit the length of answers with rollout.max_turn_length",
         )
 
     @property

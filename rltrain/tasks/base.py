@@ -18,7 +18,7 @@ class Example:
     """A row for supervised training of a starting model.
 
     Attributes:
-        ids: token ids of the prompt and of what follows it.
+        ids: token ids of the prompt and of the flawed answer or conversation after the prompt.
         trained: for each token, whether the model learns to predict it.
     """
 
@@ -27,7 +27,7 @@ class Example:
 
 
 class Imitated(Protocol):
-    """What the training of a starting model needs to know of a task."""
+    """Interface of a task for which a starting model can be trained."""
 
     @property
     def name(self) -> str:

@@ -20,7 +20,8 @@ RESULT = ("<tool_response>\n", "\n</tool_response>")
 # The ids of phrases are the control codes that are neither white space nor a special token.
 PHRASE_IDS = sorted(set(range(32)) - {PAD_ID, START_ID, EOS_ID, UNK_ID} - {ord(space) for space in "\t\n\r"})
 
-# A system message describes the tools. Tool results are a user's message, in which each result has its own marks.
+# The template describes the tools in a system message. It writes consecutive tool results as one user message, with
+# `<tool_response>` marks around each result.
 CHAT_TEMPLATE = """\
 {%- set first = 1 if messages and messages[0].role == 'system' else 0 %}
 {%- if tools or first %}
@@ -92,7 +93,7 @@ def tools_text(tools: Sequence[Callable[..., Any]]) -> str:
 
 
 def sampled(ids: Sequence[int], tokenizer: Qwen2Tokenizer) -> list[bool]:
-    """Return for each token of a conversation whether the policy would have sampled it.
+    """Return for each token of a conversation whether the token belongs to the assistant's messages.
 
     The policy samples the tokens after the opening of an assistant's message, up to and including the end token.
     """

@@ -27,9 +27,10 @@ class ConversationTask:
         name: key in `rltrain.tasks.TASKS`.
         environment: import path `module:class` of the environment.
         reward: import path `module:function` of the reward function that judges the conversation.
-        draw: function from (split, random generator) to a row with the column `question` and the environment's columns.
-        mess: function from (row, random generator) to a flawed conversation: messages from the user's question to the
-            last message of the assistant.
+        draw: function that takes a split and a random generator, and returns a row with the column `question` and the
+            columns for the environment and the reward.
+        mess: function that takes a row and a random generator, and returns a flawed conversation: the messages from the
+            user's question to the last message of the assistant.
         max_turns: suggested maximum number of the assistant's messages in a conversation.
         max_prompt_length: number of tokens in the longest prompt, including the description of the tools.
         max_response_length: suggested maximum number of tokens after the prompt, including the environment's tokens.

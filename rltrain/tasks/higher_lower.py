@@ -1,8 +1,8 @@
-"""Task: find a hidden digit with five guesses, each of which is answered with `higher`, `lower` or `right`.
+"""Task: find a hidden digit with at most five guesses, each of which is answered with `higher`, `lower` or `right`.
 
-Guesses that ignore the answers and never repeat find the digit in 50% of the games. Random guesses among the digits
-that are still possible find the hidden digit in 91% of the games. Guesses in the middle of the digits that are still
-possible find the hidden digit in all games.
+A player who ignores the answers and never repeats a guess finds the digit in 50% of the games. A player who draws each
+guess from the digits that are still possible finds the digit in 91% of the games. A player who always guesses the
+middle one of the digits that are still possible finds the digit in all games.
 """
 
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from rltrain.tasks.conversation import ConversationTask, Message, Row
 
 QUESTION = "Guess my digit."
 CONSISTENT = 0.35  # Share of games with consistent guesses, among the games that the starting model imitates.
-MIDDLE = 0.5  # Share of consistent guesses that are the middle one of the digits that are still possible.
-STUBBORN = 0.5  # Share of guesses in all other games that repeat the last guess. All other guesses are random.
+MIDDLE = 0.5  # Share of consistent guesses at the middle of the possible digits. The others are random.
+STUBBORN = 0.5  # Share of guesses in inconsistent games that repeat the last guess. All other guesses are random.
 SPOILT = 0.05  # Share of the starting model's messages that are not a digit.
 
 
 def draw(split: str, rng: Random) -> Row:
-    """Return the row of a game. All rows are equal: each game draws its hidden digit from its own seed."""
+    """Return the row of a game. All rows are equal, because the environment draws the hidden digit from a seed."""
     return {"question": QUESTION}
 
 

@@ -1,8 +1,8 @@
 """Task: follow one to three pointers through a hidden table of ten digits, with a tool that shows one entry.
 
 For example, `Start at 3, hops: 2` with the entries 3 -> 7 and 7 -> 1 has the answer `1`, after the calls lookup(3) and
-lookup(7). Each call needs a key that was not looked up before, so the answer cannot be known before the last call.
-Without the last call, each of the ten digits is the answer with probability 1/10.
+lookup(7). Each call needs a key that was not looked up before. Before the last call, each of the ten digits is
+therefore equally likely to be the answer.
 """
 
 from collections.abc import Mapping

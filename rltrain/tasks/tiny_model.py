@@ -31,7 +31,7 @@ WARMUP_STEPS = 10
 # Two threads would be at most a little faster than one thread on free cores.
 # On busy cores, two threads would be twenty times slower than one thread, because the threads wait for each other.
 THREADS = 1
-IGNORED = -100  # Label of a token that does not count towards the loss, which `cross_entropy` ignores.
+IGNORED = -100  # Label that `cross_entropy` ignores, for tokens that are not trained.
 
 OnStep = Callable[[int, int], None]
 
@@ -177,7 +177,7 @@ def _train(model: Qwen2ForCausalLM, task: Imitated, rng: Random, *, steps: int, 
 def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     """Return the summed cross-entropy of the tokens with a label, in nats: two (rows, tokens) tensors -> 0-dim tensor.
 
-    The head is not applied to the tokens before the first label.
+    The output head is not applied to the tokens before the first label.
     """
     first = int((labels != IGNORED).any(0).nonzero()[0])
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, first - 1 :]

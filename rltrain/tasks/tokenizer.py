@@ -37,7 +37,7 @@ def byte_tokenizer(
     Args:
         eos_token: name of the end token, whose id is `EOS_ID`.
         control: names of further control tokens, by id.
-        phrases: texts that are one token each, by id. They are ordinary text.
+        phrases: texts that are one token each, by id. Phrases are ordinary text, not control tokens.
     """
     special = {PAD_ID: PAD_TOKEN, EOS_ID: eos_token, UNK_ID: UNK_TOKEN, **control}
     vocab = {{**special, **phrases}.get(code) or _visible(code): code for code in range(VOCAB_SIZE)}

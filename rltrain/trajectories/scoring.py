@@ -327,10 +327,10 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
 def place_scores(batch: DataProto, scores: Tensor, config: Config) -> Tensor:
     """Turn the score of each row (B,) into token rewards (N,), whose sum over the row is the score.
 
-    The rewards that an environment gave for single turns, times the weight of the reward function
-    `environment_reward`, go to the last tokens of their turns. The remainder of the score goes to the last trained
-    token of the row. The whole score goes to the last trained token if the score is no weighted sum of rewards, or if
-    an answer that was cut off keeps none of its rewards (`algorithm.suppress_truncated`).
+    The reward that an environment gave for a turn is multiplied by the factor by which the environment's reward enters
+    the score, and placed on the last token of the turn. The rest of the score is placed on the last trained token of
+    the row. The whole score is placed on the last trained token if the score is not a weighted sum of rewards. The same
+    applies to a cut answer with `algorithm.suppress_truncated`, because such an answer loses its rewards.
     """
     weight = _turn_weight(config)
     if "turn_rewards" not in batch or weight == 0:
@@ -345,7 +345,10 @@ def place_scores(batch: DataProto, scores: Tensor, config: Config) -> Tensor:
 
 
 def _turn_weight(config: Config) -> float:
-    """Return the factor from an environment's reward to a row's score, or 0 if the score is no sum of rewards."""
+    """Return the factor by which an environment's reward enters a row's score.
+
+    The factor is 0 if the score is not a weighted sum of rewards.
+    """
     reward, algorithm = config.reward, config.algorithm
     is_sum = reward.aggregation == "sum" and not any(component.gate for component in reward.components)
     if not is_sum or algorithm.reward_normalization.on:

@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from rltrain.base.errors import described
 from rltrain.environments.contract import EnvironmentFailure
 
-CONNECT_TIMEOUT_S = 60.0  # A server's command may first have to install the server.
+CONNECT_TIMEOUT_S = 60.0  # Long enough for a command that installs the server first.
 
 
 def tools_of(address: str) -> list[dict[str, Any]]:
@@ -43,7 +43,9 @@ def tools_of(address: str) -> list[dict[str, Any]]:
 
 
 class McpServer:
-    """A connection to an MCP server, which all trajectories of a process share. It is opened at the first call.
+    """A connection to an MCP server. All trajectories of a process share the connection.
+
+    The first call of a tool opens the connection. If the connection fails, the next call opens a new connection.
 
     Args:
         address: URL of the server, or the command that starts the server.
@@ -58,7 +60,7 @@ class McpServer:
         """Return a coroutine function that calls the server's tool `name` and returns the result's text.
 
         The returned function raises RuntimeError with the text of the tool's own error, and EnvironmentFailure if the
-        server cannot be reached or breaks off.
+        server cannot be reached or ends the connection.
         """
 
         async def call(**arguments: Any) -> str:
@@ -84,11 +86,14 @@ class McpServer:
         if self._client is None or (self._task is not None and self._task.done()):
             self._client = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._hold(self._client))
-        # Other trajectories wait for the same connection, so the cancellation of one of them must not cancel it.
+        # Several trajectories may wait for the connection, so the cancellation of one trajectory must not cancel it.
         return await asyncio.shield(self._client)
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
-        """Open the connection, and keep it open until the task is cancelled. A client lives in a single task."""
+        """Open the connection, and keep it open until the task is cancelled.
+
+        The same task must open and close a client of the library mcp.
+        """
         try:
             async with _connected(self.address) as client:
                 ready.set_result(client)
@@ -97,10 +102,15 @@ class McpServer:
             if not ready.done():
                 failure = error if isinstance(error, EnvironmentFailure) else _unreachable(self.address, error, "")
                 ready.set_exception(failure)
-                ready.exception()  # If no trajectory waits any more, asyncio must not report the error as lost.
+                ready.exception()  # Reading the exception stops asyncio from logging it if no trajectory waits.
 
     def close(self) -> asyncio.Task[None] | None:
-        """Begin to close the connection. Return a task that ends when a server that a command started has ended."""
+        """Start to close the connection.
+
+        Returns:
+            A task that is done when the connection is closed and the process of the server, if any, has ended. None if
+            no connection is open.
+        """
         task, self._client, self._task = self._task, None, None
         if task is not None:
             task.cancel()
@@ -135,7 +145,7 @@ async def _connected(address: str) -> AsyncIterator[Any]:
 
 
 def is_url(address: str) -> bool:
-    """Return whether an address of an MCP server is a URL. Otherwise, it is a command."""
+    """Return whether the address of an MCP server is a URL. If not, the address is a command."""
     return address.startswith(("http://", "https://"))
 
 

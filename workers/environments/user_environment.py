@@ -74,7 +74,7 @@ class UserEnvironment:
             return f"error: {call.name}: {error}"
         try:
             return as_text(await self._called(tool, **call.arguments))
-        except EnvironmentFailure:  # The MCP server of the tool is gone, which is no mistake of the policy.
+        except EnvironmentFailure:  # The MCP server failed, which the policy cannot correct.
             raise
         except TimeoutError:
             return f"error: {call.name} took more than {self._timeout_s:g} s"

@@ -16,7 +16,7 @@ from workers.environments.messages import EnvironmentSource, EpisodeRequest, Lim
 from workers.environments.user_environment import UserEnvironment
 
 IDLE_S = 0.0005  # Seconds between two checks of trajectories that wait for the user's code.
-DISCONNECT_S = 5.0  # Maximum seconds for which `close` waits for the servers' processes.
+DISCONNECT_S = 5.0  # Maximum seconds for which `close` waits until the processes of MCP servers have ended.
 LINGER_S = 0.01  # Seconds for which `poll` waits for further trajectories after the first.
 
 

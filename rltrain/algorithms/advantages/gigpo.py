@@ -30,7 +30,7 @@ def gigpo(
     R_i is the sum of all rewards of trajectory i, and its mean is over the valid rows with the same `uid`. r_{i,k} is
     the sum of the rewards in turn k. The mean of G is over all turns of these rows that start in the same state, that
     is, with the same `turn_states`. F is the unbiased std plus 1e-6 with `norm_by_std`, else 1. All tokens of a turn
-    get the turn's advantage. Where nothing can be compared, A^E or A^S is exactly 0.
+    get the turn's advantage. If a trajectory or a turn has nothing to be compared with, A^E or A^S is exactly 0.
 
     Each mean includes the trajectory's own value, which biases the gradient. With gamma 1 and `norm_by_std` False, the
     expected gradient of an action's log-prob is the true gradient times 1 - 1/n + step_weight E[(m - 1)/m]. Here, n is

@@ -25,8 +25,8 @@ def turn_gae(
 
     r_k is the sum of the rewards in turn k. V_k is the critic's value of the state in which turn k begins, that is, the
     value at the turn's first trained token. After the last turn, V is 0. All tokens of a turn get the turn's advantage,
-    and A_k + V_k as their return. With lam 1, the critic's values only reduce the variance. With a smaller lam, the
-    expected gradient has the bias of the critic's errors.
+    and A_k + V_k as their return. With lam 1, the critic's values only reduce the variance. With a smaller lam, errors
+    of the critic bias the expected gradient.
 
     All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in masked slots. The
     results have no gradient.

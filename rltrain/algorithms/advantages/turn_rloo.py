@@ -24,10 +24,10 @@ def turn_rloo(
         A_{i,k} = G_{i,k} - mean_{j != i} G_{j,k},    G_{i,k} = sum_l gamma^l r_{i,k+l}
 
     r_{i,k} is the sum of the rewards in turn k of trajectory i. After the end of a trajectory, G is 0. The mean is over
-    all other trajectories of the group, also those that end before turn k. All tokens of a turn get the turn's
-    advantage. The baseline of a trajectory does not depend on the trajectory itself, so with gamma 1 the expected
-    gradient is the true gradient of the expected sum of rewards. Subtracting the mean of the trajectories that reach
-    turn k, the trajectory itself included, would bias the decision whether to go on.
+    all other trajectories of the group, including trajectories that end before turn k. All tokens of a turn get the
+    turn's advantage. The baseline of a trajectory does not depend on the trajectory itself, so with gamma 1 the
+    expected gradient is the true gradient of the expected sum of rewards. A mean over only those trajectories that
+    reach turn k, including trajectory i, would bias the gradient of the decision to continue.
 
     A group is the set of valid rows with the same `uid`. A group with only one row gets advantages of exactly 0, and so
     does a turn whose G is equal in the whole group. A row that is not `valid` is excluded from the statistics and gets

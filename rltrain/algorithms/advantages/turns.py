@@ -50,17 +50,18 @@ class Turns:
         return to_left(turn_values, self.present, self._place)
 
     def out_of_order(self, ordered: Tensor) -> Tensor:
-        """Undo `in_order`: (B, K) -> (B, K); 0 for absent turns."""
+        """Undo `in_order`: move ordered values to the columns of their turns, (B, K) -> (B, K); 0 for absent turns."""
         return from_left(ordered, self.present, self._place)
 
     def rewards(self, token_level_rewards: Tensor) -> Tensor:
-        """Sum the rewards (B, T) over the trained tokens of each present turn: (B, K), in the order of `in_order`."""
+        """Sum the rewards (B, T) over the trained tokens of each present turn: (B, K), ordered as by `in_order`."""
         return self.in_order(self.sums(as_float(token_level_rewards.detach())))
 
     def returns_to_go(self, token_level_rewards: Tensor, gamma: float) -> Tensor:
-        """Compute G_k = sum_l gamma^l r_{k+l} over the present turns from the k-th on, in the order of `in_order`.
+        """Compute G_k = sum_l gamma^l r_{k+l} over the present turns from the k-th on.
 
-        r_k is the sum of the rewards of the turn's trained tokens. After the last turn of a row, G is 0.
+        r_k is the sum of the rewards of the turn's trained tokens. After the last turn of a row, G is 0. The returns
+        are ordered as by `in_order`.
 
         Raises:
             ValueError: `gamma` is outside [0, 1].

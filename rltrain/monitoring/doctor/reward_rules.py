@@ -290,8 +290,8 @@ def reward_fell(history: History) -> Finding | None:
 def too_few_groups(history: History) -> Finding | None:
     """Detect that dynamic sampling does not fill the training batches.
 
-    The finding is reported if the last 5 training batches lack at least half of their prompt groups on average, and if
-    the policy has not solved the task yet.
+    In the last 5 training steps, at least half of the prompt groups are missing on average, although the policy has not
+    solved the task.
     """
     missing, wanted = history.points("rollout/groups_missing"), history.number("trainer.prompts_per_step", 0)
     low = [(step, value / wanted) for step, value in missing] if wanted else []

@@ -55,13 +55,14 @@ def test_gigpo_on_a_case_worked_by_hand():
     # The first turns of both rows start in state 8. The second turn of row 0 and the second of row 1 start in state 5.
     states = torch.tensor([[8, 0, 5, 5, 0, 6], [8, 0, 5, 0, 0, 0]])
     columns = REWARDS, MASK, SAME, VALID, INDEX, states
-    # R = 7, 8. Returns to go with gamma 1: state 8: 7, 8; state 5: 6, 5; state 6: 4 alone.
+    # The sums of rewards are 7 and 8. With gamma 1, the returns to go are 7 and 8 in state 8, 6 and 5 in state 5, and 4
+    # in state 6.
     plain = {"gamma": 1.0, "norm_by_std": False}
     close(gigpo(*columns, **plain)[0], on_turns([-0.5 - 0.5, -0.5 + 0.5, -0.5], [0.5 + 0.5, 0.5 - 0.5]))
     close(gigpo(*columns, **plain, step_weight=0.5)[0], on_turns([-0.75, -0.25, -0.5], [0.75, 0.25]))
     half = 0.5 / (math.sqrt(0.5) + 1e-6)  # The std of two values that are 1 apart is sqrt(0.5).
     close(gigpo(*columns, gamma=1.0)[0], on_turns([-2 * half, 0, -half], [2 * half, 0]))
-    # gamma 0.5: returns to go 3, 4, 4 and 5.5, 5.
+    # With gamma 0.5, the returns to go are 3, 4, 4 and 5.5, 5.
     discounted = gigpo(*columns, gamma=0.5, norm_by_std=False)[0]
     close(discounted, on_turns([-0.5 - 1.25, -0.5 - 0.5, -0.5], [0.5 + 1.25, 0.5 + 0.5]))
 
@@ -155,7 +156,8 @@ def test_a_batch_without_tokens_gives_empty_advantages():
 # C10: a problem whose policy decides in turn 1 whether to stop, and chooses an action in turn 2.
 GO, FIRST = 0.6, 0.3  # Probabilities of going on in turn 1, and of the first action in turn 2.
 STOP_REWARD, GO_REWARD, ACTION_REWARDS = 1.0, 0.2, (1.5, 0.9)
-# Each way: (probability, rewards of its turns, gradients of the turns' log-probs by the logits of GO and of FIRST).
+# Each possible trajectory: (probability, rewards of the turns, gradients of the turns' log-probs by the logits of GO
+# and of FIRST).
 WAYS = [
     (1 - GO, [STOP_REWARD], [(-GO, 0.0)]),
     (GO * FIRST, [GO_REWARD, ACTION_REWARDS[0]], [(1 - GO, 0.0), (0.0, 1 - FIRST)]),
@@ -200,8 +202,9 @@ def test_C10_turn_gae_has_the_true_gradient_with_lam_1_and_the_bias_of_the_criti
         )[0]
 
     close(expected_gradient(advantages(1.0), 2), TRUTH)
-    # With lam 0, the value of state 2 takes the place of the reward after it, so the gradient of going on is wrong by
-    # GO (1 - GO) times the critic's error. The gradient in state 2, after which nothing is estimated, stays true.
+    # With lam 0, the estimator uses the critic's value of state 2 instead of the later reward. The gradient by the
+    # logit of GO is therefore wrong by GO (1 - GO) times the critic's error. No value is used after state 2, so the
+    # gradient by the logit of FIRST is exact.
     error = values[1] - (FIRST * ACTION_REWARDS[0] + (1 - FIRST) * ACTION_REWARDS[1])
     wanted = TRUTH + torch.tensor([GO * (1 - GO) * error, 0.0], dtype=torch.float64)
     close(expected_gradient(advantages(0.0), 2), wanted)
@@ -212,7 +215,7 @@ def test_C10_turn_gae_has_the_true_gradient_with_lam_1_and_the_bias_of_the_criti
 def test_C10_gigpo_without_std_has_the_bias_of_its_docstring(size, weight):
     knobs = {"gamma": 1.0, "step_weight": weight, "norm_by_std": False}
     found = expected_gradient(lambda *columns: gigpo(*columns, **knobs)[0], size)
-    # Of the other trajectories, m - 1 reach state 2, which is a binomial number.
+    # The number of other trajectories that reach state 2, m - 1, has a binomial distribution.
     reaching = sum(
         math.comb(size - 1, others) * GO**others * (1 - GO) ** (size - 1 - others) * others / (others + 1)
         for others in range(size)

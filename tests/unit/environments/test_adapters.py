@@ -12,7 +12,7 @@ from rltrain.environments.adapters import from_gymnasium, from_reasoning_gym, fr
 
 
 def library(name):
-    """Import a library. Skip the test if the library is missing, unless the environment variable requires it."""
+    """Import a library, or skip the test if the library is missing and RLTRAIN_ENVIRONMENT_TEST does not require it."""
     if os.environ.get("RLTRAIN_ENVIRONMENT_TEST") == "required":
         return importlib.import_module(name)
     return pytest.importorskip(name)

@@ -15,7 +15,7 @@ from rltrain.settings.algorithm_config import CorrectionConfig
 from rltrain.settings.command_line import EXAMPLES, Args, parse_args, usage
 from rltrain.settings.compose import choices_of, compose, profile_defaults
 from rltrain.settings.config_groups import choices, config_dir, group_names
-from rltrain.settings.schema import Config, LoRAConfig, RolloutConfig
+from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys
 from rltrain.tasks import TASKS
 from rltrain.trajectories.token_rewards import with_all_knobs
@@ -89,14 +89,8 @@ def test_free_text_that_cannot_be_used_is_refused():
     assert "holds a key, token or password" in refusal("data.system_prompt=hf_" + "a1B2" * 9)
 
 
-CONVERSATIONS = ("data=lookup", "data=higher_lower", "profile=conversation")
-HAS_ENVIRONMENTS = hasattr(RolloutConfig, "has_environment")
-
-
 @pytest.mark.parametrize("choice", [f"{group}={choice}" for group in group_names() for choice in choices(group)])
 def test_every_choice_of_every_group_composes(choice):
-    if choice in CONVERSATIONS and not HAS_ENVIRONMENTS:
-        pytest.skip("rollout.environment does not exist yet")
     needed = NEEDED.get(choice.removeprefix("algorithm="), [])
     compose([choice, "rollout=hf"] if choice == "placement=inprocess" else [choice, *needed])
 
@@ -367,7 +361,6 @@ def test_the_values_that_the_profile_gave_are_those_that_nobody_has_set(tmp_path
     assert profile_defaults([])["rollout.max_response_length"] == 16
 
 
-@pytest.mark.skipif(not HAS_ENVIRONMENTS, reason="rollout.environment does not exist yet")
 @pytest.mark.parametrize("task", [TASKS["lookup"], TASKS["higher_lower"]], ids=lambda task: task.name)
 def test_a_task_with_several_turns_comes_with_its_environment_and_profile(task):
     config, _ = compose([f"data={task.name}"])
