@@ -146,7 +146,7 @@ def test_a_long_answer_in_float32_is_as_exact_as_in_float64():
         (length_adaptive_gae, {"lam_critic": 1.5}, "lam_critic=1.5"),
         (length_adaptive_gae, {"alpha": 0.0}, "alpha=0.0 must be finite and > 0"),
         (length_adaptive_gae, {"alpha": -1.0}, "alpha=-1.0 must be finite and > 0"),
-        (length_adaptive_gae, {"alpha": math.inf}, "alpha=inf must be finite and > 0"),
+        (length_adaptive_gae, {"alpha": float("inf")}, "alpha=inf must be finite and > 0"),
         (length_adaptive_gae, {"alpha": math.nan}, "alpha=nan must be finite and > 0"),
     ],
 )

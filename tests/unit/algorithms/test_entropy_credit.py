@@ -204,3 +204,11 @@ def test_weights_that_teach_nothing_and_batches_without_a_decided_answer_are_ref
 
 def test_both_estimators_read_the_same_columns():
     assert columns_of(gtpo) == columns_of(grpo_s)
+
+
+@pytest.mark.parametrize("estimator", [gtpo, grpo_s])
+def test_the_shares_of_a_group_do_not_depend_on_other_groups(estimator):
+    others = [[6.0, 1.0], [0.5, 3.0], [2.0, 2.0], [8.0, 0.25]]
+    alone = [estimator(*columns(rows, SUCCESSES))[0] for rows in (ENTROPIES, others)]
+    together, _ = estimator(*columns(ENTROPIES + others, SUCCESSES * 2, uid=[0] * 4 + [1] * 4))
+    assert torch.allclose(together, torch.cat(alone), rtol=1e-9)

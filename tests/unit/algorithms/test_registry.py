@@ -54,7 +54,10 @@ def test_a_name_is_registered_once():
 
 
 def test_required_metadata_must_be_one_of_its_values():
-    with pytest.raises(ValueError, match=r"statistics=None must be one of group, batch, none"):
+    said = (
+        r"statistics=None must be one of group, batch, none; write .register\('new', statistics='group'\), for example"
+    )
+    with pytest.raises(ValueError, match=said):
         ADVANTAGE_ESTIMATORS.register("new")
     with pytest.raises(ValueError, match="statistics='row'"):
         ADVANTAGE_ESTIMATORS.register("new", statistics="row")

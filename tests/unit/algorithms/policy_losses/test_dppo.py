@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from rltrain.algorithms import POLICY_LOSSES
+from rltrain.algorithms.policy_losses import dppo_kl
 
 # each total-variation (TV) case is (pi_old, pi, advantage, whether the token is dropped), with both deltas at 0.2
 TV = [
@@ -128,3 +129,14 @@ def test_a_delta_that_drops_everything_is_refused(name, knob, value, by_hand):
 def test_a_cap_that_acts_at_ratio_one_is_refused(name, value, by_hand):
     with pytest.raises(ValueError, match=f"clip_ratio_c={value} must be > 1"):
         by_hand(name, [[1.0]], [[1.0]], clip_ratio_c=value)
+
+
+@pytest.mark.parametrize("name", ["dppo_tv", "dppo_kl"])
+@pytest.mark.parametrize(("new", "advantage"), [(0.7, 1.0), (0.3, -1.0)])
+def test_a_token_that_has_moved_exactly_to_the_bound_is_kept(name, new, advantage, by_hand):
+    old, log_ratio = (torch.tensor(value, dtype=torch.float64).log() for value in (0.5, new / 0.5))
+    moved = abs((old + log_ratio).exp() - old.exp()) if name == "dppo_tv" else dppo_kl.binary_kl(old, old + log_ratio)
+    for delta, dropped in ((moved.item(), False), (math.nextafter(moved.item(), 0), True)):
+        knobs = {"delta_low": delta, "delta_high": delta}
+        _, gradient, _ = by_hand(name, [[new / 0.5]], [[advantage]], old_probability=0.5, **knobs)
+        assert bool(gradient == 0) == dropped
