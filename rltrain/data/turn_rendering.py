@@ -95,6 +95,10 @@ class TurnRenderer:
         """End the rendering process."""
         self._templates.close()
 
+    def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "TurnRenderer":
+        """Return a renderer for other tools, which shares the rendering process of this renderer."""
+        return TurnRenderer(self.tokenizer, tools=tools, stop_ids=self.stop_ids, templates=self._templates)
+
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids of a conversation, up to the text that opens the assistant's answer.
 

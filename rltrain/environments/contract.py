@@ -21,6 +21,8 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from rltrain.environments.agents import arguments_of, missing_arguments
+
 RESET, STEP, CLOSE = "reset", "step", "close"
 REWARDS = ("reward", "get_reward")
 RESERVED = (RESET, STEP, CLOSE, *REWARDS)  # Public methods of an environment that are not tools.
@@ -39,12 +41,8 @@ def tool_names(environment: type) -> list[str]:
 
 def reset_arguments(reset: Callable[..., Any], columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
     """Return the arguments of an environment's `reset`: the columns and the seed that its signature asks for."""
-    parameters = inspect.signature(reset).parameters
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
-        given = dict(columns)
-    else:
-        given = {name: value for name, value in columns.items() if name in parameters}
-    return given | ({SEED: seed} if SEED in parameters else {})
+    given = arguments_of(reset, columns)
+    return given | ({SEED: seed} if SEED in inspect.signature(reset).parameters else {})
 
 
 def missing_columns(environment: type, columns: Sequence[str]) -> list[str]:
@@ -52,10 +50,8 @@ def missing_columns(environment: type, columns: Sequence[str]) -> list[str]:
     reset = getattr(environment, RESET, None)
     if reset is None:
         return []
-    parameters = list(inspect.signature(reset).parameters.values())[1:]  # The first parameter is `self`.
-    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
-    needed = [one.name for one in parameters if one.kind in plain and one.default is inspect.Parameter.empty]
-    return [name for name in needed if name not in (SEED, *columns)]
+    first = next(iter(inspect.signature(reset).parameters), "")  # The first parameter is `self`.
+    return missing_arguments(reset, [first, SEED, *columns])
 
 
 def as_text(value: Any) -> str:

@@ -382,7 +382,7 @@ def _check_rewards(config: Config) -> None:
         require(
             not is_environment_reward(function.path) or config.rollout.has_environment,
             f"reward.functions: '{function.name}' is the reward that an environment gives, and the run has no "
-            "environment; set rollout.environment, or choose another reward function",
+            "environment; set rollout.environment or rollout.agent, or choose another reward function",
         )
         of_tasks = [name for name, task in TASKS.items() if task.reward == function.path]
         require(

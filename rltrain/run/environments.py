@@ -1,7 +1,8 @@
-"""Environments and tools of a run: loading, checking and describing them to the model, before any worker starts."""
+"""Environments, tools and agent programs of a run: loading and checking them before any worker starts."""
 
 import inspect
 import shlex
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from rltrain.base.errors import ConfigError, one_line
 from rltrain.data.prompts import PromptSet
 from rltrain.data.turn_rendering import TurnRenderer
+from rltrain.environments.agents import OFFERED, is_function, missing_arguments
 from rltrain.environments.contract import STEP, EnvironmentFailure, missing_columns, tool_names
 from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, format_of
 from rltrain.rewards.loading import absolute, import_function
@@ -31,6 +33,8 @@ def environments_for(
             that the environment needs.
     """
     source, schemas = tools_of_run(config)
+    if config.agent is not None:
+        source = EnvironmentSource("", {}, agent=agent_of(config.agent, prompts))
     turns = turn_format(config, schemas, tokenizer, stop_ids)
     check_environment_columns(config, prompts)
     return Environments(source, turns, limits_of(config))
@@ -70,8 +74,42 @@ def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[st
     return EnvironmentSource(absolute(config.environment) if config.environment else "", functions, servers), schemas
 
 
+def agent_of(agent: str, prompts: Sequence[PromptSet]) -> str:
+    """Return the path or the command of an agent program, with absolute paths.
+
+    Raises:
+        ConfigError: the function cannot be imported or has a parameter that rltrain cannot give, or the command's
+            program does not exist.
+    """
+    where = f"rollout.agent={agent}"
+    if not is_function(agent):
+        return _agent_command(agent)
+    function = import_function(agent, where)
+    for one in prompts:
+        if missing := missing_arguments(function, [*OFFERED, *one.columns]):
+            raise ConfigError(
+                f"{where}: the function needs {', '.join(missing)}, but rltrain offers only {', '.join(OFFERED)} and "
+                f"the columns of {one.where} ({', '.join(one.columns) or 'none besides the prompt'}); rename the "
+                "parameter or give it a default"
+            )
+    return absolute(agent)
+
+
+def _agent_command(agent: str) -> str:
+    try:
+        words = shlex.split(absolute_command(agent))
+    except ValueError as error:
+        raise ConfigError(f"rollout.agent={agent}: not a valid command ({error}); correct the quotes") from error
+    if not words or shutil.which(words[0]) is None:
+        raise ConfigError(
+            f"rollout.agent={agent}: there is no program {words[0] if words else ''!r}; give the path of a function, "
+            "as in my_agent.py:run, or a command"
+        )
+    return shlex.join(words)
+
+
 def absolute_command(address: str) -> str:
-    """Return the address of an MCP server. In a command, the paths of files are made absolute.
+    """Return a command, or the address of an MCP server. In a command, the paths of files are made absolute.
 
     Absolute paths are needed, because environment workers may have another working directory than the driver.
     """
@@ -199,7 +237,7 @@ def _template_of(tokenizer: Any) -> str:
         template: str = tokenizer.get_chat_template()
     except Exception as error:
         raise ConfigError(
-            f"rollout.environment and rollout.tools need a chat template ({one_line(str(error), 120)}); use an "
-            "instruct model"
+            f"rollout.environment, rollout.tools and rollout.agent need a chat template ({one_line(str(error), 120)}); "
+            "use an instruct model"
         ) from error
     return template

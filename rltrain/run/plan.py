@@ -411,9 +411,9 @@ def _answers(config: Config) -> str:
 
 
 def _turns(rollout: RolloutConfig) -> str:
-    """Describe the environment and the tools with which the model talks, and the limits of a conversation."""
+    """Describe the environment, the tools or the agent with which the model talks, and the limits of a conversation."""
     tools = [tool.name for tool in rollout.tools]
-    partners = [rollout.environment] if rollout.environment else []
+    partners = [partner for partner in (rollout.environment, rollout.agent) if partner]
     partners += [f"the tools {', '.join(tools)}"] if tools else []
     turn = f" of <= {rollout.max_turn_length:,} tokens" if rollout.max_turn_length else ""
     limits = f"<= {rollout.max_turns} a conversation{turn}, messages <= {rollout.max_message_length:,} tokens"

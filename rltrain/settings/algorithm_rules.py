@@ -291,7 +291,7 @@ def _check_turns(config: Config) -> None:
     require(
         "turn_index" not in _columns(config.algorithm) or config.rollout.has_environment,
         f"algorithm.advantage_estimator={estimator} gives credit to the turns of a conversation, but each answer of "
-        "this run has one turn; set rollout.environment or rollout.tools, or use another estimator",
+        "this run has one turn; set rollout.environment, rollout.tools or rollout.agent, or use another estimator",
     )
 
 

@@ -522,6 +522,10 @@ class RolloutConfig:
         "my_tools.py:lookup. []: no tools.",
         values="list of tools, or one path",
     )
+    agent: str | None = key(
+        "Program that talks with the model through an OpenAI-compatible HTTP API: the path of a function, as in "
+        "my_agent.py:run, or a command. The run starts the program once for each conversation. null: no program.",
+    )
     tool_format: str = key(
         "Format in which the model writes tool calls. auto: the format of the model's chat template. A path: the "
         "function at this path finds the tool calls in a text.",
@@ -575,20 +579,29 @@ class RolloutConfig:
                 "leave it out",
             )
         require(
+            self.agent is None or (self.environment is None and not self.tools),
+            f"agent={self.agent} with rollout.environment or rollout.tools: an agent program brings its own tools; "
+            "set only one of them",
+        )
+        require(self.agent != "", "agent='': must be the path of a function or a command")
+        require(
             not self.has_environment or self.engine != "stored",
-            "environment or tools with rollout.engine=stored: the answers of a stored run do not fit new messages; use "
-            "rollout=vllm or rollout=hf",
+            "an environment, tools or an agent with rollout.engine=stored: the answers of a stored run do not fit new "
+            "messages; use rollout=vllm or rollout=hf",
         )
         require(
             not self.has_environment or not self.stop,
-            f"stop={self.stop!r} with an environment or tools: conversations do not support stop strings; leave out "
-            "rollout.stop, and limit the length of answers with rollout.max_turn_length",
+            f"stop={self.stop!r} with an environment, tools or an agent: conversations do not support stop strings; "
+            "leave out rollout.stop, and limit the length of answers with rollout.max_turn_length",
         )
 
     @property
     def has_environment(self) -> bool:
-        """Whether the model talks with an environment or calls tools, so that a trajectory may have several turns."""
-        return self.environment is not None or bool(self.tools)
+        """Whether the model talks with an environment or a program, or calls tools.
+
+        If so, a trajectory may have several turns.
+        """
+        return self.environment is not None or self.agent is not None or bool(self.tools)
 
     @property
     def is_restricted(self) -> bool:
@@ -716,8 +729,8 @@ class Config:
         )
         require(
             not self.rollout.has_environment or self.data.special_tokens == "text",
-            f"data.special_tokens={self.data.special_tokens} with rollout.environment or rollout.tools: the names of "
-            "control tokens in a conversation are always encoded as text; use data.special_tokens=text",
+            f"data.special_tokens={self.data.special_tokens} with rollout.environment, rollout.tools or rollout.agent: "
+            "the names of control tokens in a conversation are always encoded as text; use data.special_tokens=text",
         )
         self._require_whole_distribution()
         buffer, limit = self.algorithm.reward_shaping.overlong_buffer, self.rollout.max_response_length

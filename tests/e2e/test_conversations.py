@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -78,6 +79,48 @@ def test_a_resumed_run_ends_as_the_undisturbed_run(common, undisturbed, tmp_path
     assert last.samples() == undisturbed.samples()
     names = [" ".join(child.cmdline()) for child in psutil.Process().children()]
     assert not any("template_process" in name for name in names)
+
+
+PLAYER = '''
+"""The game of game.py as an agent program with the client of OpenAI."""
+
+import httpx
+from game import Game
+from openai import AsyncOpenAI
+
+
+async def run(base_url, api_key, messages, answer, seed):
+    game, rewards = Game(), {}
+    messages[-1]["content"] += f"\\n{game.reset(answer, seed)}"
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        over = False
+        while not over:
+            done = await client.chat.completions.create(model="policy", messages=messages)
+            (choice,) = done.choices
+            text, rewards[done.id], over = game.step(choice.message.content or "")
+            messages += [choice.message, {"role": "user", "content": text}]
+            over = over or choice.finish_reason != "stop"
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
+        await http.post(f"{base_url}/reward", json={"reward": game.reward()})
+    return rewards
+'''
+
+
+def test_an_agent_program_with_openais_client_gives_the_rows_of_the_same_environment_as_a_class(
+    common, undisturbed, tmp_path
+):
+    folder = Path(common[0].partition("=")[2]).parent
+    (folder / "player.py").write_text(PLAYER)
+    agent = [f"rollout.agent={folder}/player.py:run", "rollout.environment=null"]
+    run = train(tmp_path / "run", *common, *agent, "placement.environment_workers=2")
+    assert run.status == 0, run.stderr
+    assert run.survivors == []
+    rows, expected = (
+        [row for table in one.samples().values() for row in table.to_pylist()] for one in (run, undisturbed)
+    )
+    assert {row.pop("stop_reason") for row in rows} == {"done"}
+    assert {row.pop("stop_reason") for row in expected} == {"done", "max_response_length"}
+    assert json.dumps(rows) == json.dumps(expected)
 
 
 def test_T5_a_killed_environment_worker_or_engine_changes_no_result(common, undisturbed, tmp_path):

@@ -1,19 +1,17 @@
 """One trajectory in an environment, from the prompt to the reward."""
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rltrain.base.random_streams import stream_seed
-from rltrain.batch.trajectory import Trajectory, Turn
+from rltrain.batch.trajectory import Trajectory
 from rltrain.environments.contract import EnvironmentFailure
 from rltrain.environments.tool_calls import ParsedAction, ToolCall
 from workers.environments.messages import EpisodeRequest, Limits
+from workers.environments.recording import Message, Recording, with_attempts
 from workers.environments.user_environment import UserEnvironment
 from workers.rollout.turns import TurnRequest, TurnResult
 
-Message = Mapping[str, Any]
-ATTEMPTS = 2  # Maximum number of times that a trajectory is started if its environment fails.
 _ENVIRONMENT = 1 << 32  # Seed component that separates the environment's random stream from the turns' streams.
 
 
@@ -29,19 +27,23 @@ async def run_episode(
 ) -> Trajectory:
     """Run one trajectory, and return it.
 
-    If the environment fails, the trajectory starts again in a new environment. After `ATTEMPTS` failures, the returned
+    If the environment fails, the trajectory starts again in a new environment. If all attempts fail, the returned
     trajectory has an error and no actions.
     """
-    error = ""
-    for _ in range(ATTEMPTS):
+
+    async def attempt() -> Trajectory:
         environment = make()
         try:
             return await Episode(request, engine, environment, limits).run()
-        except EnvironmentFailure as failure:
-            error = str(failure)
         finally:
             await environment.close()
-    return Trajectory(*request.key, [Turn((), (), (), (), "abort")], "error", error=error)
+
+    return await with_attempts(request, attempt)
+
+
+def environment_seed(request: EpisodeRequest) -> int:
+    """Return the seed of the random numbers that the user's code draws in a trajectory."""
+    return stream_seed(request.seed, *request.key, _ENVIRONMENT)
 
 
 class Episode:
@@ -56,10 +58,7 @@ class Episode:
 
     def __init__(self, request: EpisodeRequest, engine: Samples, environment: UserEnvironment, limits: Limits) -> None:
         self.request, self.engine, self.environment, self.limits = request, engine, environment, limits
-        self.turns: list[Turn] = []
-        self.messages: list[Message] = []
-        self.ids: list[int] = []  # All token ids before the last action.
-        self.deadline = time.monotonic() + limits.timeout_s
+        self.record = Recording(request, limits)
 
     async def run(self) -> Trajectory:
         """Run the trajectory until it ends or reaches a limit.
@@ -67,41 +66,19 @@ class Episode:
         Raises:
             EnvironmentFailure: the code of the environment failed, or the prompt cannot be rendered.
         """
-        seed = stream_seed(self.request.seed, *self.request.key, _ENVIRONMENT)
-        text = await self.environment.reset(self.request.columns, seed)
+        text = await self.environment.reset(self.request.columns, environment_seed(self.request))
         new = prompt_with(self.request.messages, text)
         stop_reason = ""
         while not stop_reason:
-            result = await self.engine.sample(self._turn(new))
+            result = await self.engine.sample(self.record.turn_request(new))
             if result.error:
                 raise EnvironmentFailure(result.error)
-            self.messages += result.messages
             if result.full:
+                self.record.messages += result.messages
                 stop_reason = "max_response_length"
                 break
             new, stop_reason = await self._answered(result)
-        reward = await self.environment.reward()
-        key, turns = self.request.key, self.turns or [Turn((), (), (), (), "abort")]
-        return Trajectory(*key, turns, stop_reason, self.messages, reward)
-
-    def _turn(self, new: Sequence[Message]) -> TurnRequest:
-        """Return the request for the next action; `new` holds the messages since the last action."""
-        limits, number = self.limits, len(self.turns)
-        last = list(self.turns[-1].action_ids) if self.turns else []
-        prompt = len(self.turns[0].observation_ids) if self.turns else 0
-        seed = stream_seed(self.request.seed, *self.request.key, *([number] if number else []))
-        return TurnRequest(
-            key=(*self.request.key, number),
-            context_ids=list(self.ids),
-            action_ids=last,
-            messages=new,
-            room=limits.max_response_tokens - (len(self.ids) + len(last) - prompt),
-            max_prompt_tokens=limits.max_prompt_tokens,
-            max_tokens=limits.max_turn_tokens,
-            max_message_tokens=limits.max_message_tokens,
-            temperature=self.request.temperature,
-            seed=seed,
-        )
+        return self.record.trajectory(stop_reason, await self.environment.reward())
 
     async def _answered(self, result: TurnResult) -> tuple[list[Message], str]:
         """Record an action, and answer the action with new messages.
@@ -110,31 +87,17 @@ class Episode:
             The new messages, and the reason why the trajectory ends, or "" if the trajectory continues.
         """
         assert result.action is not None, "a turn with an action has been parsed"
-        action, number = result.action, len(self.turns)
-        self.messages.append(assistant_message(action))
-        if self.turns:
-            self.ids += self.turns[-1].action_ids
-        self.ids += result.observation_ids
-        new, reward, done = await self._answer_to(action)
-        turn = Turn(
-            result.observation_ids,
-            result.token_ids,
-            result.log_probs,
-            result.versions,
-            result.finish_reason,
-            result.text,
-            reward,
-        )
-        self.turns.append(turn)
+        new, reward, done = await self._answer_to(result.action)
+        self.record.add(result, assistant_message(result.action), reward)
         if done:
             return [], "done"
         if not new:
             return [], "answer"
         if result.finish_reason != "stop":
             return [], "max_response_length"
-        if number + 1 >= self.limits.max_turns:
+        if len(self.record.turns) >= self.limits.max_turns:
             return [], "max_turns"
-        return new, "deadline" if time.monotonic() > self.deadline else ""
+        return new, "deadline" if self.record.expired else ""
 
     async def _answer_to(self, action: ParsedAction) -> tuple[list[Message], float | None, bool]:
         """Call the tools of an action in their order, or pass its text to the environment's `step`.

@@ -51,17 +51,19 @@ class Limits:
 
 @dataclass(frozen=True)
 class EnvironmentSource:
-    """Where the environment class and the tools of a run come from.
+    """Where the environment class, the tools and the agent program of a run come from.
 
     Attributes:
         environment: Path of the environment's class, `package.module:Class` or `file.py:Class`; "" without a class.
         tools: Paths of functions that the policy can call, by the name of the tool.
         servers: Names of the tools of each MCP server, by the address of the server.
+        agent: Path of the agent function, or the agent's command; "" without an agent program.
     """
 
     environment: str
     tools: Mapping[str, str]
     servers: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    agent: str = ""
 
 
 @dataclass(frozen=True)

@@ -122,11 +122,11 @@ class UserEnvironment:
     async def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         async with asyncio.timeout(self._timeout_s):
             if inspect.iscoroutinefunction(function):
-                return await _without_exit(function(*args, **kwargs))
+                return await without_exit(function(*args, **kwargs))
             return await in_daemon_thread(lambda: function(*args, **kwargs))
 
 
-async def _without_exit(call: Awaitable[Any]) -> Any:
+async def without_exit(call: Awaitable[Any]) -> Any:
     """Await a call of the user's code. If the code raises SystemExit, raise RuntimeError, so the process continues."""
     try:
         return await call

@@ -9,6 +9,8 @@ from typing import Any
 from rltrain.base.background_tasks import outside_event_loop
 from rltrain.batch.trajectory import Trajectory
 from rltrain.rewards.loading import import_function
+from workers.environments.agent_endpoint import AgentEndpoint
+from workers.environments.agent_program import program_of, run_agent
 from workers.environments.engines import Connection, Replica, ReplicaGone
 from workers.environments.episode import run_episode
 from workers.environments.mcp_tools import McpServer
@@ -51,12 +53,14 @@ class EnvironmentWorker:
         self.servers = {address: McpServer(address) for address in source.servers}
         for address, names in source.servers.items():
             self.tools |= {tool: self.servers[address].tool(tool) for tool in names}
+        self.program = program_of(source.agent) if source.agent else None
         self.replicas: dict[ReplicaId, Replica] = {}
         self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.finished: list[Trajectory] = []
         self.error: BaseException | None = None
         self.news = threading.Condition()
         self.loop = asyncio.new_event_loop()
+        self.endpoint = AgentEndpoint()
         self.threaded = threaded
         if threaded:
             threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
@@ -84,7 +88,7 @@ class EnvironmentWorker:
 
     async def _run(self, replica: Replica, request: EpisodeRequest) -> None:
         try:
-            trajectory = await run_episode(request, replica, self._environment, self.limits)
+            trajectory = await self._trajectory(replica, request)
         except ReplicaGone:
             return  # The pool of the replicas notices the death, and requests the trajectory again.
         except Exception as error:
@@ -98,6 +102,11 @@ class EnvironmentWorker:
         with self.news:
             self.finished.append(trajectory)
             self.news.notify_all()
+
+    async def _trajectory(self, replica: Replica, request: EpisodeRequest) -> Trajectory:
+        if self.program is not None:
+            return await run_agent(request, replica, self.program, self.endpoint, self.limits)
+        return await run_episode(request, replica, self._environment, self.limits)
 
     def _environment(self) -> UserEnvironment:
         return UserEnvironment(self.make, self.tools, self.limits.call_timeout_s)
@@ -163,7 +172,7 @@ class EnvironmentWorker:
                 self.loop.run_until_complete(coroutine)
 
     def close(self) -> None:
-        """End all trajectories, and the connections to MCP servers."""
+        """End all trajectories, the connections to MCP servers, and the server for agent programs."""
         self.abort()
         self._await(self._disconnect())
         if not self.threaded:
@@ -172,7 +181,11 @@ class EnvironmentWorker:
             self.loop.close()
 
     async def _disconnect(self) -> None:
-        """Close the connections to MCP servers, and wait a short time until the servers' processes have ended."""
+        """Close the connections to MCP servers, and wait a short time until the servers' processes have ended.
+
+        The server for agent programs is stopped first.
+        """
+        await self.endpoint.close()
         tasks = [task for server in self.servers.values() if (task := server.close()) is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=DISCONNECT_S)

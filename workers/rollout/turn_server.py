@@ -1,6 +1,7 @@
 """The part of a rollout worker that samples turns of trajectories for environment processes."""
 
 import itertools
+import json
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from workers.rollout.messages import Completion, Request
 from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
 
 Parser = Callable[[str], ParsedAction]  # Finds the tool calls in the text of an action.
+RENDERERS = 64  # Maximum number of cached renderers for tools that requests bring with them.
 CUT = "\n[cut off after {tokens} tokens]"  # Appended to a message whose text was cut off.
 
 
@@ -34,6 +36,7 @@ class TurnServer:
         self.open: dict[tuple[int, ...], tuple[str, TurnResult]] = {}
         self.finished: dict[str, list[TurnResult]] = {}
         self._numbers = itertools.count()
+        self._renderers: dict[str, TurnRenderer] = {}  # Renderers for other tools than those of the run.
         # A lock is needed, because several threads call `begin` and the renderer has only one rendering process.
         self._rendering = threading.Lock()
 
@@ -66,11 +69,12 @@ class TurnServer:
         """Return the result of a turn so far, the context of its action, and the action's maximum number of tokens."""
         first, messages = turn.key[2] == 0, list(turn.messages)
         try:
+            renderer = self.renderer if turn.tools is None else self._renderer_with(turn.tools)
             if first:
-                observed = self.renderer.prompt_ids(messages)
+                observed = renderer.prompt_ids(messages)
             else:
                 messages = [self._shortened(message, turn.max_message_tokens) for message in messages]
-                observed = self.renderer.observation_ids(messages, turn.action_ids)
+                observed = renderer.observation_ids(messages, turn.action_ids)
         except ValueError as refused:
             return TurnResult(turn.key, error=str(refused)), [], 0
         result = TurnResult(turn.key, observed, messages=messages)
@@ -80,6 +84,22 @@ class TurnServer:
         room = turn.room if first else turn.room - len(observed)
         context = [*turn.context_ids, *turn.action_ids, *observed]
         return replace(result, full=room < 1), context, min(room, turn.max_tokens)
+
+    def _renderer_with(self, tools: Sequence[Mapping[str, Any]]) -> TurnRenderer:
+        """Return a renderer whose prompts describe the given tools.
+
+        Raises:
+            ValueError: the chat template cannot add turns to conversations with these tools.
+        """
+        key = json.dumps(tools, sort_keys=True)
+        if key not in self._renderers:
+            renderer = self.renderer.with_tools(tools)
+            if refusal := renderer.probe(["tool", "user"] if tools else ["user"]):
+                raise ValueError(f"the model's chat template cannot add turns to a conversation: {refusal}")
+            while len(self._renderers) >= RENDERERS:
+                self._renderers.pop(next(iter(self._renderers)))
+            self._renderers[key] = renderer
+        return self._renderers[key]
 
     def _shortened(self, message: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
         """Return a message whose text has at most `limit` tokens; a longer text is cut off, with a mark at its end."""

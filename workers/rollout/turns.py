@@ -41,6 +41,7 @@ class TurnRequest:
             are cut off.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         seed: Seed of the random numbers with which the action is sampled.
+        tools: Schemas of the tools that the prompt describes; None for the tools of the run.
     """
 
     key: tuple[int, int, int]
@@ -53,6 +54,7 @@ class TurnRequest:
     max_message_tokens: int
     temperature: float
     seed: int
+    tools: Sequence[Mapping[str, Any]] | None = None
 
 
 @dataclass(frozen=True)

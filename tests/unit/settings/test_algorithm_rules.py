@@ -64,7 +64,7 @@ def test_every_estimator_passes_with_its_defaults(estimator):
 def test_credit_per_turn_without_an_environment_is_refused(estimator):
     assert refusal(f"advantage_estimator={estimator}") == (
         f"algorithm.advantage_estimator={estimator} gives credit to the turns of a conversation, but each answer of "
-        "this run has one turn; set rollout.environment or rollout.tools, or use another estimator"
+        "this run has one turn; set rollout.environment, rollout.tools or rollout.agent, or use another estimator"
     )
     accepted(f"advantage_estimator={estimator}", "rollout.tools=[my_tools.py:price]")
 

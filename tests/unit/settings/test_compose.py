@@ -637,3 +637,17 @@ def test_every_example_of_the_help_composes():
 
 def test_yaml_names_no_path_of_one_machine():
     assert not [file for file in Path(config_dir()).rglob("*.yaml") if re.search(r": /\w", file.read_text())]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["rollout.agent=a.py:run", "rollout.environment=b.py:Game"], "an agent program brings its own tools"),
+        (["rollout.agent=a.py:run", "rollout.tools=[t.py:f]"], "an agent program brings its own tools"),
+        (['rollout.agent=""'], "agent='': must be the path of a function or a command"),
+        (["rollout.agent=a.py:run", "rollout=stored", "rollout.run=x"], "do not fit new messages"),
+        (["rollout.agent=a.py:run", "rollout.stop=x"], "conversations do not support stop strings"),
+    ],
+)
+def test_an_agent_program_is_refused_beside_what_it_excludes(overrides, said):
+    assert said in refusal(*overrides)

@@ -6,54 +6,11 @@ from typing import ClassVar
 
 import pytest
 
-from rltrain.environments.tool_calls import BrokenCall, ParsedAction, ToolCall
-from workers.environments.episode import ATTEMPTS, run_episode
-from workers.environments.messages import EpisodeRequest, Limits
+from rltrain.environments.tool_calls import BrokenCall, ParsedAction
+from tests.scripted_turns import END, REQUEST, Script, call, limits, say
+from workers.environments.episode import run_episode
+from workers.environments.recording import ATTEMPTS
 from workers.environments.user_environment import UserEnvironment
-from workers.rollout.turns import TurnResult
-
-REQUEST = EpisodeRequest((3, 1), [{"role": "user", "content": "go"}], {"answer": "7"}, temperature=1.0, seed=5)
-END = 99  # Token id that ends each scripted action.
-
-
-def limits(**changed):
-    values = {
-        "max_turns": 8, "max_prompt_tokens": 50, "max_response_tokens": 100, "max_turn_tokens": 10,
-        "max_message_tokens": 20, "call_timeout_s": 5.0, "timeout_s": 60.0,
-    }  # fmt: skip
-    return Limits(**(values | changed))
-
-
-class Script:
-    """An engine that returns scripted actions, with one token per new message and two tokens per action.
-
-    Attributes:
-        requests: all requests so far.
-    """
-
-    def __init__(self, *actions, reasons=()):
-        self.actions, self.reasons, self.requests = list(actions), dict(enumerate(reasons)), []
-
-    async def sample(self, request):
-        number = len(self.requests)
-        self.requests.append(request)
-        action = self.actions[request.key[2]]
-        observed = [10 * number + 1] * len(request.messages)
-        if len(observed) + (2 if number else 0) > request.room:
-            return TurnResult(request.key, observed, messages=list(request.messages), full=True)
-        return TurnResult(
-            request.key, observed, [50 + number, END], [-0.5, -0.25], [number, number],
-            self.reasons.get(number, "stop"), f"text {number}", action, list(request.messages),
-        )  # fmt: skip
-
-
-def say(text):
-    return ParsedAction(text)
-
-
-def call(*calls):
-    made = [ToolCall(name, arguments, f"c{n}") for n, (name, arguments) in enumerate(calls)]
-    return ParsedAction("", made)
 
 
 def run(engine, environment=None, tools=None, **changed):

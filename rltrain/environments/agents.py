@@ -1,0 +1,44 @@
+"""The contract between rltrain and agent programs of users.
+
+An agent program is a function or a command that asks the policy through an OpenAI-compatible HTTP API. rltrain starts
+the program once for each trajectory:
+
+    run(base_url, api_key, **columns) -> float | dict[str, float] | None
+
+A function gets the arguments that its signature names: `base_url` and `api_key` for an OpenAI client, `model` (a name
+for the client), `messages` (the prompt as chat messages), `seed`, and the columns of the data by name. The returned
+number is the reward of the trajectory. A returned dict maps ids of answers to the rewards of single turns. A function
+may be a coroutine function. `workers.environments.agent_program.CommandProgram` says what a command gets.
+"""
+
+import inspect
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+OFFERED = ("base_url", "api_key", "model", "messages", "seed")  # Arguments that every agent function can get.
+_FUNCTION = re.compile(r"\S+:[A-Za-z_]\w*")
+
+
+def is_function(agent: str) -> bool:
+    """Return whether `rollout.agent` names a function, `package.module:function` or `file.py:function`.
+
+    All other texts are commands.
+    """
+    return _FUNCTION.fullmatch(agent) is not None
+
+
+def arguments_of(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that a function's signature names, or all arguments if the function takes `**kwargs`."""
+    parameters = inspect.signature(function).parameters
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
+        return dict(offered)
+    return {name: value for name, value in offered.items() if name in parameters}
+
+
+def missing_arguments(function: Callable[..., Any], offered: Sequence[str]) -> list[str]:
+    """Return the parameters of a function that have no default and are not offered."""
+    plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(function).parameters.values()
+    needed = [one.name for one in parameters if one.kind in plain and one.default is inspect.Parameter.empty]
+    return [name for name in needed if name not in offered]

@@ -1,0 +1,445 @@
+"""Tests of agent programs, which ask the policy through the unmodified client of OpenAI, with scripted answers."""
+
+import asyncio
+import json
+import sys
+import time
+
+import httpx
+import openai
+import psutil
+import pytest
+
+from rltrain.base.errors import ConfigError
+from rltrain.environments.tool_calls import BrokenCall, ParsedAction, ToolCall
+from rltrain.run.environments import agent_of
+from tests.scripted_turns import END, REQUEST, Script, call, limits, say
+from workers.environments.agent_endpoint import AgentEndpoint
+from workers.environments.agent_program import CommandProgram, FunctionProgram, run_agent
+from workers.environments.agent_session import shown
+from workers.environments.engines import ReplicaGone
+from workers.environments.recording import ATTEMPTS
+
+PRICE = {
+    "type": "function",
+    "function": {
+        "name": "price",
+        "description": "Look up a price.",
+        "parameters": {"type": "object", "properties": {"fruit": {"type": "string"}}, "required": ["fruit"]},
+    },
+}
+ASK = call(("price", {"fruit": "pear"}))
+
+
+def run(engine, program, **changed):
+    async def running():
+        endpoint = AgentEndpoint()
+        chosen = program if isinstance(program, CommandProgram) else FunctionProgram(program)
+        try:
+            return await run_agent(REQUEST, engine, chosen, endpoint, limits(**changed))
+        finally:
+            await endpoint.close()
+
+    return asyncio.run(running())
+
+
+def client_of(base_url, api_key):
+    return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
+
+
+# One program in the forms of the APIs
+
+
+async def shop(base_url, api_key, messages):
+    """Ask for a price with chat completions, and answer the model's call."""
+    async with client_of(base_url, api_key) as client:
+        while True:
+            done = await client.chat.completions.create(model="any", messages=messages, tools=[PRICE])
+            choice = done.choices[0]
+            assert done.usage.completion_tokens == 2
+            if choice.finish_reason != "tool_calls":
+                return len(choice.message.content)
+            messages.append(choice.message)
+            for made in choice.message.tool_calls:
+                fruit = json.loads(made.function.arguments)["fruit"]
+                messages.append({"role": "tool", "tool_call_id": made.id, "content": f"{fruit}: 4"})
+
+
+async def streamed_shop(base_url, api_key, messages):
+    async with client_of(base_url, api_key) as client:
+        while True:
+            stream = await client.chat.completions.create(
+                model="any", messages=messages, tools=[PRICE], stream=True, stream_options={"include_usage": True}
+            )
+            content, calls, reason, usage = "", [], None, None
+            async for chunk in stream:
+                usage = chunk.usage or usage
+                for choice in chunk.choices:
+                    content += choice.delta.content or ""
+                    calls += choice.delta.tool_calls or []
+                    reason = choice.finish_reason or reason
+            assert usage.completion_tokens == 2
+            if reason == "stop":
+                return len(content)
+            made = [one.model_dump(exclude={"index"}) for one in calls]
+            messages.append({"role": "assistant", "content": content or None, "tool_calls": made})
+            messages += [{"role": "tool", "tool_call_id": one.id, "content": "pear: 4"} for one in calls]
+
+
+FLAT = [{"type": "function", "strict": True, **PRICE["function"]}]
+
+
+async def shop_with_responses(base_url, api_key, messages):
+    items = list(messages)
+    async with client_of(base_url, api_key) as client:
+        while True:
+            done = await client.responses.create(model="any", input=items, tools=FLAT)
+            items += done.output
+            calls = [item for item in done.output if item.type == "function_call"]
+            if not calls:
+                return len(done.output_text)
+            items += [{"type": "function_call_output", "call_id": one.call_id, "output": "pear: 4"} for one in calls]
+
+
+async def shop_with_earlier_responses(base_url, api_key, messages):
+    async with client_of(base_url, api_key) as client:
+        first = await client.responses.create(model="any", input=messages, tools=FLAT)
+        (made,) = first.output
+        result = {"type": "function_call_output", "call_id": made.call_id, "output": "pear: 4"}
+        last = await client.responses.create(model="any", input=[result], tools=FLAT, previous_response_id=first.id)
+        return len(last.output_text)
+
+
+async def shop_with_streamed_responses(base_url, api_key, messages):
+    items = list(messages)
+    async with client_of(base_url, api_key) as client:
+        while True:
+            text, numbers, done = "", [], None
+            async for event in await client.responses.create(model="any", input=items, tools=FLAT, stream=True):
+                numbers.append(event.sequence_number)
+                if event.type == "response.output_text.delta":
+                    text += event.delta
+                if event.type == "response.completed":
+                    done = event.response
+            assert numbers == list(range(len(numbers)))
+            assert text == done.output_text
+            items += done.output
+            calls = [item for item in done.output if item.type == "function_call"]
+            if not calls:
+                return len(text)
+            items += [{"type": "function_call_output", "call_id": one.call_id, "output": "pear: 4"} for one in calls]
+
+
+def blocking_shop(base_url, api_key, messages):
+    with openai.OpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        first = client.chat.completions.create(model="any", messages=messages, tools=[PRICE])
+        call = first.choices[0].message
+        result = {
+            "role": "tool",
+            "tool_call_id": call.tool_calls[0].id,
+            "content": [{"type": "text", "text": "pear: 4"}],
+        }
+        done = client.chat.completions.create(model="any", messages=[*messages, call, result], tools=[PRICE])
+        return len(done.choices[0].message.content)
+
+
+PROGRAMS = [
+    shop, streamed_shop, shop_with_responses, shop_with_earlier_responses, shop_with_streamed_responses, blocking_shop,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda one: one.__name__)
+def test_each_form_of_the_api_gives_the_same_trajectory(program):
+    engine = Script(ASK, say("four"))
+    found = run(engine, program)
+    assert (found.stop_reason, found.error, found.reward, found.finish_reason) == ("done", "", 4.0, "stop")
+    assert found.response_ids() == [50, END, 11, 51, END]
+    assert [list(turn.log_probs) for turn in found.turns] == [[-0.5, -0.25]] * 2
+    assert [turn.versions for turn in found.turns] == [[0, 0], [1, 1]]
+    first, second = engine.requests
+    assert first.messages == [{"role": "user", "content": "go"}]
+    assert second.messages == [{"role": "tool", "content": "pear: 4", "tool_call_id": "c0", "name": "price"}]
+    assert (second.context_ids, second.action_ids) == ([1], [50, END])
+    assert list(first.tools) == list(second.tools) == [PRICE]
+    assert [one["role"] for one in found.messages] == ["user", "assistant", "tool", "assistant"]
+    assert found.messages[1]["tool_calls"][0]["function"] == {"name": "price", "arguments": {"fruit": "pear"}}
+    assert found.tool_calls == 1
+
+
+# Records
+
+
+def test_T8_a_repeated_request_gets_the_recorded_answer_and_is_sampled_once():
+    seen = []
+
+    async def twice(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            ask = lambda: client.chat.completions.create(model="any", messages=messages)  # noqa: E731
+            both = await asyncio.gather(ask(), ask())
+            seen.extend([one.id, one.choices[0].message.content] for one in [*both, await ask()])
+
+    engine = Script(say("once"))
+    found = run(engine, twice)
+    assert len(engine.requests) == len(found.turns) == 1
+    assert [seen[0]] * 3 == seen
+    assert seen[0][1] == "once"
+
+
+def test_T8_a_request_after_the_end_is_refused():
+    kept = {}
+
+    async def keep(base_url, api_key, messages):
+        kept.update(base_url=base_url, api_key=api_key)
+        async with client_of(base_url, api_key) as client:
+            await client.chat.completions.create(model="any", messages=messages)
+
+    async def running():
+        endpoint, engine = AgentEndpoint(), Script(say("a"), say("b"))
+        try:
+            found = await run_agent(REQUEST, engine, FunctionProgram(keep), endpoint, limits())
+            async with client_of(**kept) as client:
+                with pytest.raises(openai.AuthenticationError, match="has ended, or the key is wrong"):
+                    await client.chat.completions.create(model="any", messages=[{"role": "user", "content": "more"}])
+        finally:
+            await endpoint.close()
+        return found, engine
+
+    found, engine = asyncio.run(running())
+    assert len(found.turns) == len(engine.requests) == 1
+
+
+def test_rewards_are_of_the_conversation_or_of_single_answers():
+    async def returned(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            first = await client.chat.completions.create(model="any", messages=messages)
+            more = [*messages, first.choices[0].message, {"role": "user", "content": "on"}]
+            last = await client.chat.completions.create(model="any", messages=more)
+        return {first.id: 0.25, last.id: 1}
+
+    async def sent(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            first = await client.chat.completions.create(model="any", messages=messages)
+        head = {"Authorization": f"Bearer {api_key}"}
+        async with httpx.AsyncClient(headers=head) as http:
+            for body in ({"reward": 0.5}, {"reward": 2, "id": first.id}):
+                assert (await http.post(f"{base_url}/reward", json=body)).status_code == 200
+            for body in ({"reward": "much"}, [], {"reward": 1, "id": "other"}):
+                assert (await http.post(f"{base_url}/reward", json=body)).status_code == 400
+
+    found = run(Script(say("a"), say("b")), returned)
+    assert ([turn.reward for turn in found.turns], found.reward) == ([0.25, 1.0], None)
+    found = run(Script(say("a")), sent)
+    assert ([turn.reward for turn in found.turns], found.reward) == ([2.0], 0.5)
+
+
+@pytest.mark.parametrize("returned", ["much", float("nan"), {"other": 1.0}])
+def test_a_reward_that_is_no_number_is_a_failure(returned):
+    async def answer(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            await client.chat.completions.create(model="any", messages=messages)
+        return returned
+
+    found = run(Script(say("a")), answer)
+    assert found.stop_reason == "error"
+    assert "reward" in found.error
+
+
+# Limits
+
+
+async def talk(base_url, api_key, messages):
+    """Ask on and on."""
+    async with client_of(base_url, api_key) as client:
+        while True:
+            done = await client.chat.completions.create(model="any", messages=messages)
+            messages += [done.choices[0].message, {"role": "user", "content": "go on"}]
+
+
+@pytest.mark.parametrize(
+    ("changed", "stop_reason", "turns"),
+    [({"max_turns": 2}, "max_turns", 2), ({"max_response_tokens": 8}, "max_response_length", 3)],
+)
+def test_a_limit_ends_the_conversation_and_the_program_is_not_at_fault(changed, stop_reason, turns):
+    found = run(Script(*[say(f"text {n}") for n in range(8)]), talk, **changed)
+    assert (found.stop_reason, found.error, len(found.turns)) == (stop_reason, "", turns)
+    assert found.finish_reason == "length"
+
+
+def test_a_program_that_takes_too_long_is_ended_and_its_answers_count():
+    ended = []
+
+    async def slow(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            await client.chat.completions.create(model="any", messages=messages)
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    found = run(Script(say("a")), slow, timeout_s=1.0)
+    assert (found.stop_reason, len(found.turns), ended) == ("deadline", 1, [True])
+
+
+def test_a_request_may_limit_the_tokens_of_its_answer():
+    async def short(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            done = await client.chat.completions.create(model="any", messages=messages, max_tokens=3)
+            assert done.choices[0].finish_reason == "length"
+
+    engine = Script(say("a"), reasons=["length"])
+    assert run(engine, short).finish_reason == "length"
+    assert engine.requests[0].max_tokens == 3
+
+
+# Failures
+
+
+def failure_of(program, *actions):
+    found = run(Script(*(actions or [say("a"), say("b")])), program)
+    assert (found.stop_reason, found.response_ids()) == ("error", ())
+    return found.error
+
+
+def test_a_program_that_raises_or_never_asks_is_started_again_and_then_given_up():
+    calls = []
+
+    async def broken(base_url):
+        calls.append(base_url)
+        raise SystemExit("no licence")
+
+    assert failure_of(broken) == "the agent failed: RuntimeError: SystemExit: no licence"
+    assert len(calls) == ATTEMPTS
+    assert failure_of(lambda seed: 1.0) == "the agent got no answer: it made no request"
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda messages: [{"role": "user", "content": "other"}], "does not repeat the earlier messages"),
+        (lambda messages: [*messages, {"role": "assistant", "content": "mine"}], "must come from tools or a user"),
+    ],
+    ids=["branch", "own answer"],
+)
+def test_a_request_that_does_not_continue_the_conversation_is_refused(change, said):
+    async def strange(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            done = await client.chat.completions.create(model="any", messages=messages)
+            messages.append({"role": "assistant", "content": done.choices[0].message.content})
+            await client.chat.completions.create(model="any", messages=change(messages))
+
+    assert said in failure_of(strange)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"n": 2}, "n=2: a request gets one answer"),
+        ({"stop": ["x"]}, "stop strings are not supported"),
+        ({"tool_choice": "required", "tools": [PRICE]}, "the model chooses itself"),
+        ({"response_format": {"type": "json_object"}}, "'json_object' is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "something other than text"),
+        ({"messages": []}, "at least one message"),
+        ({"max_tokens": 0}, "must be a positive integer"),
+        ({"tools": [{"type": "web_search"}]}, "must be a function with a name"),
+        ({"logprobs": True}, "log-probabilities are not returned"),
+    ],
+    ids=lambda value: value[:12] if isinstance(value, str) else None,
+)
+def test_what_training_does_not_support_is_refused_with_the_reason(options, said):
+    async def ask(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            await client.chat.completions.create(**({"model": "any", "messages": messages} | options))
+
+    assert said in failure_of(ask)
+
+
+def test_a_body_that_is_not_json_or_no_object_is_refused():
+    statuses = []
+
+    async def send(base_url, api_key):
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
+            for path in ("chat/completions", "responses", "reward"):
+                for body in (b"{", b"[]", b"null", b"\xff"):
+                    statuses.append((await http.post(f"{base_url}/{path}", content=body)).status_code)
+            assert (await http.get(f"{base_url}/models")).json()["data"][0]["id"] == "policy"
+
+    assert "it made no request" in failure_of(send)
+    assert set(statuses) == {400}
+
+
+def test_a_lost_engine_is_not_the_programs_failure():
+    class Gone:
+        async def sample(self, request):
+            raise ReplicaGone("killed")
+
+    with pytest.raises(ReplicaGone, match="killed"):
+        run(Gone(), talk)
+
+
+def test_malformed_calls_are_text_for_the_program():
+    broken, good = BrokenCall("<tool_call>{", "no JSON", "c1"), ToolCall("price", {}, "c2")
+    assert shown(ParsedAction("so", [broken])) == ParsedAction("so\n<tool_call>{")
+    assert shown(ParsedAction("so", [broken, good])) == ParsedAction("so", [good])
+
+
+# Commands
+
+COMMAND = """
+import json, os, subprocess, sys
+import openai
+given = json.load(sys.stdin)
+assert given["answer"] == "7" and isinstance(given["seed"], int)
+done = openai.OpenAI().chat.completions.create(model=os.environ["OPENAI_MODEL"], messages=given["messages"])
+print("said", done.choices[0].message.content)
+child = subprocess.Popen(["sleep", "300"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+open(sys.argv[1], "w").write(str(child.pid))
+sys.exit(sys.argv[2])
+"""
+
+
+def test_a_command_asks_with_the_environment_variables_of_the_client_and_its_processes_end(tmp_path):
+    (tmp_path / "agent.py").write_text(COMMAND)
+    command = f"{sys.executable} {tmp_path}/agent.py {tmp_path}/pid"
+    assert (
+        run(Script(say("a")), CommandProgram(f"{command} 0")).error
+        == "the agent failed: RuntimeError: exit status 1: 0"
+    )
+    (tmp_path / "agent.py").write_text(COMMAND.replace("sys.exit(sys.argv[2])", ""))
+    found = run(Script(say("a")), CommandProgram(command))
+    assert (found.stop_reason, len(found.turns), found.reward) == ("done", 1, None)
+    child = int((tmp_path / "pid").read_text())
+    deadline = time.monotonic() + 10
+    while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
+# Checks before the run
+
+
+@pytest.mark.parametrize(
+    ("agent", "said"),
+    [
+        ("no_such_program_here --fast", "there is no program 'no_such_program_here'"),
+        ("python 'x", "not a valid command"),
+        ("no_such_module_here:run", "no_such_module_here"),
+    ],
+)
+def test_a_program_that_cannot_run_is_refused_before_the_start(agent, said):
+    with pytest.raises(ConfigError, match=said):
+        agent_of(agent, [])
+
+
+class Rows:
+    where, columns = "rows.jsonl", ("answer",)
+
+
+def test_a_function_gets_only_what_rltrain_and_the_data_offer(tmp_path):
+    (tmp_path / "mine.py").write_text("def run(base_url, api_key, answer, topic):\n    pass\n")
+    with pytest.raises(ConfigError, match=r"needs topic, but rltrain offers only base_url, .* \(answer\)"):
+        agent_of(f"{tmp_path}/mine.py:run", [Rows])
+    (tmp_path / "mine.py").write_text("def run(base_url, api_key, answer, topic=None, **more):\n    pass\n")
+    assert agent_of(f"{tmp_path}/mine.py:run", [Rows]) == f"{tmp_path}/mine.py:run"
+    (tmp_path / "tool").write_text("#!/bin/sh\n")
+    (tmp_path / "tool").chmod(0o755)
+    assert agent_of(f"{tmp_path}/tool --x 'a b'", []) == f"{tmp_path}/tool --x 'a b'"

@@ -1,0 +1,162 @@
+"""HTTP server of an environment worker, at which agent programs ask the policy with an OpenAI-compatible client."""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from rltrain.environments.contract import EnvironmentFailure, as_reward
+from rltrain.environments.openai_api import (
+    ApiError,
+    Event,
+    chat_events,
+    chat_request,
+    chat_response,
+    plain_id,
+    responses_events,
+    responses_request,
+    responses_response,
+)
+from workers.environments.agent_session import AgentSession
+
+if TYPE_CHECKING:
+    from aiohttp import web
+
+MODEL = "policy"  # Name of the model that programs get; programs may use any other name.
+LARGEST_REQUEST = 1 << 26  # Maximum number of bytes of a request.
+
+
+class AgentEndpoint:
+    """Server on the loopback interface, which starts with the first session.
+
+    The API key of a request decides to which session the request belongs.
+    """
+
+    def __init__(self) -> None:
+        self.sessions: dict[str, AgentSession] = {}
+        self._runner: web.AppRunner | None = None
+        self._starting = asyncio.Lock()
+
+    async def base_url(self) -> str:
+        """Return the URL of the server's API, and start the server if it does not run yet."""
+        async with self._starting:
+            if self._runner is None:
+                self._runner = await self._started()
+            host, port = self._runner.addresses[0][:2]
+            return f"http://{host}:{port}/v1"
+
+    async def _started(self) -> "web.AppRunner":
+        from aiohttp import web
+
+        app = web.Application(client_max_size=LARGEST_REQUEST)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/responses", self._responses)
+        app.router.add_post("/v1/reward", self._reward)
+        app.router.add_get("/v1/models", self._models)
+        runner = web.AppRunner(app, access_log=None, handle_signals=False)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        return runner
+
+    @contextlib.contextmanager
+    def open(self, session: AgentSession) -> Iterator[None]:
+        """Answer the requests of a session within the `with` block, and refuse them afterwards."""
+        self.sessions[session.key] = session
+        try:
+            yield
+        finally:
+            del self.sessions[session.key]
+            session.close()
+
+    async def close(self) -> None:
+        """Stop the server."""
+        runner, self._runner = self._runner, None
+        if runner is not None:
+            await runner.cleanup()
+
+    async def _chat(self, http: "web.Request") -> "web.StreamResponse":
+        async def answered(session: AgentSession, body: Mapping[str, Any]) -> "web.StreamResponse":
+            asked = chat_request(body)
+            answer = await session.answer(asked)
+            if asked.stream:
+                return await _streamed(http, [*chat_events(asked, answer), None])
+            return _json(chat_response(asked, answer))
+
+        return await self._with_session(http, answered)
+
+    async def _responses(self, http: "web.Request") -> "web.StreamResponse":
+        async def answered(session: AgentSession, body: Mapping[str, Any]) -> "web.StreamResponse":
+            earlier = str(body.get("previous_response_id") or "") if isinstance(body, Mapping) else ""
+            before = session.conversation(plain_id(earlier)) if earlier else ()
+            asked = responses_request(body, before)
+            answer = await session.answer(asked)
+            if asked.stream:
+                return await _streamed(http, list(responses_events(asked, answer)))
+            return _json(responses_response(asked, answer))
+
+        return await self._with_session(http, answered)
+
+    async def _reward(self, http: "web.Request") -> "web.StreamResponse":
+        async def answered(session: AgentSession, body: Mapping[str, Any]) -> "web.StreamResponse":
+            try:
+                reward = as_reward(body.get("reward"))
+            except (EnvironmentFailure, AttributeError) as error:
+                raise ApiError(f'send {{"reward": NUMBER}}, or {{"reward": NUMBER, "id": ID}}: {error}') from error
+            if body.get("id") is None:
+                session.reward = reward
+            else:
+                session.rewarded(plain_id(body["id"]), reward)
+            return _json({"reward": reward})
+
+        return await self._with_session(http, answered)
+
+    async def _models(self, http: "web.Request") -> "web.StreamResponse":
+        model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "rltrain"}
+        return _json({"object": "list", "data": [model]})
+
+    async def _with_session(self, http: "web.Request", answered: Any) -> "web.StreamResponse":
+        """Answer a request in the session to which the request's API key belongs."""
+        key = http.headers.get("Authorization", "").removeprefix("Bearer ")
+        session = self.sessions.get(key)
+        task = asyncio.current_task()
+        assert task is not None, "a request is answered in a task"
+        try:
+            if session is None:
+                raise ApiError(
+                    "the API key belongs to no running conversation: the conversation has ended, or the key is wrong",
+                    status=401,
+                    code="invalid_api_key",
+                )
+            session.calls.add(task)
+            try:
+                body = await http.json()
+            except ValueError as error:
+                raise ApiError(f"the body of the request is not valid JSON: {error}") from error
+            response: web.StreamResponse = await answered(session, body)
+        except ApiError as error:
+            return _json(error.body(), error.status)
+        finally:
+            if session is not None:
+                session.calls.discard(task)
+        return response
+
+
+def _json(value: Mapping[str, Any], status: int = 200) -> "web.Response":
+    from aiohttp import web
+
+    return web.json_response(value, status=status)
+
+
+async def _streamed(http: "web.Request", events: list[Event | None]) -> "web.StreamResponse":
+    """Send server-sent events. None stands for the end mark of a chat completion, `[DONE]`."""
+    from aiohttp import web
+
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(http)
+    for event in events:
+        name = "" if event is None or "type" not in event else f"event: {event['type']}\n"
+        data = "[DONE]" if event is None else json.dumps(event)
+        await response.write(f"{name}data: {data}\n\n".encode())
+    await response.write_eof()
+    return response

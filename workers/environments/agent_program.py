@@ -1,0 +1,191 @@
+"""Agent programs of users: a Python function or a command, which asks the policy through an OpenAI-compatible API."""
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import shlex
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from rltrain.base.errors import described
+from rltrain.batch.trajectory import Trajectory
+from rltrain.environments.agents import arguments_of, is_function
+from rltrain.environments.contract import EnvironmentFailure, as_reward
+from rltrain.environments.openai_api import ApiError, plain_id
+from rltrain.rewards.loading import import_function
+from workers.environments.agent_endpoint import MODEL, AgentEndpoint
+from workers.environments.agent_session import AgentSession
+from workers.environments.daemon_threads import in_daemon_thread
+from workers.environments.episode import Samples, environment_seed
+from workers.environments.messages import EpisodeRequest, Limits
+from workers.environments.recording import with_attempts
+from workers.environments.user_environment import without_exit
+
+
+@dataclass(frozen=True)
+class Task:
+    """What an agent program gets for one conversation.
+
+    Attributes:
+        base_url: URL of the API.
+        api_key: API key of the conversation.
+        messages: Chat messages of the prompt.
+        columns: Columns of the prompt's row of data, by name.
+        seed: Seed for random numbers of the program.
+    """
+
+    base_url: str
+    api_key: str
+    messages: Sequence[Mapping[str, Any]]
+    columns: Mapping[str, Any]
+    seed: int
+
+
+class Program(Protocol):
+    """Interface of an agent program."""
+
+    async def run(self, task: Task) -> Any:
+        """Run the program until it ends, and return the reward of the conversation or None.
+
+        Raises:
+            Exception: the program has failed.
+        """
+
+
+class FunctionProgram:
+    """An agent program that is a Python function or coroutine function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    async def run(self, task: Task) -> Any:
+        """Call the function with the arguments that its signature names."""
+        offered = {"base_url": task.base_url, "api_key": task.api_key, "model": MODEL, "seed": task.seed}
+        offered |= {"messages": [dict(message) for message in task.messages]}
+        arguments = arguments_of(self.function, dict(task.columns) | offered)
+        if inspect.iscoroutinefunction(self.function):
+            return await without_exit(self.function(**arguments))
+        return await in_daemon_thread(lambda: self.function(**arguments))
+
+
+class CommandProgram:
+    """An agent program that is a command.
+
+    The command gets the URL and the key in the environment variables `OPENAI_BASE_URL` and `OPENAI_API_KEY`, which
+    OpenAI's clients read. The prompt and the columns are a JSON object on the standard input. All processes that the
+    command has started end with the conversation.
+    """
+
+    def __init__(self, command: str) -> None:
+        self.words = shlex.split(command)
+
+    async def run(self, task: Task) -> None:
+        """Run the command.
+
+        Raises:
+            RuntimeError: the command's exit status is not 0. The message is the last line of the command's output.
+        """
+        given = {**task.columns, "messages": list(task.messages), "seed": task.seed}
+        variables = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key, "OPENAI_MODEL": MODEL}
+        with tempfile.TemporaryFile("w+b") as output:
+            process = await asyncio.create_subprocess_exec(
+                *self.words,
+                stdin=asyncio.subprocess.PIPE,
+                stdout=output,
+                stderr=output,
+                env=os.environ | variables,
+                start_new_session=True,
+            )
+            try:
+                await process.communicate(json.dumps(given, default=str).encode())
+            finally:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, signal.SIGKILL)
+            if process.returncode:
+                output.seek(0)
+                lines = output.read().decode(errors="replace").strip().splitlines()
+                raise RuntimeError(f"exit status {process.returncode}: {lines[-1] if lines else 'no output'}")
+
+
+def program_of(agent: str) -> Program:
+    """Return the agent program that `rollout.agent` names.
+
+    Raises:
+        ConfigError: the function cannot be imported.
+    """
+    if is_function(agent):
+        return FunctionProgram(import_function(agent, f"rollout.agent={agent}"))
+    return CommandProgram(agent)
+
+
+async def run_agent(
+    request: EpisodeRequest, engine: Samples, program: Program, endpoint: AgentEndpoint, limits: Limits
+) -> Trajectory:
+    """Run one trajectory of an agent program, and return it.
+
+    If the program fails, a new trajectory starts with another key. If all attempts fail, the returned trajectory has
+    an error and no actions.
+    """
+
+    async def attempt() -> Trajectory:
+        session = AgentSession(request, engine, limits)
+        url = await endpoint.base_url()
+        task = Task(url, session.key, request.messages, request.columns, environment_seed(request))
+        with endpoint.open(session):
+            stop_reason, reward = await _ended(program, task, session)
+        if not session.record.turns:
+            raise EnvironmentFailure(f"the agent got no answer: {session.refusal or 'it made no request'}")
+        return session.record.trajectory(stop_reason, reward)
+
+    return await with_attempts(request, attempt)
+
+
+def _reward_of(returned: Any, session: AgentSession) -> float | None:
+    """Read the value that a program has returned: the reward of the conversation, or a reward for each answer's id."""
+    if not isinstance(returned, Mapping):
+        return as_reward(returned)
+    for answer, reward in returned.items():
+        try:
+            session.rewarded(plain_id(answer), as_reward(reward))
+        except ApiError as error:
+            raise EnvironmentFailure(f"the agent returned a reward for an unknown answer: {error}") from error
+    return None
+
+
+async def _ended(program: Program, task: Task, session: AgentSession) -> tuple[str, float | None]:
+    """Run a program until it ends or its time is over, and return the stop reason and the reward.
+
+    A program that fails after a limit has refused a request is not at fault.
+
+    Raises:
+        EnvironmentFailure: the program has failed.
+        Exception: the engine is lost.
+    """
+    running = asyncio.ensure_future(program.run(task))
+    try:
+        await asyncio.wait(
+            {running, session.lost}, timeout=session.limits.timeout_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if session.lost.done():
+            session.lost.result()
+        if not running.done():
+            return "deadline", session.reward
+        reward = _reward_of(running.result(), session)
+    except EnvironmentFailure:
+        raise
+    except Exception as error:
+        if session.lost.done():
+            raise
+        if not session.stop_reason:
+            raise EnvironmentFailure(f"the agent failed: {described(error)}") from error
+        reward = None
+    finally:
+        running.cancel()
+        with contextlib.suppress(BaseException):
+            await running
+    return session.stop_reason or "done", session.reward if reward is None else reward

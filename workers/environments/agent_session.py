@@ -1,0 +1,183 @@
+"""The conversation of one agent program with the policy."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rltrain.environments.openai_api import ApiError, Message, ModelAnswer, ModelRequest
+from rltrain.environments.tool_calls import BrokenCall, ParsedAction
+from workers.environments.episode import Samples, assistant_message
+from workers.environments.messages import EpisodeRequest, Limits
+from workers.environments.recording import Recording
+from workers.rollout.turns import TurnResult
+
+
+class AgentSession:
+    """Answers the requests of one agent program, and records them as one trajectory.
+
+    Each request contains the whole conversation. A request must continue the recorded conversation: it repeats all
+    recorded messages and adds new messages. A request that is equal to an earlier request gets the recorded answer
+    again, because HTTP clients repeat requests after errors. Each answer is therefore sampled and trained once.
+
+    Args:
+        request: The prompt, the columns and the random streams of the trajectory.
+        engine: The engine that samples the answers.
+        limits: Limits of the trajectory.
+
+    Attributes:
+        key: API key of the session.
+        record: The recorded turns.
+        stop_reason: The limit that has refused a request; "" if no limit has refused a request.
+        refusal: Error message of the last refused request.
+        reward: Reward of the whole conversation that the program has sent; None if it has sent no such reward.
+        lost: Becomes an exception if the engine can sample no further answer.
+        calls: Tasks of the requests that are being answered.
+    """
+
+    def __init__(self, request: EpisodeRequest, engine: Samples, limits: Limits) -> None:
+        self.engine, self.limits = engine, limits
+        self.record = Recording(request, limits)
+        self.key = secrets.token_urlsafe(24)
+        self.stop_reason, self.refusal = "", ""
+        self.reward: float | None = None
+        self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.calls: set[asyncio.Task[Any]] = set()
+        self._answering = asyncio.Lock()
+        self._answers: dict[str, ModelAnswer] = {}
+        self._by_id: dict[str, Sequence[Message]] = {}  # Conversation up to each answer, in the order of the turns.
+        self._tools: Sequence[Mapping[str, Any]] = ()
+
+    async def answer(self, asked: ModelRequest) -> ModelAnswer:
+        """Sample the answer to a request, or return the recorded answer if the request was answered before.
+
+        Raises:
+            ApiError: the request does not continue the conversation, cannot be rendered, or exceeds a limit.
+        """
+        async with self._answering:
+            key = json.dumps([asked.messages, asked.tools], sort_keys=True)
+            if key not in self._answers:
+                try:
+                    self._answers[key] = await self._sampled(asked)
+                except ApiError as error:
+                    self.refusal = str(error)
+                    raise
+            return self._answers[key]
+
+    def rewarded(self, answer_id: str, reward: float | None) -> None:
+        """Record the reward of one answer.
+
+        Raises:
+            ApiError: the session has no such answer.
+        """
+        self.conversation(answer_id)
+        self.record.reward_turn(list(self._by_id).index(answer_id), reward)
+
+    def conversation(self, answer_id: str) -> Sequence[Message]:
+        """Return the conversation up to an answer, including the answer.
+
+        Raises:
+            ApiError: the session has no such answer.
+        """
+        if answer_id not in self._by_id:
+            raise ApiError(f"this conversation has no answer with the id {answer_id!r:.80}", code="not_found")
+        return self._by_id[answer_id]
+
+    def close(self) -> None:
+        """Cancel all requests that are still being answered."""
+        for task in self.calls:
+            task.cancel()
+        self.lost.cancel()
+
+    async def _sampled(self, asked: ModelRequest) -> ModelAnswer:
+        new = self._new_messages(asked)
+        self._check_limits()
+        turn = self.record.turn_request(new, tools=asked.tools, max_tokens=asked.max_tokens)
+        try:
+            result = await self.engine.sample(turn)
+        except Exception as error:
+            if not self.lost.done():
+                self.lost.set_exception(error)
+            raise ApiError("the engine is gone", status=503, code="engine_gone") from error
+        if result.error:
+            raise ApiError(result.error)
+        if result.full:
+            raise self._limit("max_response_length", "no token is left of rollout.max_response_length")
+        return self._recorded(asked, result)
+
+    def _new_messages(self, asked: ModelRequest) -> list[Message]:
+        """Return the messages of a request after the recorded conversation.
+
+        Raises:
+            ApiError: the request does not continue the recorded conversation.
+        """
+        known = len(self.record.messages)
+        if not known:
+            self._tools = asked.tools
+            return list(asked.messages)
+        new = [_with_name(message, self.record.messages[-1]) for message in asked.messages[known:]]
+        if list(asked.messages[:known]) != [_without_name(message) for message in self.record.messages]:
+            raise ApiError(
+                "the request does not repeat the earlier messages of this conversation, or changes one of them: send "
+                "all earlier messages as they were, and new messages after them",
+                code="conversation_changed",
+            )
+        if asked.tools != self._tools:
+            raise ApiError("the tools must stay the same in a conversation", code="tools_changed")
+        if not new or any(message["role"] == "assistant" for message in new):
+            raise ApiError("new messages must be there, and must come from tools or a user", code="no_new_messages")
+        return new
+
+    def _check_limits(self) -> None:
+        if len(self.record.turns) >= self.limits.max_turns:
+            raise self._limit("max_turns", f"rollout.max_turns={self.limits.max_turns} answers were given")
+        if self.record.expired:
+            raise self._limit("deadline", f"rollout.trajectory_timeout_s={self.limits.timeout_s:g} has passed")
+
+    def _limit(self, stop_reason: str, message: str) -> ApiError:
+        self.stop_reason = stop_reason
+        return ApiError(message, code="context_length_exceeded" if stop_reason == "max_response_length" else "limit")
+
+    def _recorded(self, asked: ModelRequest, result: TurnResult) -> ModelAnswer:
+        assert result.action is not None, "a turn with an action has been parsed"
+        message = assistant_message(shown(result.action))
+        before = len(result.observation_ids) + sum(
+            len(turn.observation_ids) + len(turn.action_ids) for turn in self.record.turns
+        )
+        self.record.add(result, message)
+        uid, sample, turn = result.key
+        answer = ModelAnswer(
+            id=f"{uid}-{sample}-{turn}-{self.key[:8]}",
+            message=dict(message),
+            cut=result.finish_reason == "length",
+            prompt_tokens=before,
+            completion_tokens=len(result.token_ids),
+            created=int(time.time()),
+        )
+        self._by_id[answer.id] = [*asked.messages, answer.message]
+        return answer
+
+
+def shown(action: ParsedAction) -> ParsedAction:
+    """Return an action whose malformed tool calls are ordinary text.
+
+    The OpenAI API has no form for a malformed call. A malformed call next to well-formed calls is left out.
+    """
+    broken = [call.text for call in action.calls if isinstance(call, BrokenCall)]
+    calls = [call for call in action.calls if not isinstance(call, BrokenCall)]
+    if calls or not broken:
+        return ParsedAction(action.content, calls)
+    return ParsedAction("\n".join(filter(None, [action.content, *broken])))
+
+
+def _with_name(message: Message, action: Mapping[str, Any]) -> Message:
+    """Add the name of the called tool to a tool's result, which some chat templates need."""
+    names = {call["id"]: call["function"]["name"] for call in action.get("tool_calls", ())}
+    name = names.get(message.get("tool_call_id", ""))
+    return message | {"name": name} if name else message
+
+
+def _without_name(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    return {key: value for key, value in message.items() if key != "name"}
