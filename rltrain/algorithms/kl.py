@@ -92,7 +92,7 @@ def kl_estimate(
 
     * The products r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. The
       product r k3 is the unbiased KL estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
-    * The products r k2 and r abs have the gradients of the means of k2 and of abs over samples from pi.
+    * The products r k2 and r |d| have the gradients of the means of k2 and |d| over samples from pi.
     * A "+" estimator, such as k3+, already has the complete gradient, and a gradient through r would count the gradient
       twice. For a "+" estimator, r is detached and only reweights the estimate.
 

@@ -19,8 +19,8 @@ Every registered function follows a contract with these rules:
 
 **Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call.
 Metric sums add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the
-number of trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Before the division, the
-sum of a metric such as `clip_fraction` is a number of tokens.
+number of trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Before the division by
+`num_tokens`, a metric such as `clip_fraction` is a number of tokens.
 """
 
 import inspect

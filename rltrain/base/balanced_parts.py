@@ -9,7 +9,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 Parts = list[list[int]]
-CLOSE = 1.005  # A partition is good enough if its largest sum is at most 1.005 times the lower bound.
+CLOSE = 1.005  # The search for a balanced partition stops if the largest sum is at most 1.005 times its lower bound.
 NONE = -1  # Value of an index variable that means "no index".
 
 

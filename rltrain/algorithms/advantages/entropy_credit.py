@@ -42,8 +42,9 @@ def gtpo(
     are skipped. The sum over k in eq. 3 runs over the d_t correct answers of the group (same `uid`) that have a t-th
     trained token. The sum over k in eq. 5 runs over the h_t wrong answers of the group that have a t-th trained token.
     At each t, the mean reward of the correct answers is alpha_1 + alpha_2, and the mean reward of the wrong answers is
-    -(alpha_1 + alpha_2). Among correct answers, uncertain tokens earn more. Among wrong answers, confident tokens lose
-    more. 1e-8 is added to each entropy, so that tokens whose entropies are all 0 get equal rewards.
+    -(alpha_1 + alpha_2). Among correct answers, tokens with a higher entropy get larger rewards. Among wrong answers,
+    tokens with a lower entropy get more negative rewards. 1e-8 is added to each entropy, so that tokens whose entropies
+    are all 0 get equal rewards.
 
     mean(r) and the unbiased std(r) are computed over all trained tokens of the group. With `separate`, mean(r) and
     std(r) are computed separately for correct and wrong answers, as in eq. 6. With `separate`, the advantages have the

@@ -28,9 +28,9 @@ def optimal_token_baseline(
     deterministic policy, B_t is the plain mean of the G_{i,t}.
 
     A_{i,t} is exactly 0 at every t at which all G_{i,t} of the group are equal. If only one row of the group has a t-th
-    trained token, the baseline at t is that row's own return. The advantages of the longest row are therefore exactly 0
-    at tokens that no other row reaches. A row that is not `valid` is excluded from the statistics and gets an advantage
-    of 0.
+    trained token, the baseline at t is that row's own return. The advantages of a group's longest row are exactly 0 at
+    the tokens beyond the end of all other rows. A row that is not `valid` is excluded from the statistics and gets an
+    advantage of 0.
 
     The energy e_{i,j} of `optimal_token_baseline` differs from the energy in arXiv 2602.07078. In arXiv 2602.07078,
     e_{i,j} is the squared gradient of log pi(y_j) with respect to the logits, 1 - 2 pi(y_j) + sum_v pi_v^2. The batch

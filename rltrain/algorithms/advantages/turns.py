@@ -54,14 +54,14 @@ class Turns:
         return from_left(ordered, self.present, self._place)
 
     def rewards(self, token_level_rewards: Tensor) -> Tensor:
-        """Sum the rewards (B, T) over the trained tokens of each turn: (B, K), with the present turns in front."""
+        """Sum the rewards (B, T) over the trained tokens of each turn: (B, K), with absent turns moved to the end."""
         return self.in_order(self.sums(as_float(token_level_rewards.detach())))
 
     def returns_to_go(self, token_level_rewards: Tensor, gamma: float) -> Tensor:
         """Compute the return G_k = sum_l gamma^l r_{k+l} over the present turns from the k-th turn on.
 
         r_k is the sum of the rewards of the turn's trained tokens. The return G is 0 after the last turn of a row. The
-        result has the present turns of each row in front, in the order that `in_order` returns.
+        result (B, K) is in the order of `in_order`: the present turns of each row come first.
 
         Raises:
             ValueError: `gamma` is outside [0, 1].
