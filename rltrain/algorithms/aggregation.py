@@ -1,4 +1,4 @@
-"""Aggregation of token losses into a scalar loss: the only place that divides a loss by a count."""
+"""Aggregation of token losses into a scalar loss; only this module divides a loss by a number of tokens or rows."""
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ def aggregate_loss(
     """Sum `token_losses` (B, T) over the trained tokens, and scale the sum according to the mode:
 
         token-mean               sum_bt l_bt / num_tokens                                 DAPO, arXiv 2503.14476 eq. 8
-        token-sum                sum_bt l_bt                                              divides by nothing
+        token-sum                sum_bt l_bt                                              no division
         seq-mean-token-sum       sum_bt l_bt / num_sequences
         seq-mean-token-mean      sum_b (sum_t l_bt / |mask_b|) / num_sequences            GRPO, arXiv 2402.03300 eq. 3
         seq-mean-token-sum-norm  sum_bt l_bt / (num_sequences * max_response_length)      Dr GRPO, arXiv 2503.20783
@@ -55,7 +55,7 @@ def aggregate_loss(
 
 
 def _count(number: int | Tensor, like: Tensor) -> Tensor:
-    """Return `number` as a tensor of at least 1, so that a mini-batch without trained tokens has the loss 0 / 1."""
+    """Return `number` as a tensor of at least 1, so that the loss of a mini-batch without trained tokens is 0 / 1."""
     return torch.as_tensor(number, dtype=like.dtype, device=like.device).clamp(min=1)
 
 

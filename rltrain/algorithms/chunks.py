@@ -1,4 +1,4 @@
-"""Forward and backward pass of a softmax over a vocabulary, in chunks of logits (positions, words)."""
+"""Forward and backward pass of a softmax over a vocabulary, in chunks of a matrix of logits (positions, vocabulary)."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,12 +9,12 @@ from torch import Tensor
 from rltrain.algorithms.ratio import as_float
 
 LEAST_LOG = -1e4  # Finite replacement for -inf: exp(LEAST_LOG) is 0 in every dtype, and 0 * LEAST_LOG is 0, not NaN.
-# Largest number of rows in a chunk. More rows would not make the matrix product faster, and would leave room for fewer
-# columns.
+# Largest number of rows in a chunk. More rows per chunk would not make the matrix product faster, and would leave room
+# for fewer columns.
 MAX_ROWS = 2048
-# Number of logits per chunk, by device type.
-# On a CPU, a chunk must fit into the cache, because the computation reads the chunk several times. On other devices,
-# the matrix products must be large enough to hide the kernel launch overhead.
+# Number of logits per chunk, by device type. On a CPU, a chunk must fit into the cache, because the computation reads
+# the chunk several times. On a device other than a CPU, the matrix products must be large enough to hide the kernel
+# launch overhead.
 CHUNK_SIZES = {"cpu": 2**21}
 OTHER_CHUNK_SIZE = 2**26
 
@@ -25,7 +25,7 @@ def default_chunk_size(device: torch.device) -> int:
 
 
 def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield the slices (rows, columns) of chunks that have at most `size` logits and cover a (positions, words) matrix.
+    """Yield slices (rows, columns) of chunks of at most `size` logits that together cover a (positions, words) matrix.
 
     All chunks of one block of columns are yielded before the chunks of the next block, so that each row of the
     language-model head is read only once.
@@ -48,12 +48,12 @@ def logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float
 
 
 class RunningSoftmax:
-    """Accumulator of the sum of exp(logit) and of a mean under the softmax for each position, over chunks of columns.
+    """Accumulates the sum of exp(logit) and a mean under the softmax for each position, over chunks of columns.
 
     Each accumulated sum is relative to the largest logit added so far, and is rescaled when a larger logit is added.
     The mean under the softmax is the mean of `values`, or, without `values`, the mean of the differences between the
-    logits and the largest logit. A word of probability 0, such as a word with logit -inf, adds exactly 0 to the mean,
-    whatever its entry in `values`.
+    logits and the largest logit. A vocabulary entry of probability 0, such as an entry with logit -inf, adds exactly 0
+    to the mean, even if its value in `values` is inf or NaN.
     """
 
     def __init__(self, hidden: Tensor, *, with_mean: bool) -> None:
@@ -91,7 +91,7 @@ class RunningSoftmax:
 
 
 class GradientSums:
-    """Accumulator of the gradients of hidden (R, H), head (V, H) and bias (V,) from the logit gradients of all chunks.
+    """Accumulates the gradients of hidden (R, H), head (V, H) and bias (V,) from the logit gradients of all chunks.
 
     Gradients in types narrower than float32 are summed in float32 and rounded once. `wanted` says which of the three
     gradients (hidden, head, bias) are computed; a gradient that is not computed is None.

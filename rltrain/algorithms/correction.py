@@ -37,11 +37,11 @@ def rollout_correction(
 
     The knob `level` defines the importance weight w of a token. At the level "token", w is pi_old(y_t) /
     pi_rollout(y_t). At the level "sequence", w is the product of the token ratios over the row's trained tokens. At the
-    level "geometric", w is the |y|-th root of the sequence ratio. The knob `mode` defines what happens to tokens whose
-    w is outside of [lower, upper]:
+    level "geometric", w is the geometric mean of the token ratios over the row's trained tokens. The knob `mode`
+    defines what happens to tokens whose w is outside of [lower, upper]:
 
         truncate  w is clamped to the bounds and no token is dropped; lower=0 gives TIS (truncated importance sampling)
-        mask      a token whose w is outside is dropped; all others have weight w (IcePop, arXiv 2510.18855). At levels
+        mask      tokens whose w is out of bounds are dropped; other tokens keep w (IcePop, arXiv 2510.18855). At levels
                   sequence and geometric, all tokens of a row have the same w, so whole rows are dropped
 
     A value of None for `lower` or `upper` means no bound. If `advantages` A are given, the mode "mask" drops only
@@ -58,11 +58,11 @@ def rollout_correction(
 
     Returns:
         (weights, mask, metrics). The weights (B, T) are detached, and are 0 outside of the mask. The mask (B, T) is
-        bool and a subset of `response_mask`. The sums over `response_mask` in the metrics are `weight_mean`,
+        bool and a subset of `response_mask`. The metrics are sums over `response_mask`: `weight_mean`,
         `outside_fraction`, `dropped_fraction` and `rollout_kl`, which estimates KL(pi_rollout || pi_old).
 
     Raises:
-        ValueError: if `level` or `mode` is unknown, or unless 0 <= lower <= 1 <= upper.
+        ValueError: if `level` or `mode` is unknown, or if 0 <= lower <= 1 <= upper does not hold.
     """
     low, high = _check(level, mode, lower, upper)
     trained = as_mask(response_mask)
@@ -121,16 +121,16 @@ def rollout_rejection(
     A dropped token loses only its policy-loss term: compute `torch.where(mask, token_losses, 0)`, and aggregate the
     result over the whole `response_mask`.
 
-    No gradient goes to `log_probs`. d is clamped to [-20, 20]. The inputs in masked slots are ignored. A NaN at a
-    trained token causes no rejection, so that the mask does not hide the NaN.
+    No gradient goes to `log_probs`. The log-ratio d is clamped to [-20, 20]. The inputs in masked slots are ignored. A
+    NaN at a trained token causes no rejection, so that the mask does not hide the NaN.
 
     Returns:
-        (mask, metrics). The mask (B, T) is bool and a subset of `response_mask`. The sums over `response_mask` in the
-        metrics are `divergence` (the tokens' values), `outside_fraction` and `dropped_fraction`.
+        (mask, metrics). The mask (B, T) is bool and a subset of `response_mask`. The metrics are sums over
+        `response_mask`: `divergence` (the tokens' values), `outside_fraction` and `dropped_fraction`.
 
     Raises:
         ValueError: if `kl_estimator` or `level` is unknown, if both bounds are None, if `lower` is given for an
-            estimator other than k1, or unless lower <= 0 <= upper.
+            estimator other than k1, or if lower <= 0 <= upper does not hold.
     """
     low, high = _check_rejection(kl_estimator, level, lower, upper)
     trained = as_mask(response_mask)
@@ -189,8 +189,8 @@ def effective_sample_size(
 def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
     """Compute the token values of an estimator of KL(pi_rollout || pi) from log(pi / pi_rollout).
 
-    k3 is computed without the bound of 10 nats that k3 has in the KL penalty, so that k3 shows how far apart the
-    policies are and a rejection threshold above 10 nats has an effect.
+    The KL penalty bounds k3 at 10 nats, but `_divergence` computes k3 without this bound. A bounded k3 would not show
+    how far apart the policies are, and a rejection threshold above 10 nats would have no effect.
     """
     if kl_estimator == "k3":
         return k3_unbounded(log_ratio)

@@ -1,4 +1,4 @@
-"""Statistics of the importance weights of a whole mini-batch, by which a loss with importance weights is normalised."""
+"""Statistics of the importance weights of a whole mini-batch, for the normalisation of an importance-weighted loss."""
 
 from dataclasses import dataclass
 

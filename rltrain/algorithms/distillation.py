@@ -1,7 +1,7 @@
 """Distillation on the policy's own answers: the reverse KL from the policy to a teacher, as an advantage or as a loss.
 
-The policy samples an answer, and a teacher scores the tokens of the answer. `distilled_advantages` and
-`sampled_teacher_kl` each lower the reverse KL divergence KL(pi || pi_T) at each token, averaged over the contexts that
+The policy samples an answer, and a teacher scores the tokens of the answer. Training with `distilled_advantages` or
+with `sampled_teacher_kl` lowers the reverse KL divergence KL(pi || pi_T) at each token, averaged over the contexts that
 the policy visits. The functions of this module need only the log-probs of the sampled tokens, whereas
 `rltrain.algorithms.full_kl` computes the exact divergence over the vocabulary.
 """
@@ -26,12 +26,12 @@ def distilled_advantages(
         A_t = coef log(pi_T(y_t) / pi_old(y_t)) + outcome_coef A_outcome,t
 
     pi_old is the policy before the update, pi_T is the teacher, and A_outcome is the advantage that was estimated from
-    the rewards (`outcome_coef` is the paper's alpha). With the loss -A log pi, the expected gradient of the first term
-    is minus `coef` times the gradient of KL(pi || pi_T) in the visited contexts (eq. 6), where pi = pi_old.
+    the rewards (`outcome_coef` is the paper's alpha). With the loss -A log pi and pi = pi_old, the expected gradient of
+    the first term of A is `coef` times the gradient of KL(pi || pi_T) in the visited contexts (eq. 6).
 
-    All tensors have the shape (B, T). `taught` is True at the tokens of answers that a teacher has scored. At all other
-    tokens, the first term is exactly 0, whatever `teacher_log_probs` holds. The log-ratio is clamped to [-20, 20]. The
-    result has no gradient.
+    All tensors have the shape (B, T). `taught` is True at the tokens of answers that a teacher has scored. At all
+    tokens that are not `taught`, the first term of A_t is exactly 0, whatever `teacher_log_probs` holds. The log-ratio
+    is clamped to [-20, 20]. The result has no gradient.
     """
     log_ratio = safe_log_ratio(teacher_log_probs.detach(), old_log_probs, as_mask(taught))
     return outcome_coef * as_float(advantages.detach()) + coef * log_ratio
@@ -43,13 +43,13 @@ def sampled_teacher_kl(log_probs: Tensor, old_log_probs: Tensor, teacher_log_pro
         l_t = r_t d_t,   d_t = log(pi(y_t) / pi_T(y_t)),   r_t = pi(y_t) / pi_old(y_t)
         grad l_t = r_t d_t grad log pi(y_t)
 
-    For tokens that were sampled from pi_old, the mean of l_t is the reverse KL divergence, and the mean of its gradient
-    is the gradient of the reverse KL divergence (arXiv 2601.02780 eqs. 5 and 6). The importance ratio r_t is 1 in the
-    first optimizer step on the answers. d_t and log r_t are clamped to [-20, 20], both in the value of l_t and in its
-    gradient.
+    For tokens that were sampled from pi_old, the mean of l_t is the reverse KL divergence, and the mean of grad l_t is
+    the gradient of the reverse KL divergence (arXiv 2601.02780 eqs. 5 and 6). The importance ratio r_t is 1 in the
+    first optimizer step on the answers. The log-ratios d_t and log r_t are clamped to [-20, 20], both in the value of
+    l_t and in its gradient.
 
-    `taught` is True at the tokens of answers that a teacher has scored. At all other tokens, the estimate is exactly 0
-    and has no gradient, whatever the other tensors hold.
+    `taught` is True at the tokens of answers that a teacher has scored. At all tokens that are not `taught`, the
+    estimate is exactly 0 and has no gradient, whatever the log-probs are.
     """
     mask = as_mask(taught)
     now = masked(log_probs, mask)

@@ -1,11 +1,11 @@
-"""Counter-based random numbers: each draw is a function of (seed, step, row, token), not of earlier draws."""
+"""Counter-based random numbers: each number is a function of (seed, step, row, token), not of earlier numbers."""
 
 import torch
 from torch import Tensor
 
 
 def uniform_draws(lengths: Tensor, *, seed: int, step: int) -> Tensor:
-    """Return one random number in [0, 1) for each token of each row, row after row, as (N,) float64.
+    """Return one random number in [0, 1) for each token of each row, ordered by row and token, as (N,) float64.
 
         u = h(h(h(h(seed) + step) + row) + token) / 2^64, rounded down to 53 bits
         h(x): the output of SplitMix64 at state x (doi 10.1145/2660193.2660195), a bijection on 64 bits

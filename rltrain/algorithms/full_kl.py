@@ -28,18 +28,19 @@ def full_kl(
     which gets no gradient. The returned KL has the shape (N,) and is never negative. The module `kl` contains
     estimators that need only log-probs of sampled tokens.
 
-    A word of probability 0 under the policy adds exactly 0 to the KL and has no gradient. The policy and the reference
-    can have logits of -inf for the same words. If only the reference has a logit of -inf for a word, the KL is inf.
+    A vocabulary entry of probability 0 under the policy adds exactly 0 to the KL and has no gradient. The policy and
+    the reference can have logits of -inf for the same vocabulary entries. If only the reference has a logit of -inf for
+    a vocabulary entry, the KL is inf.
 
-    At most `chunk_size` logits (positions times words) of each model are in memory at a time. The backward pass
-    recomputes the logits, with at most `chunk_size` logits of each model in memory. If `chunk_size` is None, `full_kl`
-    uses a chunk size that suits the device. The chunk size does not change the computed KL. Each matrix product is
-    computed in the dtype of its factors, as in the models. All other operations use float64 if the product is float64,
-    and float32 otherwise.
+    At most `chunk_size` logits (positions times vocabulary entries) of each model are in memory at a time. The backward
+    pass recomputes the logits, with at most `chunk_size` logits of each model in memory. If `chunk_size` is None,
+    `full_kl` uses a chunk size that suits the device. The chunk size does not change the computed KL. Each matrix
+    product is computed in the dtype of its factors, as in the models. All other operations use float64 if the product
+    is float64, and float32 otherwise.
 
-    `full_kl` takes no mask, so the caller must select the trained positions first. The KL covers the whole distribution
-    at a position, so its mean over sampled contexts needs no importance ratio for the token that was sampled at the
-    position.
+    `full_kl` takes no mask, so the caller must pass the hidden states of only the trained positions. The KL covers the
+    whole distribution at a position, so its mean over sampled contexts needs no importance ratio for the token that was
+    sampled at the position.
 
     Raises:
         ValueError: if `temperature` is not finite and above 0, if `chunk_size` is below 1, or if N or V differ between

@@ -65,8 +65,8 @@ def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def _straight_through(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Return an estimator with the value of `estimator` and the gradient of k2, so that the reverse KL is minimised.
 
-    In k3+, the bound of k3 applies only to the value of the estimate, not to the gradient. The gradient of k3+ is that
-    of k2, which is d and needs no bound.
+    In k3+, which has the value of k3 and the gradient of k2, the bound of k3 applies only to the value of the estimate,
+    not to the gradient. The derivative of k2 with respect to log pi is d, which needs no bound.
     """
 
     @functools.wraps(estimator)
@@ -87,18 +87,18 @@ def kl_estimate(
     """Estimate the KL divergence from pi_ref at each sampled token: (B, T), or any other shape shared by the inputs.
 
     `old_log_probs` are the log-probs of the policy that sampled the tokens. If `old_log_probs` is given, the estimate
-    is multiplied by r = pi / pi_old, so that its mean over samples from pi_old equals the mean over samples from pi.
-    Gradients also flow through the importance ratio r:
+    is multiplied by r = pi / pi_old, so that the mean of the estimate over samples from pi_old equals the mean over
+    samples from pi. Gradients also flow through the importance ratio r:
 
     * The products r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. The
       product r k3 is the unbiased KL estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
-    * The products r k2 and r abs have the gradients of the means of k2 and of abs over samples from pi.
-    * A "+" estimator, such as k3+, already has the complete gradient, to which a gradient through r would add a second
-      time. For a "+" estimator, r is detached and only reweights the estimate.
+    * The products r k2 and r |d| have the gradients of the means of k2 and |d| over samples from pi.
+    * A "+" estimator, such as k3+, already has the complete gradient, and a gradient through r would count the gradient
+      twice. For a "+" estimator, r is detached and only reweights the estimate.
 
-    At a token where k3 is at its bound of 10, no gradient flows through the ratio r, because the gradient of r times a
-    constant would drive log pi further away from the reference. The bound of 10 nats applies to k3 before k3 is
-    multiplied by r. log r is clamped to [-20, 20].
+    At a token where k3 is at its bound of 10, no gradient flows through the ratio r. While k3 is at its bound, the
+    estimate is r times a constant, whose gradient would drive log pi further away from the reference. The bound of 10
+    nats applies to k3 before k3 is multiplied by r. log r is clamped to [-20, 20].
 
     `kl_estimate` takes no mask. At a token with a NaN or inf input, the result is NaN and has no gradient.
     `aggregate_loss` ignores a NaN in a masked slot; a NaN in a trained slot makes the loss NaN.
@@ -130,7 +130,7 @@ def apply_kl_in_reward(
     kl_coef: float | Tensor,
     kl_estimator: str,
 ) -> Tensor:
-    """Compute the token rewards s_t - kl_coef * kl_t; arXiv 1909.08593 eq. 2 with `kl_estimator` = "k1".
+    """Compute the token rewards score_t - kl_coef * kl_t; arXiv 1909.08593 eq. 2 with `kl_estimator` = "k1".
 
     All tensors have the shape (B, T). The result has no gradient. Masked slots have reward 0, so with `kl_coef` 0 the
     rewards of a row sum to the row's score.

@@ -13,7 +13,7 @@ _AGGREGATIONS = ("sum", "normalize_then_sum")
 
 
 class Statistics(NamedTuple):
-    """Statistics of each row's population (the group or batch of the row), as tensors of the shape of the scores.
+    """Statistics of each row's population (its group, or the whole batch), as tensors with the shape of the scores.
 
     `size` is the number of valid rows of the population. `varied` is True if the population has at least two valid rows
     and their scores are not all the same finite number.
@@ -52,7 +52,7 @@ def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: b
     variance = group_sum(squares, members) / (count - int(unbiased)).clamp(min=1)
     highest = (-inf).scatter_reduce(0, where, scores.where(valid, -inf), "amax")[members]
     lowest = inf.scatter_reduce(0, where, scores.where(valid, inf), "amin")[members]
-    unknown = ~mean.isfinite()  # `highest > lowest` is False if a score is NaN, but scores with a NaN are not all equal
+    unknown = ~mean.isfinite()  # if a score is NaN, `highest > lowest` is False, although the scores are not all equal
     return Statistics(count, mean, variance.sqrt(), highest, (count >= 2) & ((highest > lowest) | unknown))
 
 
@@ -115,15 +115,16 @@ def normalize_rewards(
 
     A row that is not `valid` has no score, is excluded from the statistics and gets the result 0.
 
-    A valid row that is not `counted` (B,) is also excluded from the statistics, but it is normalised by the statistics
-    of the counted rows, as in `normalize_advantages`. For example, a truncated answer that is excluded from the
-    statistics is still scored on the scale of the counted rows, so truncation does not improve the score of a wrong
-    answer. If `counted` is None, all valid rows are counted.
+    A valid row that is not `counted` (B,) is excluded from the statistics, but is normalised by the statistics of the
+    counted rows, as in `normalize_advantages`. For example, a truncated answer that is excluded from the statistics is
+    still scored on the scale of the counted rows, so truncation does not improve the score of a wrong answer. If
+    `counted` is None, all valid rows are counted.
 
-    A population with fewer than two counted rows, or with max == min, has no usable spread. In a population without
-    spread, the deviations of counted rows from the mean are exactly 0, a row that is not counted gets its deviation
-    from the mean, and no deviation is divided by the std. The mean over a population without counted rows is 0. Sums
-    are computed in float64, so that the order of rows does not affect the result.
+    A population has no spread if it has fewer than two counted rows, or if all counted rows have equal scores. If the
+    population of `mean_level` has no spread, the deviations of its counted rows from the mean are exactly 0, and the
+    rows that are not counted keep their deviations from the mean. If the population of `std_level` has no spread,
+    deviations are not divided by the std. The mean over a population without counted rows is 0. Sums are computed in
+    float64, so that the order of rows does not affect the result.
 
     Raises:
         ValueError: if a level is unknown, or if `leave_one_out` is used without a mean level or with a std level.
@@ -238,10 +239,11 @@ def normalize_advantages(
     that is not counted are on the same scale as the advantages of counted rows. To keep the advantages of a row at 0,
     leave the tokens of the row out of `response_mask`.
 
-    A population with fewer than two counted tokens, or with max == min, has no usable spread. In a population without
-    spread, the deviations of counted tokens from the mean are exactly 0, a token that is not counted gets its deviation
-    from the mean, and no deviation is divided by the std. The mean over a population without counted tokens is 0. Sums
-    are computed in float64.
+    A population has no spread if it has fewer than two counted tokens, or if all counted tokens have equal advantages.
+    If the population of `mean_level` has no spread, the deviations of its counted tokens from the mean are exactly 0,
+    and the tokens that are not counted keep their deviations from the mean. If the population of `std_level` has no
+    spread, deviations are not divided by the std. The mean over a population without counted tokens is 0. Sums are
+    computed in float64.
 
     Raises:
         ValueError: if a level is unknown, if `leave_one_out` is used without a mean level or with a std level, or if a

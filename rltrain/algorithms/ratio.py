@@ -98,8 +98,8 @@ def clipped_ratio(
     """Return the ratio that multiplies A in the clipped objective, and a mask of the tokens that the clip range clips.
 
     min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. `clipped_ratio`
-    treats A >= 0 and A < 0 separately, so that there is no tie between the branches of a min and the gradient is
-    exactly 0 in the clipped regions. `cap` bounds r for A < 0 (the dual clip). The returned mask does not include
+    treats A >= 0 and A < 0 separately instead of computing a min, so that the gradient is exactly 0 where the ratio is
+    clipped. The argument `cap` is an upper bound on r where A < 0 (the dual clip). The returned mask does not include
     tokens that only `cap` clips.
     """
     low, high = 1 - clip_ratio_low, 1 + clip_ratio_high
@@ -120,7 +120,7 @@ def policy_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tens
 
     Args:
         log_ratio: log r (B, T), as returned by `safe_log_ratio`.
-        ratio: r (B, T), of which `ratio_mean` is the sum.
+        ratio: r (B, T); the metric `ratio_mean` is the sum of r over the trained tokens.
         clipped: bool mask (B, T) of the tokens that have no gradient because of clipping. A loss that removes no
             gradient passes a mask of zeros.
         mask: bool mask (B, T) of the trained tokens.

@@ -6,7 +6,7 @@ Every registered function follows a contract with these rules:
   a default.
 * Padded tensors are (B, T). `response_mask` is bool or 0/1. Slots where `response_mask` is 0 are ignored, even if a
   slot holds NaN.
-* A function computes in float64 if its inputs are float64, and in float32 if they are narrower.
+* A function computes in float64 if its inputs are float64, and in float32 if its inputs have a narrower dtype.
 * A policy loss returns `(token_losses, metrics)` and does not aggregate the token losses. Only the function
   `aggregate_loss` divides a loss by a count.
 * A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The token selector
@@ -20,7 +20,7 @@ Every registered function follows a contract with these rules:
 **Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call.
 Metric sums add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the
 number of trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Before the division by
-the number of tokens, a metric such as `clip_fraction` is itself a number of tokens.
+`num_tokens`, a metric such as `clip_fraction` is a number of tokens.
 """
 
 import inspect
@@ -128,7 +128,7 @@ def check_knobs(fn_name: str, fns: Iterable[Callable[..., Any]], given: Mapping[
 
 
 def _same_type(value: Any, default: Any) -> bool:
-    """Return whether a knob's value has the type of its default.
+    """Return whether a knob's value has the type of the knob's default.
 
     An int is accepted as the value of a float knob. A bool is not accepted as the value of an int or float knob. Any
     value is accepted for a knob whose default is None.
@@ -147,7 +147,7 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
         if parameter.kind in _SINKS:
             raise ValueError(f"'{name}' takes {parameter}: misspelt knobs would go unnoticed; name each parameter")
         if is_knob and not has_default:
-            raise ValueError(f"knob {parameter.name} of '{name}' has no default: every knob has one; give it a value")
+            raise ValueError(f"knob {parameter.name} of '{name}' has no default: every knob needs one; add a default")
         if not is_knob and has_default:
             raise ValueError(
                 f"column {parameter.name} of '{name}' has a default: columns are required; "

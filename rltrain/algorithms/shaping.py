@@ -1,7 +1,7 @@
 """Transformations of scores into rewards: scaling and clipping, the length penalty, and truncated responses.
 
 All tensors are (B,) and have no gradient. The functions of the module `shaping` compute in float64 if their inputs are
-float64, and in float32 if their inputs are narrower.
+float64, and in float32 if their inputs have a narrower dtype.
 """
 
 import torch
@@ -33,8 +33,8 @@ def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, 
         -factor                               beyond L_max
 
     With `factor` 1, the penalty is DAPO's soft punishment of overlong responses, arXiv 2503.14476 eq. 13. l is
-    `lengths`, in tokens, and L_max is `max_response_length`. `buffer` is the number of last tokens before L_max over
-    which the penalty grows.
+    `lengths`, in tokens, and L_max is `max_response_length`. `buffer` is the number of tokens before L_max over which
+    the penalty grows.
 
     Raises:
         ValueError: if `buffer` is not in [1, max_response_length] or `factor` is not above 0.
@@ -57,13 +57,13 @@ def group_length_reward(lengths: Tensor, uid: Tensor, correct: Tensor, counted: 
         min(0, lambda)    if the answer is wrong
 
     l is the length of the answer in tokens, `lengths`. min_l and max_l are the lengths of the shortest and of the
-    longest counted answer of the group, that is, of the rows with the same `uid`. Short correct answers earn up to 0.5,
-    long answers lose up to 0.5, and a wrong answer never earns anything by its length. If all counted answers of a
-    group have the same length, or if the group has fewer than two counted answers, all rows of the group get 0.
+    longest counted answer of the group, that is, of the rows with the same `uid`. Short correct answers gain up to 0.5,
+    long answers lose up to 0.5, and a wrong answer never gains from its length. If all counted answers of a group have
+    the same length, or if the group has fewer than two counted answers, all rows of the group get 0.
 
-    A row that is not `counted` (B,), such as a cut answer that is excluded from the statistics, does not move min_l or
-    max_l. The length reward of a row that is not counted uses the min_l and max_l of the counted rows, with lambda
-    clamped to [-0.5, 0.5].
+    A row that is not `counted` (B,), such as a truncated answer that is excluded from the statistics, does not affect
+    min_l or max_l. The length reward of a row that is not counted uses the min_l and max_l of the counted rows, with
+    lambda clamped to [-0.5, 0.5].
     """
     counted, group, lengths = as_mask(counted), group_index(uid), as_float(lengths)
     empty, inf = torch.zeros_like(lengths), torch.inf
@@ -76,15 +76,15 @@ def group_length_reward(lengths: Tensor, uid: Tensor, correct: Tensor, counted: 
 
 
 def suppress_truncated(scores: Tensor, truncated: Tensor, nothing: Tensor) -> Tensor:
-    """Compute min(r, nothing) where `truncated`, else r: (B,) -> (B,).
+    """Compute min(score, `nothing`) where `truncated` is True, else the score: (B,) -> (B,).
 
     `nothing` (B,) is the score that the row would have if every reward function gave it 0. A truncated row gets the
     lower of `nothing` and its own score. Truncation never improves the score of an answer, whether the answer is right
     or wrong.
 
-    `truncated` (B,) must come from the engine's finish reason, never from the length. A score of NaN, which means that
-    the row has no score, stays NaN. `suppress_truncated` does not decide which rows enter the statistics or which
-    tokens enter the loss.
+    `truncated` (B,) must come from the engine's finish reason, not from the length of the answer. A score of NaN, which
+    means that the row has no score, stays NaN. `suppress_truncated` does not decide which rows enter the statistics or
+    which tokens enter the loss.
     """
     scores = as_float(scores)
     return torch.where(as_mask(truncated), torch.minimum(scores, as_float(nothing)), scores)

@@ -33,8 +33,8 @@ def value_loss(
     new, old, target = masked(values, mask), masked(old_values.detach(), mask), masked(returns.detach(), mask)
     change = new - old
     beyond = change.abs() > clip_range_value
-    # Where a value is inside the clip range, use `new` itself, because old + (new - old) would round.
-    # Inside the clip range, both branches of the max must be equal bit for bit.
+    # Where a value is inside the clip range, use `new` itself, because old + (new - old) can differ from `new` by
+    # rounding. Inside the clip range, both branches of the max must be equal bit for bit.
     clipped = torch.where(beyond, old + change.clamp(-clip_range_value, clip_range_value), new)
     error, clipped_error = (new - target).square(), (clipped - target).square()
     metrics = {

@@ -1,3 +1,4 @@
-"""Basic modules, such as errors, storage and secrets. Every folder of the package may import the basic modules, but the
-basic modules import no other folder.
+"""Basic modules of `rltrain`, for example for errors, storage and secrets.
+
+Every other subpackage of `rltrain` may import `rltrain.base`, but `rltrain.base` imports no other subpackage.
 """

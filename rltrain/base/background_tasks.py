@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 
 class BackgroundTasks:
-    """An async context manager that holds the background tasks of a run.
+    """An async context manager that starts, supervises and cancels the background tasks of a run.
 
     Leaving the `async with` block cancels all background tasks that are still running. The main coroutine uses the
     method `until` to wait for results of background tasks. The first failure of a background task, or an interruption

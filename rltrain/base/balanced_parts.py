@@ -9,18 +9,18 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 Parts = list[list[int]]
-CLOSE = 1.005  # The search for a balanced partition stops at 1.005 times the lower bound on the largest sum.
-NONE = -1  # Value that stands for the absence of an index.
+CLOSE = 1.005  # The search for a balanced partition stops if the largest sum is at most 1.005 times its lower bound.
+NONE = -1  # Value of an index variable that means "no index".
 
 
 def least_largest_sum(weights: Sequence[int], parts: int) -> int:
     """Return a lower bound on the largest sum of a part, for any partition of `weights` into `parts` parts.
 
-    The numbers in `weights` are non-negative integers. The returned bound is the largest of several lower bounds.
-    The first two lower bounds are the sum of all weights divided by `parts`, and the heaviest weight. A further lower
-    bound exists for each k >= 1 with k * parts < len(weights): in any partition, some part contains at least k + 1 of
-    the k * parts + 1 heaviest weights, so the sum of the k + 1 lightest of these weights is a lower bound. If
-    `weights` is empty, the returned bound is 0.
+    The numbers in `weights` are non-negative integers. The returned bound is the largest of several lower bounds. The
+    first two lower bounds are the sum of all weights divided by `parts`, and the heaviest weight. The pigeonhole
+    principle gives a further lower bound for each k >= 1 with k * parts < len(weights). In any partition, some part
+    contains at least k + 1 of the k * parts + 1 heaviest weights, so the sum of the k + 1 lightest of these weights is
+    a lower bound. If `weights` is empty, the returned bound is 0.
     """
     heaviest = sorted(weights, reverse=True)
     sums = [0, *itertools.accumulate(heaviest)]  # sums[n] is the sum of the n heaviest weights.
@@ -31,10 +31,11 @@ def least_largest_sum(weights: Sequence[int], parts: int) -> int:
 def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None = None, room: int = 0) -> Parts | None:
     """Partition the indices of `weights` into parts such that the largest sum of weights in a part is small.
 
-    The algorithm first assigns the indices greedily, from the heaviest to the lightest, each to the part with the
-    smallest sum among the parts that have room (longest processing time first, Graham 1969). Without size limits, the
-    largest sum of the greedy partition is at most 4/3 times the smallest possible largest sum. The function `refined`
-    then repeatedly makes the heaviest part lighter, by moving an index to another part or by exchanging two indices.
+    The algorithm first assigns the indices greedily, from the heaviest to the lightest (longest processing time first,
+    Graham 1969). The greedy algorithm assigns each index to the part with the smallest sum among the parts that have
+    room for the index. Without size limits, the largest sum of the greedy partition is at most 4/3 times the smallest
+    possible largest sum. The function `refined` then repeatedly makes the heaviest part lighter, by moving an index to
+    another part or by exchanging two indices.
 
     Args:
         weights: the numbers to partition, non-negative integers.

@@ -1,6 +1,6 @@
-"""The exceptions of the project.
+"""The exceptions of rltrain.
 
-All exceptions of the project can be pickled, because Ray sends them between processes. Each error message states the
+All exceptions of rltrain can be pickled, because Ray sends exceptions between processes. Each error message states the
 invalid value, the rule that the value breaks, and how to fix the value.
 """
 
@@ -29,7 +29,7 @@ class WorkerError(RLTrainError, RuntimeError):
 class WorkerLost(WorkerError):
     """Raised if a worker's process died or stopped responding.
 
-    Another process can replace a lost worker, but not a worker that answered with an error.
+    A lost worker can be replaced by another process, whereas a worker that answered with an error cannot be replaced.
 
     Attributes:
         process: the lost process, a `workers.cluster.progress.Process`; None if the lost process is not known.
@@ -82,8 +82,8 @@ class RewardError(RLTrainError, RuntimeError):
 
     Attributes:
         batch: the batch of samples whose rewards failed; None unless all samples of the step are available.
-        repairable: name, as `source_name` returns it, of the user's file that must be repaired before the run can be
-            resumed; "" if no file has to be repaired.
+        repairable: name of the user's file that must be repaired before the run can be resumed, as returned by
+            `source_name`; "" if no file has to be repaired.
     """
 
     batch: Any = None

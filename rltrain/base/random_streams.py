@@ -4,7 +4,7 @@ _MASK = (1 << 64) - 1
 
 
 def stream_seed(*words: int) -> int:
-    """Compute a 63-bit seed from integers such as (seed, uid, sample): a hash that applies SplitMix64 steps to each."""
+    """Hash integers such as (seed, uid, sample) to a 63-bit seed, with the mixing function of SplitMix64."""
     state = 0
     for word in words:
         state = (state ^ (word & _MASK)) + 0x9E3779B97F4A7C15 & _MASK

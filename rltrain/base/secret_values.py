@@ -37,7 +37,7 @@ HIDDEN = "[hidden]"
 
 
 def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Collection[str] = ()) -> str:
-    """Return `text` with every secret in it replaced by `[hidden]`.
+    """Return `text` with every secret replaced by `[hidden]`.
 
     A secret is found even if its whitespace is changed, escaped or removed, or if other characters of the secret are
     escaped as in repr(), JSON or a URL. Each long line of a multi-line secret is hidden even where it occurs without
@@ -46,7 +46,8 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Co
     Args:
         text: text that may contain secrets and is about to be shown or written. Shorten the text only after the call of
             `redacted`, because a truncated secret is not recognized.
-        environment: environment variables. The values of variables whose names indicate a secret count as secrets.
+        environment: environment variables. The value of an environment variable counts as a secret if the variable's
+            name indicates a secret.
         keys: additional secrets, of any length.
     """
     return _pattern(frozenset({*_values(environment), *keys})).sub(HIDDEN, text)

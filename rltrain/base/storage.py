@@ -1,9 +1,9 @@
 """Folders on any file system that fsspec supports: local paths, `file://`, `s3://` and so on.
 
-The library universal-pathlib could replace only the methods `at`, `path`, `open`, `read` and `exists` of `Folder`,
-because universal-pathlib offers no atomic write, no checksum and no listing that bypasses fsspec's cache. Transactions
-of fsspec are not atomic: a local file is first written in the system's temporary folder, which may be on another disk,
-and is then copied.
+The library universal-pathlib could replace only the methods `at`, `path`, `open`, `read` and `exists` of `Folder`.
+universal-pathlib lacks atomic writes, checksums and listings that bypass fsspec's cache. Transactions of fsspec are not
+atomic: a local file is first written in the system's temporary folder, which may be on another disk, and is then
+copied.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Decoupled generalised advantage estimation: the critic's returns and the policy's advantages have their own lambda.
+"""Decoupled generalised advantage estimation: separate lambdas for the critic's returns and the policy's advantages.
 
 VC-PPO uses one lambda for the advantages of all answers; VAPO's lambda grows with the length of the answer.
 """
@@ -34,8 +34,8 @@ def decoupled_gae(
         A_t = sum_l (gamma lam)^l delta_{t+l},    R_t = V_t + sum_l (gamma lam_critic)^l delta_{t+l},
         delta_t = r_t + gamma V_{t+1} - V_t
 
-    With `lam_critic` 1, the returns R are Monte-Carlo returns, so that a reward at the end of a long answer reaches the
-    critic's first tokens undiminished. With `lam` below 1, the advantages have less variance.
+    With `lam_critic` 1, the returns R are Monte-Carlo returns, so lambda does not shrink the effect of a late reward on
+    the critic's targets at early tokens. With `lam` below 1, the advantages have less variance.
 
     The index t counts only trained tokens, so tool-output tokens cause no discount. The value V is 0 after the last
     trained token. All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in
@@ -63,14 +63,14 @@ def length_adaptive_gae(
 
         lam = max(0, 1 - 1 / (alpha l))
 
-    l is the number of trained tokens of the answer. The weights lam^0 + lam^1 + ... of the errors delta sum to alpha l,
-    so the advantages of an answer look ahead over the same share of the answer, however long the answer is. In an
-    answer of at most 1 / alpha tokens (20 with the default), the formula of the paper gives a lambda of at most 0, and
-    `length_adaptive_gae` uses a lambda of 0. With a lambda of 0, A_t = delta_t, which depends only on the critic's
-    values and on the reward of token t.
+    l is the number of trained tokens of the answer. The weights lam^0, lam^1, ... of the TD errors delta sum to 1 / (1
+    - lam) = alpha l. With lam = 1 - 1 / (alpha l), an advantage looks ahead over about a fraction alpha of the answer,
+    whatever the length of the answer. For an answer of at most 1 / alpha tokens (20 tokens by default), the formula of
+    the VAPO paper gives a lambda of at most 0, and `length_adaptive_gae` uses a lambda of 0. With a lambda of 0, A_t =
+    delta_t, which depends only on the critic's values and on the reward of token t.
 
-    The returns R do not depend on l: their lambda is `lam_critic`. Shapes, masks and gradients are those of
-    `decoupled_gae`.
+    The returns R use the lambda `lam_critic`, which does not depend on the answer length l. Tensor shapes, masks and
+    gradients are handled as in `decoupled_gae`.
 
     Raises:
         ValueError: if alpha is not finite and above 0, or if gamma or lam_critic is outside [0, 1].
@@ -88,7 +88,7 @@ def length_adaptive_gae(
 def _decoupled(
     token_level_rewards: Tensor, response_mask: Tensor, values: Tensor, *, gamma: float, lam: Tensor, lam_critic: float
 ) -> tuple[Tensor, Tensor]:
-    """Compute advantages with the lambda `lam` (B,) of each row, and returns with `lam_critic`."""
+    """Compute GAE advantages with one lambda per row, `lam` (B,), and returns with the lambda `lam_critic`."""
     check_discount("gamma", gamma)
     check_discount("lam_critic", lam_critic)
     mask = as_mask(response_mask)
@@ -98,8 +98,8 @@ def _decoupled(
     aligned_values = to_left(baseline, mask, place)
     next_values = torch.nn.functional.pad(aligned_values[:, 1:], (0, 1))
     delta = aligned_rewards + gamma * next_values - aligned_values
-    # One scan computes the discounted sums for the policy in the first B rows, and those for the critic in the last B
-    # rows.
+    # One scan computes the discounted sums for the policy's advantages (the first B rows) and for the critic's returns
+    # (the last B rows).
     discounts = gamma * torch.cat((lam, torch.full_like(lam, lam_critic)))
     for_policy, for_critic = discounted_suffix_sum_by_row(torch.cat((delta, delta)), discounts).chunk(2)
     returns = masked(from_left(for_critic, mask, place) + baseline, mask)

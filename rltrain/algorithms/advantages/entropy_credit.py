@@ -1,4 +1,4 @@
-"""Entropy-weighted credit (GTPO and GRPO-S): uncertain steps of correct answers and confident errors weigh more."""
+"""Entropy-weighted credit (GTPO and GRPO-S): uncertain correct answers and confident wrong answers weigh more."""
 
 import math
 
@@ -33,28 +33,30 @@ def gtpo(
     alpha_2: float = 0.1,
     separate: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_{i,t} = (r_{i,t} - mean(r)) / (std(r) + 1e-6) of entropy-weighted rewards; GTPO, arXiv 2508.04349.
+    """Compute A_{i,t} = (r_{i,t} - mean(r)) / (std(r) + 1e-6) from entropy-weighted rewards; GTPO, arXiv 2508.04349.
 
         r_{i,t} =   alpha_1 + alpha_2 d_t H_{i,t} / sum_k H_{k,t}               correct answer i, eq. 3
         r_{i,t} = -(alpha_1 + alpha_2 h_t (1 / H_{i,t}) / sum_k (1 / H_{k,t}))  wrong answer i, eq. 5
 
     H_{i,t} is the entropy of the policy before the update at the t-th trained token of answer i, so tool-output tokens
-    are skipped. The sum in eq. 3 runs over the d_t correct answers of the group (same `uid`) that have a t-th token,
-    and the sum in eq. 5 over the h_t wrong answers that have a t-th token. At each t, the mean reward of the correct
-    answers is alpha_1 + alpha_2, and that of the wrong answers is -(alpha_1 + alpha_2). Among correct answers,
-    uncertain tokens earn more. Among wrong answers, confident tokens lose more. 1e-8 is added to each entropy, so equal
-    entropies of 0 give equal shares.
+    are skipped. The sum over k in eq. 3 runs over the d_t correct answers of the group (same `uid`) that have a t-th
+    trained token. The sum over k in eq. 5 runs over the h_t wrong answers of the group that have a t-th trained token.
+    At each t, the mean reward of the correct answers is alpha_1 + alpha_2, and the mean reward of the wrong answers is
+    -(alpha_1 + alpha_2). Among correct answers, tokens with a higher entropy get larger rewards. Among wrong answers,
+    tokens with a lower entropy get more negative rewards. 1e-8 is added to each entropy, so that tokens whose entropies
+    are all 0 get equal rewards.
 
     mean(r) and the unbiased std(r) are computed over all trained tokens of the group. With `separate`, mean(r) and
-    std(r) are computed over the tokens of the correct answers and over those of the wrong answers separately, as in eq.
-    6. With `separate`, the advantages have the mean 0 over the correct answers and over the wrong answers, so the
-    policy does not learn to prefer correct answers to wrong ones.
+    std(r) are computed separately for correct and wrong answers, as in eq. 6. With `separate`, the advantages have the
+    mean 0 over the correct answers and over the wrong answers, so the policy does not learn to prefer correct answers
+    to wrong ones.
 
     A group whose answers are all correct or all wrong gets advantages of exactly 0, and so does a group with only one
     answer. The GTPO paper starts from DAPO, whose dynamic sampling drops groups with equal outcomes. `successes` is 1
     for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the answer is correct. A row
     that is not `valid`, or whose entry in `successes` is NaN, is excluded from all sums and statistics and gets an
-    advantage of 0. `gtpo` does not read `token_level_rewards`, so shaping and KL penalties have no effect.
+    advantage of 0. `gtpo` does not read `token_level_rewards`, so reward shaping and KL penalties in the reward have no
+    effect.
 
     token_level_rewards, response_mask and entropies are (B, T); uid, valid and successes are (B,). The advantages and
     the returns are (B, T) and 0 in masked slots. The returned `returns` hold the rewards r_{i,t}.
@@ -91,21 +93,21 @@ def grpo_s(
     beta_1: float = 1.0,
     beta_2: float = 0.1,
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_{i,t} = (r_i - mean(r)) / (std(r) + 1e-6) of entropy-weighted rewards; GRPO-S, arXiv 2508.04349.
+    """Compute A_{i,t} = (r_i - mean(r)) / (std(r) + 1e-6) from entropy-weighted rewards; GRPO-S, arXiv 2508.04349.
 
         r_i =   beta_1 + beta_2 n H_i / sum_k H_k                   correct answer i, eq. 9
         r_i = -(beta_1 + beta_2 m (1 / H_i) / sum_k (1 / H_k))      wrong answer i, eq. 9
 
-    H_i is the mean over the trained tokens of answer i of the entropy of the policy before the update, eq. 8. For a
-    correct answer, the sum over k runs over the n correct answers of the group (same `uid`); for a wrong answer, over
-    the m wrong answers of the group. mean(r) and the unbiased std(r) are computed over the answers of the group, and
-    each answer counts once. 1e-8 is added to each H_i.
+    H_i is the entropy of the policy before the update, averaged over the trained tokens of answer i, eq. 8. For a
+    correct answer, the sum over k runs over the n correct answers of the group (same `uid`). For a wrong answer, the
+    sum over k runs over the m wrong answers of the group. mean(r) and the unbiased std(r) are computed over the answers
+    of the group, and each answer counts once. 1e-8 is added to each H_i.
 
     A group whose answers are all correct or all wrong gets advantages of exactly 0, and so does a group with only one
     answer. `successes` is 1 for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the
     answer is correct. A row that is not `valid`, or whose entry in `successes` is NaN, is excluded from all sums and
-    statistics and gets an advantage of 0. `grpo_s` does not read `token_level_rewards`, so shaping and KL penalties
-    have no effect.
+    statistics and gets an advantage of 0. `grpo_s` does not read `token_level_rewards`, so reward shaping and KL
+    penalties in the reward have no effect.
 
     token_level_rewards, response_mask and entropies are (B, T); uid, valid and successes are (B,). The advantages are
     (B, T) and 0 in masked slots. The returns equal the advantages.
@@ -133,7 +135,7 @@ def _check_weights(**weights: float) -> None:
 
 
 def _learning_rows(response_mask: Tensor, uid: Tensor, valid: Tensor, successes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two masks (B,): rows of known outcome in groups of mixed outcomes, and rows with a correct answer."""
+    """Return two masks (B,): rows of known outcome in groups with correct and wrong answers, and correct rows."""
     decided = known_successes(successes, counted_rows(response_mask, valid))
     correct = decided & (successes > 0)
     mixed = statistics_of(correct.double(), group_index(uid), decided).varied
@@ -141,16 +143,16 @@ def _learning_rows(response_mask: Tensor, uid: Tensor, valid: Tensor, successes:
 
 
 def _by_outcome(uid: Tensor, correct: Tensor) -> Tensor:
-    """Number the rows (B,), so that rows have the same number if they have the same group and the same outcome."""
+    """Return one number per row (B,), which is equal for two rows of the same group and the same outcome."""
     return 2 * group_index(uid) + correct.long()
 
 
 def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correct: Tensor) -> Tensor:
-    """Compute n w / sum(w), with w = H for correct answers and w = 1 / H for wrong ones: (B, T) -> (B, T).
+    """Compute n w / sum(w), with w = entropy for correct and w = 1 / entropy for wrong answers: (B, T) -> (B, T).
 
-    sum(w) is the sum over the n slots of the same column that are in `counted` (B, T) and belong to rows with the same
-    `outcome` (B,). The mean of the result over these n slots is 1. The result has no meaning in slots outside
-    `counted`.
+    For each slot, sum(w) is the sum over the n `counted` slots (B, T) in the same column whose rows have the same
+    `outcome` (B,). The mean of the result over the n slots of a sum is 1. The values of the result outside `counted`
+    are meaningless.
     """
     # An entropy is clamped to at least 0, because rounding can make it slightly negative.
     entropies = entropies.clamp(min=0) + EPS

@@ -17,13 +17,13 @@ def grpo_passk(
 
     The numerator of A_{i,t} is what row i adds to the maximum reward of its group: the maximum over the group minus the
     maximum over the rows other than i. For the row with the highest reward, the maximum over the other rows is the
-    second-highest reward of the group, r_second. The maximum of the group is the quantity that pass@k rewards when k is
-    the group size. If two rows share the highest reward, removing one of them does not change the maximum, and the
-    whole group gets advantages of exactly 0. A group that has only one row gets advantages of exactly 0. A row that is
-    not `valid` is excluded from the statistics and gets an advantage of 0.
+    second-highest reward of the group, r_second. The maximum reward of a group of k rows is the quantity that pass@k
+    measures. If two rows share the highest reward, removing one of them does not change the maximum, and the whole
+    group gets advantages of exactly 0. A group that has only one row gets advantages of exactly 0. A row that is not
+    `valid` is excluded from the statistics and gets an advantage of 0.
 
-    r_i is the sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same `uid`. The
-    std is unbiased (divisor n - 1). With `norm_by_std` False, the advantages are not divided by the std.
+    r_i is the sum of the rewards over the trained tokens of row i. A group is the set of valid rows with the same
+    `uid`. The std is unbiased (divisor n - 1). With `norm_by_std` False, the advantages are not divided by the std.
 
     token_level_rewards and response_mask are (B, T); uid and valid are (B,). The advantages are (B, T) and 0 in masked
     slots. The returns equal the advantages.

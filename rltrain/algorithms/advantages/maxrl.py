@@ -12,10 +12,10 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def maxrl(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Compute A_{i,t} = (r_i - mean(r_group)) / mean(r_group); MaxRL, arXiv 2602.02710, Algorithm 1.
 
-    r_i is the sum of the rewards of the row's trained tokens. A group is the set of valid rows with the same `uid`. The
-    rewards in the MaxRL paper are 1 for a correct answer and 0 for a wrong one. With k correct answers among the N
-    answers of a group, a correct answer gets (N - k) / k and a wrong one gets -1, so a prompt that is rarely solved
-    weighs more than under GRPO. The mean of MaxRL's policy gradients over many groups is the gradient of a truncated
+    r_i is the sum of the rewards over the trained tokens of row i. A group is the set of valid rows with the same
+    `uid`. The rewards in the MaxRL paper are 1 for a correct answer and 0 for a wrong one. With k correct answers among
+    the N answers of a group, a correct answer gets (N - k) / k and a wrong one gets -1, so a prompt that is rarely
+    solved weighs more than under GRPO. In expectation, MaxRL's policy gradient is the gradient of a truncated power
     series of log p, where p is the probability of a correct answer.
 
     The formula of MaxRL has no meaning for a group whose mean reward is below 0. A group whose mean reward is 0 or
@@ -29,7 +29,7 @@ def maxrl(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid
     scores, counted = response_scores(token_level_rewards, response_mask, valid)
     raw = masked(scores, counted).double()
     of = statistics_of(raw, group_index(uid), counted)
-    # A group with a NaN or inf reward gets advantages that are not finite, so that the broken reward is not mistaken
-    # for a group with equal rewards.
+    # A group with a NaN or inf reward gets advantages that are not finite, so that the group is not mistaken for a
+    # group with equal rewards.
     learns = counted & of.varied & ((of.mean > 0) | ~of.mean.isfinite())
     return spread(masked((raw - of.mean) / of.mean, learns).to(scores.dtype), response_mask)

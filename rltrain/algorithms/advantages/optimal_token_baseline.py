@@ -1,4 +1,4 @@
-"""Advantages with a separate baseline for each token, weighted by the gradient energy accumulated up to that token."""
+"""Advantages with a baseline for each token, in which each row is weighted by its accumulated squared gradient."""
 
 import torch
 from torch import Tensor
@@ -21,15 +21,16 @@ def optimal_token_baseline(
         W_{i,t} = sum_{j <= t} e_{i,j}
         e_{i,j} = 1 - pi(y_j) >= 0
 
-    The return G_{i,t} is the undiscounted sum of the rewards from t on. The weight W_{i,t} is the sum of the energies
-    e_{i,j} of the tokens up to t. The weight W_{i,t} stands for the squared gradient of log pi(y_1..t). The index t
+    The return G_{i,t} is the undiscounted sum of the rewards of row i from token t on. The weight W_{i,t} is the sum of
+    the energies e_{i,j} of the tokens up to t, and approximates the squared gradient of log pi(y_1..t). The index t
     counts the trained tokens of a row, so tool-output tokens are skipped. The two sums over i in B_t run over the valid
     rows of the group (same `uid`) that have a t-th trained token. If the energy of every row is 0, as under a
     deterministic policy, B_t is the plain mean of the G_{i,t}.
 
     A_{i,t} is exactly 0 at every t at which all G_{i,t} of the group are equal. If only one row of the group has a t-th
-    trained token, the baseline at t is that row's own return, so A is exactly 0 on the tail of the longest row. A row
-    that is not `valid` is excluded from the statistics and gets an advantage of 0.
+    trained token, the baseline at t is that row's own return. The advantages of a group's longest row are exactly 0 at
+    the tokens beyond the end of all other rows. A row that is not `valid` is excluded from the statistics and gets an
+    advantage of 0.
 
     The energy e_{i,j} of `optimal_token_baseline` differs from the energy in arXiv 2602.07078. In arXiv 2602.07078,
     e_{i,j} is the squared gradient of log pi(y_j) with respect to the logits, 1 - 2 pi(y_j) + sum_v pi_v^2. The batch

@@ -7,7 +7,7 @@ from rltrain.algorithms.ratio import as_mask, masked
 
 def counted_rows(response_mask: Tensor, valid: Tensor) -> Tensor:
     """Return the mask (B,) of the rows that enter the statistics: valid rows that have at least one trained token."""
-    # A row without a trained token has no slot for a score, so counting such a row would invent a score of 0.
+    # A row without a trained token has no reward, and counting the row would add a score of 0 to the statistics.
     return as_mask(valid) & as_mask(response_mask).any(-1)
 
 

@@ -11,7 +11,7 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def remax(
     token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor, baseline_rewards: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_t = sum_{t' >= t} r_{t'} - b, with b the greedy answer's score for the prompt; ReMax, arXiv 2310.10505.
+    """Compute A_t = sum_{t' >= t} r_{t'} - b, where b is the score of the greedy answer; ReMax, arXiv 2310.10505.
 
     r_t is the reward of a trained token. If the last trained token gets the whole score r of the row and the rewards
     contain no KL penalty, A_t is r - b for all tokens, as in the ReMax paper. If the rewards contain KL penalties, the

@@ -28,7 +28,7 @@ def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: 
 def places(mask: Tensor) -> Tensor:
     """Return the index of each trained token among the trained tokens of its row, counted from 0.
 
-    The returned index has no meaning in slots where `mask` is False.
+    The returned index is meaningless in slots where `mask` is False.
     """
     return mask.cumsum(-1) - 1
 
@@ -60,7 +60,7 @@ def discounted_suffix_sum(values: Tensor, discount: float) -> Tensor:
 
 
 def discounted_suffix_sum_by_row(values: Tensor, discounts: Tensor) -> Tensor:
-    """Compute `discounted_suffix_sum` of `values` (B, T) with a discount of its own for each row, `discounts` (B,).
+    """Compute `discounted_suffix_sum` of `values` (B, T) with one discount per row, `discounts` (B,).
 
     The powers of the discounts are computed in the dtype of `discounts` and then rounded to the dtype of `values`.
     """

@@ -11,7 +11,7 @@ from rltrain.algorithms.registry import ADVANTAGE_ESTIMATORS
 def rloo(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Compute A_{i,t} = r_i - mean of the group's other rewards = k/(k-1) (r_i - mean); RLOO, arXiv 2402.14740 eq. 8.
 
-    r_i is the sum of the rewards of the row's trained tokens. A group is the set of the k valid rows with the same
+    r_i is the sum of the rewards over the trained tokens of row i. A group is the set of the k valid rows with the same
     `uid`. A group that has only one row, or whose rewards are all equal, gets advantages of exactly 0. A row that is
     not `valid` is excluded from the statistics and gets an advantage of 0.
 

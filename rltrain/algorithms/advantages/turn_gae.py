@@ -19,7 +19,7 @@ def turn_gae(
     gamma: float = 1.0,
     lam: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute GAE (arXiv 1506.02438 eq. 11 and 16) with a turn as one action.
+    """Compute GAE (arXiv 1506.02438 eq. 11 and 16), where each turn is one action.
 
         A_k = sum_l (gamma lam)^l delta_{k+l},    delta_k = r_k + gamma V_{k+1} - V_k
 

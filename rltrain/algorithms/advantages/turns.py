@@ -1,4 +1,4 @@
-"""Turns of the rows of a batch, for advantage estimators that give credit per turn instead of per token."""
+"""Turns of the rows of a batch, for advantage estimators that assign credit to turns instead of tokens."""
 
 import torch
 from torch import Tensor
@@ -54,14 +54,14 @@ class Turns:
         return from_left(ordered, self.present, self._place)
 
     def rewards(self, token_level_rewards: Tensor) -> Tensor:
-        """Sum the rewards (B, T) over the trained tokens of each present turn: (B, K), ordered as by `in_order`."""
+        """Sum the rewards (B, T) over the trained tokens of each turn: (B, K), with absent turns moved to the end."""
         return self.in_order(self.sums(as_float(token_level_rewards.detach())))
 
     def returns_to_go(self, token_level_rewards: Tensor, gamma: float) -> Tensor:
-        """Compute G_k = sum_l gamma^l r_{k+l} over the present turns from the k-th on.
+        """Compute the return G_k = sum_l gamma^l r_{k+l} over the present turns from the k-th turn on.
 
-        r_k is the sum of the rewards of the turn's trained tokens. After the last turn of a row, G is 0. The returns
-        are ordered as by `in_order`.
+        r_k is the sum of the rewards of the turn's trained tokens. The return G is 0 after the last turn of a row. The
+        result (B, K) is in the order of `in_order`: the present turns of each row come first.
 
         Raises:
             ValueError: `gamma` is outside [0, 1].

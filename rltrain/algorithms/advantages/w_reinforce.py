@@ -26,7 +26,7 @@ def w_reinforce(
 
     `successes` is 1 for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the answer
     is correct. A row that is not `valid`, or whose entry in `successes` is NaN, gets an advantage of 0. `w_reinforce`
-    does not read `token_level_rewards`, so shaping and KL penalties have no effect.
+    does not read `token_level_rewards`, so reward shaping and KL penalties in the reward have no effect.
 
     token_level_rewards and response_mask are (B, T); valid and successes are (B,). The advantages are (B, T) and 0 in
     masked slots. The returns equal the advantages.
@@ -37,7 +37,7 @@ def w_reinforce(
     """
     for name, weight in (("positive_weight", positive_weight), ("negative_weight", negative_weight)):
         if not 0 <= weight < float("inf"):
-            raise ValueError(f"{name}={weight} must be finite and >= 0; with 0, the answers it weighs are not learnt")
+            raise ValueError(f"{name}={weight} must be finite and >= 0; use 0 to ignore the answers with this weight")
     if positive_weight == negative_weight == 0:
         raise ValueError("positive_weight=0 with negative_weight=0: nothing is learnt; set at least one above 0")
     decided = known_successes(successes, counted_rows(response_mask, valid))

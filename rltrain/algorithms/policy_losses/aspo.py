@@ -27,7 +27,7 @@ def aspo(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute PPO's clipped loss with flipped ratios for good tokens; ASPO, arXiv 2510.06062 section 6, eq. 3.
+    """Compute PPO's clipped loss with ratio 1/r for tokens with A > 0; ASPO, arXiv 2510.06062 section 6, eq. 3.
 
         l = -A pi_old pi / sg[pi^2]                 where A > 0 and r <= 1+high                 sg: stop-gradient
         l = -A c pi / sg[pi]                        where A > 0 and 1/r > c
@@ -36,9 +36,9 @@ def aspo(
 
     r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). As in PPO, the
     clip range of r decides which tokens have a gradient. A good token (A > 0) with a gradient has the value -A / r and
-    the gradient -A / r grad log pi: a token whose probability has fallen gets a larger weight, and a token that the
-    update has already raised gets a smaller weight. PPO's weight r does the opposite: it is smaller for a token whose
-    probability has fallen.
+    the gradient -A / r grad log pi. A good token gets a larger weight if its probability has fallen, and a smaller
+    weight if its probability has risen. PPO's weight r, in contrast, is smaller for a token whose probability has
+    fallen.
 
     The dual clip of good tokens is soft: the value and the weight of the gradient are bounded by c, and the token keeps
     its gradient. A bad token (A < 0) with r > c has no gradient, as in PPO's dual clip (arXiv 1912.09729). In the
@@ -47,7 +47,7 @@ def aspo(
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. log r is clamped to [-20, 20], and the
     gradient is 0 where log r is outside of this range. The metrics are sums: `clip_fraction` (tokens clipped by PPO's
     clip), `weight_clip_fraction` (good tokens with 1/r > c), `clip_fraction_c` (bad tokens with r > c), `ratio_mean`
-    (r, not flipped) and `ppo_kl`.
+    (r, not 1/r) and `ppo_kl`.
 
     Raises:
         ValueError: if a clip ratio is negative, or if `clip_ratio_c` is not above 1.

@@ -26,8 +26,8 @@ def dppo_kl(
         D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
 
     r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no cap). D is KL(pi_old || pi) of
-    the binary distributions that only distinguish y_t from all other tokens. A token whose probability moved against
-    its advantage is never dropped.
+    the binary distributions that only distinguish y_t from all other tokens. A token is never dropped if its
+    probability rose although A < 0, or fell although A > 0.
 
     `dppo_kl` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
     outside of [-20, 20]. So that D is finite, probabilities are clamped to at most 1, and 1 - pi is clamped to at least

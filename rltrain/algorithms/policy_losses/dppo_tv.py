@@ -31,8 +31,8 @@ def dppo_tv(
         m = 0 where A > 0 and pi - pi_old > delta_high, or A < 0 and pi - pi_old < -delta_low; else 1
 
     r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no cap). |pi - pi_old| is the
-    total variation between the binary distributions that only distinguish y_t from all other tokens. A token whose
-    probability moved against its advantage is never dropped.
+    total variation between the binary distributions that only distinguish y_t from all other tokens. A token is never
+    dropped if its probability rose although A < 0, or fell although A > 0.
 
     `dppo_tv` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
     outside of [-20, 20]. Probabilities above 1, which rounding can cause, are clamped to 1.

@@ -24,16 +24,16 @@ def geo_mean(
     clip_ratio_low: float = 0.4,
     clip_ratio_high: float = 0.4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of the geometric mean of clipped token ratios, in its token form; GMPO, arXiv 2507.20673.
+    """Compute the token-level form of GMPO's loss with a geometric mean of clipped token ratios; arXiv 2507.20673.
 
         L = -A exp(1/|y| sum_t c_t),    c_t = min(log r_t, high) where A >= 0, max(log r_t, -low) where A < 0
         l_t = -s_t A_t,  s_t = exp(sg[1/|y| sum_k c_k] + c_t - sg[c_t])        sg: stop-gradient
 
-    r_t = pi(y_t) / pi_old(y_t), and |y| is the number of trained tokens in the row. low and high bound the log-ratio:
-    0.4 gives the range (e^-0.4, e^0.4) of the ratio. s_t has the same value at every token: s, the geometric mean of
-    the clipped ratios. The gradient of l_t is -s A_t grad log pi(y_t) at a token that is not clipped, and 0 at a
-    clipped token. A clipped token does not remove the gradient of other tokens. Every row must be complete: under
-    sequence parallelism, gather the log-probs of a row before the call.
+    r_t = pi(y_t) / pi_old(y_t), and |y| is the number of trained tokens in the row. The clip ratios low and high bound
+    the log-ratio, so 0.4 means a clip range of (e^-0.4, e^0.4) for the ratio. At every token, s_t has the same value s,
+    which is the geometric mean of the clipped ratios. The gradient of l_t is -s A_t grad log pi(y_t) at a token that is
+    not clipped, and 0 at a clipped token. A clipped token does not remove the gradient of other tokens. Every row must
+    be complete: under sequence parallelism, gather the log-probs of a row before the loss is called.
 
     The loss is defined for the aggregation seq-mean-token-mean. If all advantages A_t of a row are equal, the mean of
     l_t over the tokens of the row has the same value and gradient as the sequence loss L of the GMPO paper.

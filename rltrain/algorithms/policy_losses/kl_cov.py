@@ -30,10 +30,10 @@ def kl_cov(
 
         l = -r A + kl_cov_coef |log r| where selected, else -r A
 
-    r = pi(y_t) / pi_old(y_t), and A is the advantage. The KL-Cov paper writes the penalty as KL(pi_old || pi). The
-    implementation by the authors of KL-Cov uses |log r| of the sampled token as the penalty, and `kl_cov` does so too.
-    The gradient of |log r| is the sign of log r times grad log pi. The penalty is 0 and has no gradient where |log r|
-    <= 1e-5, because near r = 1 rounding alone would decide the sign.
+    r = pi(y_t) / pi_old(y_t), and A is the advantage. The KL-Cov paper writes the penalty as KL(pi_old || pi). Like the
+    implementation by the KL-Cov authors, `kl_cov` uses |log r| of the sampled token as the penalty. The gradient of
+    |log r| is the sign of log r times grad log pi. The penalty is 0 and has no gradient where |log r| <= 1e-5, because
+    near r = 1 rounding alone would decide the sign.
 
     All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
     metric sums are `clip_fraction` (always 0), `selected_fraction` (selected, hence penalised, tokens), `ratio_mean`

@@ -1,4 +1,4 @@
-"""M2PO policy loss: a limit on the second moment of log importance weights, for answers of much older policies."""
+"""M2PO policy loss: a limit on the second moment of log importance weights, for answers sampled by older policies."""
 
 import torch
 from torch import Tensor
@@ -31,9 +31,9 @@ def m2po(
     the weight exceeds its upper bound.
 
     The selection is made before the update and therefore limits only the distance from the sampling policy to pi_old.
-    The clip range bounds the distance from pi_old that the update adds. AReaL's implementation of M2PO also treats the
-    distance to pi_old and the distance from pi_old separately. In the first mini-batch after pi_old is recomputed, r is
-    1 and the clip has no effect.
+    The clip range limits how far the update moves the policy away from pi_old. AReaL's implementation of M2PO also
+    separates the distance between the sampling policy and pi_old from the distance between pi_old and the current
+    policy. In the first mini-batch after pi_old is recomputed, r is 1 and the clip has no effect.
 
     A selected token has no loss and no gradient, but still counts in the denominators of the aggregation, as in the
     M2PO paper. All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The
@@ -60,15 +60,16 @@ def select_m2po(
         selected = the candidates with the largest x_t^2, as few as possible, such that the mean of x_t^2 over the
                    remaining candidates is at most m2_threshold
 
-    A candidate is a token that has already moved in the direction of its advantage; only such tokens can be clipped in
-    PPO. A token that is not a candidate is never dropped. The mean of x_t^2 is computed over the candidates of the
-    whole mini-batch. If the smallest x_t^2 is above the threshold, all candidates are dropped. A token whose x_t^2
-    equals that of a dropped token is also dropped, so the order of rows does not matter and the limit holds.
+    A candidate is a token whose probability has already moved in the direction of its advantage. PPO's clipping also
+    affects only tokens whose probability has moved in the direction of their advantage. A token that is not a candidate
+    is never dropped. The mean of x_t^2 is computed over the candidates of the whole mini-batch. If the smallest x_t^2
+    is above the threshold, all candidates are dropped. A token whose x_t^2 equals that of a dropped token is also
+    dropped, so the order of rows does not matter.
 
     The selector runs once before the update. x_t therefore compares the policy before the update, pi_old, with the
-    policy that sampled. In the M2PO paper, x_t has the current policy in place of pi_old; pi_old and the current policy
-    agree in the first mini-batch after pi_old is recomputed. In a synchronous run x_t is 0 up to the numerical
-    differences between engine and actor, and few tokens or none are dropped.
+    policy that sampled the tokens. In the M2PO paper, x_t has the current policy in place of pi_old; pi_old and the
+    current policy agree in the first mini-batch after pi_old is recomputed. In a synchronous run, x_t is 0 except for
+    the numerical differences between engine and actor, so few tokens are dropped.
 
     All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
 

@@ -17,7 +17,7 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss of the ratio passed through a sigmoid with slope 1 at r = 1; SAPO, arXiv 2511.20347.
+    """Compute minus A times a sigmoid of the ratio, scaled to have slope 1 at r = 1; SAPO, arXiv 2511.20347.
 
         l = -f(r) A,    f(r) = sigmoid(tau (r - 1)) 4 / tau,    tau = tau_pos where A > 0, else tau_neg
 

@@ -37,7 +37,7 @@ def _deviations(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def smallest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
-    """Return the `count` candidates with the smallest values, as bool (B, T).
+    """Return a bool mask (B, T) of the `count` candidates with the smallest values.
 
     If there are fewer than `count` candidates, all of them are selected. A candidate whose value equals the largest
     selected value is also selected, so that the result does not depend on the order of rows.
@@ -51,7 +51,7 @@ def smallest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
 
 
 def exactly_smallest(values: Tensor, candidates: Tensor, count: int, draws: Tensor) -> Tensor:
-    """Return the `count` candidates with the smallest values, as bool (B, T), and never more than `count`.
+    """Return a bool mask (B, T) of the `count` candidates with the smallest values, and never of more candidates.
 
     Among candidates with equal values, those with the smallest `draws` are selected.
     """

@@ -25,20 +25,21 @@ def topr(
     *,
     ratio_max: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute REINFORCE with the truncated sequence ratio as weight of bad answers; TOPR, arXiv 2503.14286 eq. 8.
+    """Compute the REINFORCE loss, weighting bad answers by the truncated sequence ratio; TOPR, arXiv 2503.14286 eq. 8.
 
         l_t = -sg[w] A_t log pi(y_t),    w = 1 where A_t >= 0, else min(s, ratio_max)          sg: stop-gradient
         s = prod_t pi(y_t) / pi_old(y_t) over the trained tokens of the row
 
     The gradient is -w A_t grad log pi(y_t). A good answer (A_t >= 0) is learnt with full weight, however unlikely the
     answer has become. A bad answer loses its weight as its probability falls, so the update needs no KL term. In the
-    TOPR paper, the denominator of s is the policy that sampled the answer, which `algorithm.old_log_probs=rollout`
-    gives.
+    TOPR paper, the denominator of s is the policy that sampled the answer; set `algorithm.old_log_probs=rollout` to use
+    the same denominator.
 
     s is a product over all tokens, without normalisation by the length. The sum of the log-ratios is clamped to [-20,
-    20]. Every row must be complete: under sequence parallelism, gather the log-probs of a row before the call. If a row
-    is one turn of a longer trajectory, the ratio s of the row covers only that turn. `topr` computes log pi as log
-    pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is outside of [-20, 20].
+    20]. Every row must be complete: under sequence parallelism, gather the log-probs of a row before the loss is
+    called. If a row is one turn of a longer trajectory, the ratio s of the row covers only that turn. `topr` computes
+    log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is outside of [-20,
+    20].
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (always 0, because the truncation removes no gradient), `weight_clip_fraction` (tokens of bad

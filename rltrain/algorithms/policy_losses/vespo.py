@@ -1,4 +1,4 @@
-"""Variational sequence-level soft policy optimization (VESPO), a policy loss with a smooth weight, not clipping."""
+"""Variational sequence-level soft policy optimization (VESPO), which replaces clipping by a smooth sequence weight."""
 
 import torch
 from torch import Tensor
@@ -28,21 +28,21 @@ def vespo(
     k_neg: float = 3.0,
     lambda_neg: float = 2.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute REINFORCE weighted by a smooth function of the sequence ratio; VESPO, arXiv 2602.10693.
+    """Compute the REINFORCE loss, weighted by a smooth function of the sequence ratio; VESPO, arXiv 2602.10693.
 
         l_t = -sg[phi(W)] A_t log pi(y_t),    phi(W) = W^k exp(lambda (1 - W))          sg: stop-gradient
         W = prod_t pi(y_t) / pi_old(y_t) over the trained tokens of the row
         k, lambda = k_pos, lambda_pos where A_t >= 0, else k_neg, lambda_neg
 
     The weight phi is 1 at W = 1, has its maximum at W = k / lambda, and falls to 0 for small and for large W. With the
-    default values, the weight phi has its maximum at W = 0.67 for good answers and at W = 1.5 for bad answers. In the
-    VESPO paper, the denominator of W is the policy that sampled the answer, which `algorithm.old_log_probs=rollout`
-    gives.
+    default values, the weight phi has its maximum at W = 0.67 where A_t >= 0, and at W = 1.5 where A_t < 0. In the
+    VESPO paper, the denominator of W is the policy that sampled the answer; set `algorithm.old_log_probs=rollout` to
+    use the same denominator.
 
     W is a product over all tokens, without normalisation by the length. The sum of the log-ratios is clamped to [-20,
-    20]. Every row must be complete: under sequence parallelism, gather the log-probs of a row before the call. `vespo`
-    computes log pi as log pi_old + log r, with the token's log r clamped to [-20, 20]. The gradient is 0 where log r is
-    outside of [-20, 20].
+    20]. Every row must be complete: under sequence parallelism, gather the log-probs of a row before the loss is
+    called. `vespo` computes log pi as log pi_old + log r, with the token's log r clamped to [-20, 20]. The gradient is
+    0 where log r is outside of [-20, 20].
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (always 0, because no gradient is removed), `weight_mean` (of phi), `ratio_mean` (of the tokens) and
