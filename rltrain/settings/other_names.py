@@ -184,8 +184,8 @@ def name_here(key: str) -> Name | None:
     """Return the entry of `NAMES` for the option that another trainer calls `key`, or None if the option is unknown.
 
     An option matches by its whole name or by the last parts of its name: `rollout.n` matches verl's
-    `actor_rollout_ref.rollout.n`. A section that the user writes before an option without a section is ignored:
-    `algorithm.beta` matches TRL's option `beta`.
+    `actor_rollout_ref.rollout.n`. If the other trainer's option belongs to no section, a section that the user writes
+    before the option is ignored: `algorithm.beta` matches TRL's option `beta`.
     """
     plain = key.lstrip("-")
     for name in NAMES:
