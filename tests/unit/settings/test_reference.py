@@ -87,8 +87,8 @@ def test_a_row_tells_default_values_meaning_and_resume_rule(key, default, values
 
 def test_a_row_tells_the_meaning_that_the_schema_declares():
     assert row_of("trainer.max_staleness")[2] == (
-        "Maximum staleness of an answer when the model is trained on it: the number of weight versions by which the "
-        "weights that generated the answer are older. 0: synchronous training."
+        "Maximum staleness of an answer that is trained on. Staleness is the number of weight versions between the "
+        "weights that generated the answer and the current weights. 0: synchronous training."
     )
 
 
