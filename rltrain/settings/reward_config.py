@@ -30,8 +30,8 @@ class RewardFunctionConfig:
         if_left_out="`false`",
     )
     outcome: bool = key(
-        "Whether the score says if the task was solved (true), or rates the form of the answer, such as its length "
-        "(false).",
+        "Whether the function's score says if the task was solved (true), or rates the form of the answer, such as its "
+        "length (false).",
         if_left_out="`true`; `false` for rltrain's own penalties",
     )
     success: float | None = key(
@@ -74,8 +74,8 @@ class RewardModelConfig:
         if_left_out="`false`",
     )
     outcome: bool = key(
-        "Whether the score says if the task was solved (true), or rates the form of the answer, such as its length "
-        "(false).",
+        "Whether the reward model's score says if the task was solved (true), or rates the form of the answer, such as "
+        "its length (false).",
         if_left_out="`true`",
     )
     success: float | None = key(
@@ -145,7 +145,8 @@ class RewardConfig:
     def __post_init__(self) -> None:
         require(
             bool(self.components),
-            "functions is empty, and so is models: name one, as in reward.functions=[my_reward.py:score]",
+            "functions is empty, and models is empty too: name a function or a model, as in "
+            "reward.functions=[my_reward.py:score]",
         )
         names = [component.name for component in self.components]
         require(

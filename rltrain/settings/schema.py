@@ -621,7 +621,7 @@ class RolloutConfig:
 
 @section
 class PlacementConfig:
-    """Settings for the number of processes of each kind, and for where the processes run."""
+    """Settings for the number of processes of each role, and for where the processes run."""
 
     launcher: Literal["ray", "inprocess"] = key(
         "Way in which workers are run. ray: Ray starts a process for each worker. inprocess: all workers are objects "
@@ -700,7 +700,7 @@ class Config:
     rollout: RolloutConfig = key("Generation of the answers.")
     actor: OptimizerConfig = key("Optimizer of the actor: AdamW and its learning-rate schedule.")
     critic: CriticConfig = key("Optimizer of the critic, which exists only if the advantage estimator uses values.")
-    placement: PlacementConfig = key("Number of processes of each kind, and where the processes run.", changeable=True)
+    placement: PlacementConfig = key("Number of processes of each role, and where the processes run.", changeable=True)
     verbose: bool = key("Show the log messages and warnings of libraries.", changeable=True)
 
     def __post_init__(self) -> None:

@@ -59,7 +59,7 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """Return the ConfigError for a key that does not exist. The error message names the most similar key."""
+    """Return the ConfigError for a key that does not exist. The error message names the most similar known key."""
     hint = f"; the nearest known key is '{max(known, key=lambda name: _likeness(key, name))}'" if known else ""
     return ConfigError(f"unknown config key '{key}'{hint}")
 

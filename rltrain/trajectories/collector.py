@@ -283,8 +283,8 @@ class Collector:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the collector for a checkpoint, as plain values.
 
-        The state consists of the position in the prompt order or the state of the pools, the prompt groups in flight,
-        the groups on which later steps may train again, and the unfinished step.
+        The state of the collector consists of the position in the prompt order or the state of the pools, the prompt
+        groups in flight, the groups on which later steps may train again, and the unfinished step.
         """
         step = self.step
         unfinished: dict[str, Any] = {
@@ -365,7 +365,7 @@ class Collector:
                 step.dropped.add(group.uid)
                 step.refills, step.places = step.refills - replaced, step.places - (not replaced)
                 if replaced and not step.refills:
-                    break  # Without refills, `_unseen` returns no group until all groups are finished.
+                    break  # Without replacements, `_unseen` returns no group until all groups are finished.
 
     def _fails(self, step: "_Step", group: Group) -> bool:
         """Return whether all rewards of a group failed and the step's failures exceed `reward.max_failed_fraction`.

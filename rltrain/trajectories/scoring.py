@@ -213,12 +213,12 @@ def in_statistics(batch: DataProto, algorithm: AlgorithmConfig) -> Tensor:
 def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
     """Compute the shaped scores of a batch, from which advantages are estimated, before normalisation.
 
-    With `suppress_truncated`, a cut answer gets the lower of two scores: its own score, and the score that it would
-    have if each reward function had given 0. The length penalty is subtracted after the scores of cut answers are
-    lowered, so the penalty applies to cut answers too. The length reward of `group_length_weight` is added last. The
-    length penalty and the length reward count the sampled tokens of an answer and not the observations between them.
-    The lowered scores of cut answers affect only estimators with a critic, because other estimators skip the rows that
-    are excluded from the statistics.
+    With `suppress_truncated`, a truncated answer gets the lower of two scores: its own score, and the score that it
+    would have if each reward function had given 0. The length penalty is subtracted after the scores of truncated
+    answers are lowered, so the length penalty also applies to truncated answers. The length reward of
+    `group_length_weight` is added last. The length penalty and the length reward count the sampled tokens of an answer
+    and not the observations between them. The lowered scores of truncated answers affect only estimators with a critic,
+    because other estimators skip the rows that are excluded from the statistics.
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -329,8 +329,8 @@ def place_scores(batch: DataProto, scores: Tensor, config: Config) -> Tensor:
     The environment's reward for a turn is multiplied by its weight in the score, and placed on the last token of the
     turn. The score minus the weighted rewards of the turns is placed on the last trained token of the row. The whole
     score is placed on the last trained token if the score is not a weighted sum of rewards. With
-    `algorithm.suppress_truncated`, the whole score of a cut answer is also placed on the last trained token, because
-    the answer loses its rewards.
+    `algorithm.suppress_truncated`, the whole score of a truncated answer is also placed on the last trained token,
+    because the answer loses its rewards.
     """
     weight = _turn_weight(config)
     if "turn_rewards" not in batch or weight == 0:

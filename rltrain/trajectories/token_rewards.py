@@ -123,8 +123,8 @@ def assign_rewards(
     `token_level_rewards` are shaped and, if configured, normalised.
 
     `assign_rewards` also sets the column `valid` to False in rows that are excluded from the statistics because the
-    answer was cut at the length limit. A row with a cut answer keeps its own score, on the same scale as the scores of
-    all other rows.
+    answer was cut at the length limit. A row with a truncated answer keeps its own score, on the same scale as the
+    scores of all other rows.
 
     Returns:
         The batch with the new columns, and metrics of the rewards.
@@ -187,7 +187,7 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     With `bootstrap_truncated`, the critic also computes the value of the state after the last token of each answer that
     was cut at the length limit. The critic's value of a token is the value of the state before the token, and the
     critic does not read the last token of a row. With `bootstrap_truncated`, one arbitrary token is therefore appended
-    to each cut answer. The value of the appended token is the value of the state after the answer's last token.
+    to each truncated answer. The value of the appended token is the value of the state after the answer's last token.
     """
     if not algorithm.bootstrap_truncated:
         return batch
@@ -325,7 +325,7 @@ def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """Set `response_mask` to False for answers on which the update must not train.
 
-    With `algorithm.mask_truncated`, the update ignores the tokens of cut answers. If the policy learns only from
+    With `algorithm.mask_truncated`, the update ignores the tokens of truncated answers. If the policy learns only from
     teachers, the update ignores the tokens of answers that no teacher has scored.
 
     `choose_trained` must be called after the advantages are computed and before the batch is split into mini-batches.
