@@ -1,4 +1,5 @@
-"""The command `python -m rltrain.main`: reads the config, checks it, starts the workers, trains and prints a summary.
+"""The command `python -m rltrain.main`, which reads and checks the config, starts the workers, trains, and prints a
+summary.
 
 The module defines no classes, because a class `X` would be pickled as `__main__.X`, which worker processes cannot
 import.
@@ -388,9 +389,10 @@ async def _train(
 def environments_of(
     config: Config, tokenizer: Any, stop_ids: list[int], prompts: Sequence[PromptSet]
 ) -> "Environments | None":
-    """Load and check the environments and tools of the run. Return None if the run has none.
+    """Load and check the environments and tools of the run. Return None if the run has neither environments nor tools.
 
-    Raise ConfigError if the model cannot be told about them, or if the data lacks a column that the environment needs.
+    Raise ConfigError if an environment or a tool cannot be loaded or described to the model, or if the data lacks a
+    column that the environment needs.
     """
     if not config.rollout.has_environment:
         return None
@@ -400,7 +402,7 @@ def environments_of(
 
 
 def collector_of(config: Config, workers: "Workers", prompts: PromptSet, tasks: BackgroundTasks) -> "Collector":
-    """Create the object that requests answers and their scores."""
+    """Create the collector, which requests answers from the engines and scores from the reward workers."""
     from rltrain.trajectories.collector import Collector
     from rltrain.trajectories.reward_models import reward_models
 
@@ -415,7 +417,7 @@ def collector_of(config: Config, workers: "Workers", prompts: PromptSet, tasks: 
 
 
 def teachers_of(config: Config, workers: "Workers", tasks: BackgroundTasks) -> "Teachers | None":
-    """Create the teachers of the run. Return None if the run has none."""
+    """Create the teachers of the run. Return None if the config names no teachers."""
     if not config.algorithm.distillation.teachers:
         return None
     from rltrain.trajectories.teachers import Teachers

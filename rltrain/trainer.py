@@ -1,13 +1,14 @@
 """The training step of a run, and the training loop that repeats the training step.
 
-A training step has six phases, of which the last is optional:
+A training step has five phases, which an optional sixth phase may follow:
 
 1. Wait until the rollout engines have generated the answers of the next prompt groups.
-2. Compute the log-probs of the teachers, the reference and the actor, and the critic's values, while the last rewards
-   are computed.
+2. Compute the log-probs of the teachers, the reference and the actor, and the critic's values, while reward workers
+   compute the last rewards of the step.
 3. Convert the scores of answers to token rewards and advantages, and choose the tokens to train on.
-4. Update the critic and the actor on mini-batches. If the run has a supervised loss, the actor's mini-batches also
-   contain the supervised answers to their prompts. During the critic's warm-up, update the critic alone.
+4. Update the critic and the actor on mini-batches. If the run has a supervised loss, each mini-batch of the actor also
+   contains the supervised answers to the prompts of the mini-batch. During the critic's warm-up, update the critic
+   alone.
 5. Send the new weights to the rollout engines.
 6. Update the reference model with the weights of the actor.
 
@@ -70,7 +71,7 @@ class Trainer:
         config: the whole config of the run.
         collector: produces batches of scored answers.
         actor, reference, critic: worker groups of the actor, the reference and the critic. The reference is None if the
-            config has no KL term, and the critic is None if the advantage estimator needs no values.
+            run needs no reference model, and the critic is None if the advantage estimator needs no values.
         teachers: the teachers of the distillation; None without distillation.
         tracker: records the metrics and samples of the run.
         checkpoints: saves and reads the checkpoints of the run.
@@ -165,7 +166,8 @@ class Trainer:
         await self.checkpoints.finish()
 
     async def between_steps(self) -> None:
-        """Evaluate the policy and save a checkpoint, if the config asks for an evaluation or a checkpoint at this step.
+        """Evaluate the policy and save a checkpoint, if the config asks for an evaluation or a checkpoint at the
+        current step.
 
         A restored run does not repeat an evaluation or a checkpoint that already exists for the current step.
         """
@@ -251,8 +253,8 @@ class Trainer:
     def trains_actor(self) -> bool:
         """Whether the current step updates the actor. During the critic's warm-up, a step updates only the critic.
 
-        A step of the warm-up counts like any other: it raises the version number of the weights and ends with a weight
-        sync, although the weights are the same.
+        A step of the critic's warm-up also raises the version number of the weights and ends with a weight sync,
+        although the actor's weights stay the same.
         """
         return self.step >= self.config.critic.warmup_steps
 
@@ -388,7 +390,8 @@ class Trainer:
     async def update_actor(self, batch: DataProto, minibatches: Sequence[list[int]]) -> dict[str, float]:
         """Update the actor on all mini-batches, then update the entropy coefficient, and return the update's metrics.
 
-        If the run has a supervised loss, each mini-batch also trains on the supervised answers to its prompts.
+        If the run has a supervised loss, each mini-batch of the actor also contains the supervised answers to the
+        prompts of the mini-batch.
 
         Raise NumericsError if too many consecutive optimizer steps were skipped.
         """
@@ -490,7 +493,8 @@ class Trainer:
     async def refresh_reference(self, reference: WorkerGroup[ReferenceWorker]) -> dict[str, float]:
         """Update the reference model if an update is due after the current step, and return the metrics of the update.
 
-        The next step computes the first log-probs with the new weights of the reference model.
+        From the next training step on, the reference log-probs are computed with the updated weights of the reference
+        model.
         """
         due = self.step % self.config.algorithm.reference.refresh_every == 0
         if due:

@@ -30,8 +30,8 @@ class RewardShapingConfig:
         values="any number except 0",
     )
     clip: float | None = key(
-        "Maximum absolute value of an answer's score. A score beyond the limit is clamped, after bias and scale are "
-        "applied. null: no limit.",
+        "Maximum absolute value of an answer's score. Scores are clamped after bias and scale are applied. null: no "
+        "limit.",
         above=0,
     )
     overlong_buffer: int = key(
@@ -65,14 +65,14 @@ class NormalizationConfig:
     """
 
     mean_level: Level | None = key(
-        "Values whose mean is subtracted from each value: all values of the batch, or those of the prompt group. "
-        "null: subtract no mean."
+        "Scope of the mean that is subtracted from each value. batch: all values of the batch. group: the values of "
+        "the prompt group. null: subtract no mean."
     )
     std_level: Level | None = key(
-        "Values by whose standard deviation each value is divided: all values of the batch, or those of the prompt "
-        "group. null: do not divide by a standard deviation."
+        "Scope of the standard deviation by which each value is divided. batch: all values of the batch. group: the "
+        "values of the prompt group. null: do not divide by a standard deviation."
     )
-    leave_one_out: bool = key("Subtract from each sample's value the mean of the other samples only.")
+    leave_one_out: bool = key("Compute the mean that is subtracted from a sample's value without the sample itself.")
     unbiased: bool = key("Compute the standard deviation of n samples with divisor n - 1. false: use divisor n.")
 
     def __post_init__(self) -> None:
@@ -107,10 +107,10 @@ class KLInRewardConfig:
         "Controller of kl_coef. fixed: kl_coef stays constant. adaptive: kl_coef changes so that the measured KL "
         "approaches kl_in_reward.target."
     )
-    target: float = key("KL that the adaptive controller of kl_coef aims at.", unit="nats per token", at_least=0)
+    target: float = key("Target KL of the adaptive controller of kl_coef.", unit="nats per token", at_least=0)
     horizon: int = key(
-        "Time constant of the adaptive controller, in sequences. With a larger number, the controller changes kl_coef "
-        "more slowly.",
+        "Time constant of the adaptive controller, in sequences. The larger the time constant, the more slowly the "
+        "adaptive controller changes kl_coef.",
         at_least=1,
     )
 
@@ -134,7 +134,8 @@ class KLLossConfig:
     kl_loss_coef: float = key("Coefficient of the KL term in the loss. 0: no KL term.", at_least=0)
     kl_estimator: str = key(
         "Estimator of the KL divergence from the reference model. full: the exact KL over the vocabulary. A + after "
-        "the estimator's name keeps the estimate's value, but replaces its gradient by that of the reverse KL.",
+        "the name of an estimator, as in k1+, keeps the value of the KL estimate, but replaces the gradient of the "
+        "estimate with the gradient of the reverse KL.",
         values="`k1`, `k2`, `k3`, `abs`, one of these with `+`, or `full`",
     )
     ratio_weighted: bool = key(
@@ -164,7 +165,7 @@ class ReferenceConfig:
 
     refresh_every: int = key(
         "Number of training steps between two updates of the reference model (TR-DPO, arXiv:2404.09656). 0: the "
-        "reference model stays the model with which training starts.",
+        "reference model is never updated.",
         at_least=0,
     )
     refresh_coef: float = key(
@@ -208,9 +209,9 @@ class CorrectionConfig:
         "Upper bound of the importance weights. null: no upper bound.", values="number >= 1, or `null`"
     )
     batch_normalize: bool = key(
-        "Divide the importance weights of a mini-batch by their mean after the bounds are applied, so that their mean "
-        "is 1 (self-normalised importance sampling). The mean weight is over tokens for level=token and over answers "
-        "for the other levels; a dropped token or answer counts with weight 0."
+        "Rescale the importance weights of a mini-batch to a mean of 1 after the bounds are applied (self-normalised "
+        "importance sampling). With level=token, the mean weight is taken over tokens, and otherwise over answers; a "
+        "dropped token or answer counts with weight 0."
     )
     normalize: Literal["all", "kept"] = key(
         "Tokens that count in the mean of loss_agg_mode for the policy loss. all: all trained tokens, as in IcePop and "
@@ -269,7 +270,7 @@ class CorrectionConfig:
 
 @section
 class RejectionConfig:
-    """Settings that remove the policy-loss term of tokens or answers for which the policy has moved too far from the
+    """Settings for dropping the policy-loss term of tokens or answers on which the policy differs too much from the
     engine's policy.
 
     Setting `kl_estimator` to null turns off the removal of policy-loss terms.
@@ -281,10 +282,11 @@ class RejectionConfig:
     )
     level: Literal["token", "sequence", "max"] = key(
         "Unit that is dropped if its KL estimate is outside the bounds. token: single tokens. sequence: each row "
-        "whose mean over tokens is outside the bounds. max: each row in which any token is outside the bounds."
+        "whose mean KL estimate over tokens is outside the bounds. max: each row in which the KL estimate of any "
+        "token is outside the bounds."
     )
     lower: float | None = key(
-        "Lower bound of the KL estimate. Only for kl_estimator=k1. null: no lower bound.",
+        "Lower bound of the KL estimate. A lower bound is valid only with kl_estimator=k1. null: no lower bound.",
         values="number <= 0, or `null`",
         unit="nats per token",
     )
@@ -333,17 +335,18 @@ class AlgorithmConfig:
         "before the update. rollout: the engine."
     )
     suppress_truncated: bool = key(
-        "Lower the score of an answer that was cut at the length limit to at most the score that results if each "
-        "reward function gives 0. The length penalty still applies to cut answers. Cut answers do not count in score "
-        "statistics."
+        "Cap the score of an answer that was cut at the length limit at the score that the answer would have if each "
+        "reward function returned 0. The length penalty still applies to truncated answers. Truncated answers do not "
+        "count in score statistics."
     )
     exclude_truncated: bool = key(
-        "Leave answers that were cut at the length limit out of the score statistics. A cut answer keeps its own score."
+        "Leave answers that were cut at the length limit out of the score statistics. A truncated answer keeps its "
+        "own score."
     )
     mask_truncated: bool = key("Do not train on the tokens of an answer that was cut at the length limit.")
     bootstrap_truncated: bool = key(
-        "For an answer that was cut at the length limit, add gamma times the critic's value of the state after the "
-        "last token to the reward of that token. The critic's value estimates the reward that the answer could still "
+        "Add gamma times the critic's value of the final state to the reward of the last token of each answer that "
+        "was cut at the length limit. The critic's value estimates the reward that a truncated answer could still "
         "have earned."
     )
     dynamic_sampling: int = key(
@@ -372,7 +375,7 @@ class AlgorithmConfig:
         "Normalisation of the estimated advantages of the tokens that are trained on."
     )
     advantage_clip: float | None = key(
-        "Maximum absolute value of an advantage. A normalised advantage beyond the limit is clamped. null: no limit.",
+        "Maximum absolute value of an advantage. Advantages are clamped after normalisation. null: no limit.",
         above=0,
     )
     kl_in_reward: KLInRewardConfig = key(
@@ -382,30 +385,31 @@ class AlgorithmConfig:
     reference: ReferenceConfig = key("Updates of the reference model during training.")
     squared_log_ratio_coef: float = key(
         "Coefficient of a loss term: the squared log-ratio of the policy to the engine's policy (Kimi K2.5, "
-        "arXiv:2602.02276 eq. 1). The term is added for every token, even if the token's policy-loss term is dropped. "
-        "0: the loss has no squared log-ratio.",
+        "arXiv:2602.02276 eq. 1). The squared log-ratio is added for every token, even if the token's policy-loss "
+        "term is dropped. 0: the loss has no squared log-ratio.",
         at_least=0,
     )
     sft_coef: float = key(
-        "Coefficient of the supervised loss, which is added to the loss of every mini-batch: the mean cross-entropy of "
-        "the tokens of the supervised answers (data.sft_response) to the mini-batch's prompts. 0: no supervised loss.",
+        "Coefficient of the supervised loss, which is added to the loss of every mini-batch. The supervised loss is "
+        "the mean cross-entropy over the tokens of the supervised answers (data.sft_response) to the mini-batch's "
+        "prompts. 0: no supervised loss.",
         at_least=0,
     )
     positive_nll_coef: float = key(
-        "Coefficient of a loss term for the tokens of correct answers: their mean negative log-likelihood (VAPO, "
-        "arXiv:2504.05118 section 4.3). An answer is correct if a reward function says so (success); with "
-        "suppress_truncated, an answer that was cut at the length limit never counts as correct. Tokens whose "
-        "policy-loss term is dropped keep their negative log-likelihood in the loss. 0: no loss term for correct "
-        "answers.",
+        "Coefficient of a loss term: the mean negative log-likelihood of the tokens of correct answers (VAPO, "
+        "arXiv:2504.05118 section 4.3). An answer is correct if a reward function declares the answer correct "
+        "(success); with suppress_truncated, an answer that was cut at the length limit never counts as correct. "
+        "Tokens whose policy-loss term is dropped keep their negative log-likelihood in the loss. 0: no loss term "
+        "for correct answers.",
         at_least=0,
     )
     correction: CorrectionConfig = key(
         "Importance weights of the policy-loss term: the ratio of the actor's policy before the update to the "
-        "engine's policy. The KL and entropy terms are not weighted."
+        "engine's policy. The KL and entropy terms of the loss are not weighted."
     )
     rejection: RejectionConfig = key(
         "Removal of the policy-loss term where the policy that is being updated is too far from the engine's policy. "
-        "The KL and entropy terms are not removed."
+        "The KL and entropy terms of the loss are not removed."
     )
     distillation: DistillationConfig = key(
         "Distillation on the policy's own answers: the policy learns to match the distributions of teachers."
@@ -446,13 +450,15 @@ class AlgorithmConfig:
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether the KL penalty or the KL term is exact, so that the reference model must send its hidden states."""
+        """Whether the KL penalty or the KL term uses the exact KL, which needs the hidden states of the reference
+        model.
+        """
         return self.kl_in_reward.full or self.kl_loss.full
 
     @property
     def needs_ref_log_probs(self) -> bool:
-        """Whether the KL penalty or the KL term is estimated from samples, so that the reference model must send
-        log-probs.
+        """Whether the KL penalty or the KL term is estimated from samples, which needs the log-probs of the reference
+        model.
         """
         reward, loss = self.kl_in_reward, self.kl_loss
         return (reward.kl_coef > 0 and not reward.full) or (loss.kl_loss_coef > 0 and not loss.full)

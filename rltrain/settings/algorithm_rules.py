@@ -43,7 +43,8 @@ def check_algorithm(config: Config) -> None:
 
     Raises:
         ConfigError: the name of a loss or estimator is not registered, a parameter does not exist or is out of range,
-            or a setting has no effect. The error message is one line that gives the wrong value, the rule and the fix.
+            or a setting has no effect. The error message is one line that names the wrong value, the violated rule and
+            a way to fix the setting.
     """
     from rltrain.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES, loss_functions
 
@@ -192,8 +193,8 @@ def _check_kl(algorithm: AlgorithmConfig) -> None:
     estimator, loss = algorithm.kl_in_reward.kl_estimator, algorithm.kl_loss
     require(
         not estimator.endswith("+"),
-        f"algorithm.kl_in_reward.kl_estimator={estimator}: a '+' form differs in its gradient only, and a reward has "
-        f"no gradient; use {estimator.rstrip('+')}",
+        f"algorithm.kl_in_reward.kl_estimator={estimator}: the '+' changes only the gradient of the estimate, and a "
+        f"reward has no gradient; use {estimator.rstrip('+')}",
     )
     require(
         loss.kl_loss_coef == 0 or loss.kl_estimator != "k1" or loss.ratio_weighted,
@@ -286,7 +287,7 @@ def _check_groups(config: Config) -> None:
 
 
 def _check_turns(config: Config) -> None:
-    """Raise ConfigError if the estimator gives credit to turns, but each answer is a single turn."""
+    """Raise ConfigError if the estimator assigns credit to turns, but each answer has only one turn."""
     estimator = config.algorithm.advantage_estimator
     require(
         "turn_index" not in _columns(config.algorithm) or config.rollout.has_environment,
@@ -296,7 +297,8 @@ def _check_turns(config: Config) -> None:
 
 
 def _check_distillation(config: Config) -> None:
-    """Raise ConfigError if distillation cannot get the log-probs that it needs, or makes another setting useless.
+    """Raise ConfigError if distillation cannot get the log-probs that it needs, or if distillation makes another
+    setting ineffective.
 
     If the policy learns from teachers alone (`outcome_coef=0`), settings that only change how rewards become advantages
     have no effect. If `outcome_coef` is 0 and the teachers act through the loss (`mode=loss`), there is no policy loss.
@@ -428,8 +430,8 @@ def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
     """Raise ConfigError if `bootstrap_truncated` is on but cannot work or has no effect, because of other settings.
 
     With `bootstrap_truncated`, a truncated answer gets an extra reward: gamma times the critic's value of the state in
-    which the answer was cut off. For `bootstrap_truncated` to work, the critic's value must exist, affect the
-    advantages, and not be undone by another setting.
+    which the answer was cut off. The option `bootstrap_truncated` works only if the run has a critic, gamma is above 0,
+    and neither `suppress_truncated` nor `mask_truncated` is on.
     """
     if not algorithm.bootstrap_truncated:
         return
@@ -440,8 +442,9 @@ def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
     )
     require(
         not algorithm.suppress_truncated,
-        "algorithm.bootstrap_truncated=true with suppress_truncated=true: the first credits a cut answer with what it "
-        "would have earned, the second with nothing; set only one of them",
+        "algorithm.bootstrap_truncated=true with suppress_truncated=true: bootstrap_truncated credits a truncated "
+        "answer with the reward that it could still have earned, and suppress_truncated with nothing; set only one "
+        "of them",
     )
     require(
         not algorithm.mask_truncated,
@@ -456,7 +459,9 @@ def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
 
 
 def _check_supervised(config: Config) -> None:
-    """Raise ConfigError if a supervised loss has no supervised answers, or if supervised answers have no loss."""
+    """Raise ConfigError if the supervised loss is on without supervised answers, or if supervised answers are
+    configured without the supervised loss.
+    """
     coef, response = config.algorithm.sft_coef, config.data.sft_response
     require(
         coef == 0 or response is not None,
@@ -481,10 +486,10 @@ def _check_warmup(config: Config) -> None:
 
 
 def _check_positive_examples(config: Config) -> None:
-    """Raise ConfigError if the loss needs correct answers, and no reward function can declare an answer as correct.
+    """Raise ConfigError if the loss needs correct answers, and no reward function can declare an answer correct.
 
-    Whether a reward function of the user returns `RewardResult.success` is known only after the first answers, so such
-    a function is accepted.
+    User-defined reward functions are accepted, because only their first results show whether they return
+    `RewardResult.success`.
     """
     coefficient, reward = config.algorithm.positive_nll_coef, config.reward
     decides = any(component.success is not None for component in reward.components)

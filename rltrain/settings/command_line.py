@@ -29,8 +29,8 @@ FLAG_MEANINGS = (
     ("-h, --help", "print this text"),
 )
 EXAMPLES = (
-    ("algorithm=ppo trainer.total_steps=60", "another algorithm, half the steps"),
-    ("algorithm.loss.clip_ratio_high=0.28", "a knob of the loss"),
+    ("algorithm=ppo trainer.total_steps=60", "another algorithm, half as many training steps"),
+    ("algorithm.loss.clip_ratio_high=0.28", "a parameter of the loss"),
     ("data=sort rollout=hf", "another task, answers without vLLM"),
     ("placement=inprocess rollout=hf", "one process, no Ray: breakpoint() works anywhere"),
     ("model.path=DIR data.train=my.jsonl reward.functions=[my_reward.py:score]", "your own model, data and reward"),
@@ -54,8 +54,8 @@ class Args:
 
 
 def parse_args(argv: Sequence[str]) -> Args:
-    """Split the command line into flags and config settings. If several flags select an action, the first one in the
-    order help, sweep, config, plan is taken.
+    """Split the command line into flags and config settings. If the flags select several actions, the action that comes
+    first in the order help, sweep, config, plan is taken.
 
     Raises:
         ConfigError: a flag is unknown, or `--config` is given without a file.

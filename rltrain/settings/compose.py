@@ -66,9 +66,10 @@ def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]
 
 
 def _with_profile(items: list[Item]) -> list[Item]:
-    """Return the user's settings, with the choice of a profile added if the user's model or task needs a profile.
+    """Return the user's settings, with a profile added if the user's model or task needs another profile than the
+    default.
 
-    If the settings select no profile, a choice is inserted before the settings: `profile=instruct` for a model other
+    If the settings select no profile, a profile is inserted before the settings: `profile=instruct` for a model other
     than `builtin`, and `profile=conversation` for the built-in model and a built-in task with several turns.
     """
     if "profile" in chosen(items):
@@ -82,7 +83,7 @@ def _with_profile(items: list[Item]) -> list[Item]:
 
 
 def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a dict from each key that the profile sets and the user does not set to the profile's value.
+    """Return the values that the profile sets for keys that the user does not set, as a dict by key.
 
     Args:
         overrides: the settings from the command line.
@@ -132,7 +133,7 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:
-    """Return settings that remove the parameters that a preset gives to a loss or an estimator which the user replaces.
+    """Return settings that remove a preset's parameters of a loss or an estimator if the user selects another function.
 
     A preset's parameters are meant for the loss and the estimator that the preset selects. For example, `algorithm=dapo
     algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Parameters that the user sets are kept, because

@@ -10,7 +10,7 @@ def config_dir() -> Path:
     """Return the folder of rltrain's YAML config files.
 
     In an installed rltrain, the folder `config` is inside the package `rltrain`. In a source checkout, the folder
-    `config` is beside the package `rltrain`.
+    `config` is next to the package `rltrain`.
     """
     package = Path(__file__).resolve().parents[1]
     inside = package / "config"
@@ -18,7 +18,7 @@ def config_dir() -> Path:
 
 
 def group_names() -> list[str]:
-    """Return the names of the config groups, in the order of the schema."""
+    """Return the names of the config groups, in the order of the fields of `Config`."""
     order = [field.name for field in dataclasses.fields(Config)]
     found = [folder.name for folder in config_dir().iterdir() if folder.is_dir() and any(folder.glob("*.yaml"))]
     return sorted(found, key=lambda name: (order.index(name) if name in order else len(order), name))

@@ -8,7 +8,7 @@ from rltrain.settings.typed import require
 
 TEACHER = "teacher"  # The role name of a teacher on the training ranks is "teacher", a space, and the teacher's name.
 TEACHER_KEY = "algorithm.distillation.teachers: path of '{}'"  # Template of a teacher's key `path` in error messages.
-REFERENCE = "reference"  # A teacher whose `path` has this value is the run's reference model.
+REFERENCE = "reference"  # A teacher whose `path` is "reference" is the run's reference model.
 # Default prompt template of a teacher whose path is `reference`, as in SDFT, arXiv 2601.19897 section 3.
 DEMONSTRATION_TEMPLATE = (
     "{prompt}\n\nThis is an example for a response to the question:\n{demonstration}\n\n"
@@ -79,7 +79,9 @@ class TeacherConfig:
 
     @property
     def is_model(self) -> bool:
-        """Whether the teacher is a model of its own on the training ranks, with a directory or a name on the hub."""
+        """Whether the teacher is a separate model on the training ranks, loaded from a directory or from the Hugging
+        Face hub.
+        """
         return not self.is_endpoint and self.path != REFERENCE
 
     @property
@@ -91,10 +93,10 @@ class TeacherConfig:
 
 @section
 class DistillationConfig:
-    """Settings of the distillation of teachers on the policy's own answers."""
+    """Settings of distillation, in which the policy learns from teachers on the policy's own answers."""
 
     teachers: list[TeacherConfig] = key(
-        "List of teachers. Each entry is a mapping, or only the path of a teacher. An empty list: no distillation."
+        "List of teachers, each given as a mapping or only by its path. An empty list: no distillation."
     )
     teacher_column: str | None = key(
         "Column of the data that holds the name of each row's teacher. null: the only teacher of the list teaches on "
@@ -111,14 +113,14 @@ class DistillationConfig:
     )
     coef: float = key("Coefficient of the distillation term.", above=0)
     outcome_coef: float = key(
-        "Factor of the advantages that come from the rewards. 0: the policy learns from the teachers alone, and "
-        "rewards are only measured.",
+        "Factor by which the advantages that are computed from rewards are multiplied. 0: the policy learns from the "
+        "teachers alone, and rewards are only measured.",
         at_least=0,
     )
     timeout_s: float = key("Time limit of one request to an endpoint.", unit="seconds", above=0, changeable=True)
     retries: int = key(
-        "Number of times that a failed request to an endpoint is sent again, with growing waits. An answer whose "
-        "requests all fail gets no distillation term.",
+        "Maximum number of times that a failed request to an endpoint is sent again, with increasing delays. An "
+        "answer whose requests all fail gets no distillation term.",
         at_least=0,
         changeable=True,
     )
@@ -143,8 +145,8 @@ class DistillationConfig:
         )
         require(
             len(names) < 2 or self.teacher_column is not None,
-            f"teachers=[{', '.join(names)}] without teacher_column: no row says which teacher teaches on the row; name "
-            "a column of the data that holds the teacher's name",
+            f"teachers=[{', '.join(names)}] without teacher_column: the data does not say which teacher teaches on "
+            "which row; name a column of the data that holds the teacher's name",
         )
         require(
             self.mode != "reward" or self.kl == "sampled",
@@ -186,5 +188,5 @@ class DistillationConfig:
 
     @property
     def models(self) -> list[TeacherConfig]:
-        """The teachers that are models of their own on the training ranks."""
+        """The teachers that are separate models on the training ranks."""
         return [teacher for teacher in self.teachers if teacher.is_model]

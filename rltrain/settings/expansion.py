@@ -19,9 +19,9 @@ from rltrain.settings.typed import require
 AUTO = "auto"
 # Upper bound of the importance weights if `algorithm.correction.level=auto` selects `token`, as in tis.yaml.
 STALE_UPPER = 2.0
-# Estimators whose critic is trained before the policy (VC-PPO and VAPO). `critic.warmup_steps=auto` gives the critic of
-# such an estimator WARMUP_STEPS training steps. The papers on VC-PPO and VAPO warm up the critic for 50 steps, in runs
-# of thousands of steps.
+# Estimators whose critic is trained before the policy (VC-PPO and VAPO). With `critic.warmup_steps=auto`, the critic of
+# an estimator in PRETRAINED is warmed up for WARMUP_STEPS training steps. The papers on VC-PPO and VAPO warm up the
+# critic for 50 steps, in runs of thousands of steps.
 PRETRAINED = ("decoupled_gae", "length_adaptive_gae")
 WARMUP_STEPS = 5
 
@@ -66,7 +66,9 @@ def expand(values: dict[str, Any]) -> None:
 
 
 def _tool(tool: Any) -> Any:
-    """Convert an entry of `rollout.tools` to a mapping with all keys. A string is the path of a function."""
+    """Convert an entry of `rollout.tools` to a mapping with all keys. An entry that is a string is taken as the path of
+    a function.
+    """
     given = {"path": tool} if isinstance(tool, str) else tool
     return {"path": None, "mcp": None} | given if isinstance(given, dict) else given
 
@@ -75,9 +77,9 @@ def _reward_functions(functions: Any) -> list[Any]:
     """Convert each entry of `reward.functions` to a mapping with all keys.
 
     An entry that is a string is taken as the path of the reward function. By default, a reward function has the name of
-    the Python function, and weight 1. By default, a reward function scores the outcome, unless the function is one of
-    rltrain's own penalties. By default, an answer's correctness is decided only by those of rltrain's functions that
-    compare the answer with the right answer.
+    the Python function, and weight 1. By default, `outcome` is true unless the reward function is one of rltrain's own
+    penalties. By default, only those built-in reward functions that compare an answer with the right answer decide
+    whether the answer is correct.
     """
     require(
         isinstance(functions, list),
@@ -134,9 +136,9 @@ def _reward_model(model: Any) -> Any:
 def _teachers(teachers: Any) -> list[Any]:
     """Convert each entry of `algorithm.distillation.teachers` to a mapping with all keys.
 
-    An entry that is a string is taken as the teacher's path. By default, the name of a teacher is the last part of its
-    path, without the revision, or the host of an endpoint. The reference model as a teacher has the prompt template of
-    SDFT by default.
+    An entry that is a string is taken as the teacher's path. By default, a teacher is named after the last part of its
+    path, without the revision, and an endpoint is named after its host. If the teacher is the reference model, the
+    default prompt template is that of SDFT.
     """
     require(
         isinstance(teachers, list),
@@ -188,7 +190,8 @@ def _difficulty(difficulty: Any) -> Any:
 def _reuse(reuse: Any, max_staleness: Any) -> Any:
     """Convert `trainer.reuse` to a mapping with all keys.
 
-    By default, the whole staleness bound is used for training on groups again, so the engines do not run ahead.
+    By default, `steps` is the whole staleness bound `trainer.max_staleness`, so the engines do not run ahead of
+    training.
     """
     if reuse is None:
         return None
@@ -211,8 +214,8 @@ def _set_overlong_buffer(shaping: Any, max_response_length: Any) -> None:
 def _set_critic_warmup(critic: dict[str, Any], estimator: Any, total_steps: Any) -> None:
     """Replace `warmup_steps: auto` by a number of training steps.
 
-    For an estimator in `PRETRAINED`, the number of warm-up steps is `WARMUP_STEPS`, but at most half of the run. For an
-    estimator outside `PRETRAINED`, the number of warm-up steps is 0.
+    For an estimator in `PRETRAINED`, the number of warm-up steps is `WARMUP_STEPS`, but at most half of the run's
+    training steps. For an estimator outside `PRETRAINED`, the number of warm-up steps is 0.
     """
     if critic.get("warmup_steps") != AUTO:
         return
@@ -223,11 +226,11 @@ def _set_critic_warmup(critic: dict[str, Any], estimator: Any, total_steps: Any)
 def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:
     """Replace `level: auto` in `algorithm.correction` with `token` or null.
 
-    The correction level becomes `token`, with bounded importance weights, if `trainer.max_staleness` is above 0,
-    because answers may then come from a policy older than the actor before the update. The correction level becomes
-    null if no correction is needed for one of four reasons: answers are never stale, the old log-probs in the loss's
-    ratio are the engine's log-probs, `algorithm.rejection` handles stale answers, or the policy learns only from a
-    distillation term in the loss, so that there is no policy-loss term.
+    With `trainer.max_staleness` above 0, the correction level usually becomes `token`, because answers may come from an
+    older policy than the actor before the update. The correction level becomes null in four cases: answers are never
+    stale, the old log-probs in the loss's ratio are the engine's log-probs, `algorithm.rejection` handles stale
+    answers, or the loss has no policy-loss term because the policy learns only from a distillation term. With level
+    `token`, the importance weights get the upper bound `STALE_UPPER` unless the config sets a bound.
     """
     correction = algorithm.get("correction")
     if not isinstance(correction, dict) or correction.get("level") != AUTO:

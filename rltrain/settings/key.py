@@ -194,5 +194,7 @@ def text_keys(kind: type) -> frozenset[str]:
 
 
 def changeable_keys(kind: type) -> frozenset[str]:
-    """Return the paths of the keys that a resumed run may change, and of the sections whose keys may all change."""
+    """Return the paths of the keys that a resumed run may change, and of the sections in which a resumed run may change
+    all keys.
+    """
     return frozenset(one.path for one in declared_keys(kind) if one.changeable)

@@ -104,7 +104,13 @@ NAMES = (
         "vllm_tensor_parallel_size",
     ),
     Name("placement.rollout_replicas", "", "", "vllm_num_engines"),
-    Name("placement.actor_ranks", "", "trainer.n_gpus_per_node", "actor_num_gpus_per_node", "the total over all nodes"),
+    Name(
+        "placement.actor_ranks",
+        "",
+        "trainer.n_gpus_per_node",
+        "actor_num_gpus_per_node",
+        "the total over all nodes, not the number per node",
+    ),
     Name("placement.sequence_ranks", "", "actor_rollout_ref.actor.ulysses_sequence_parallel_size", "ring_attn_size"),
     Name(
         "algorithm.kl_loss.kl_loss_coef",
@@ -131,7 +137,7 @@ NAMES = (
     Name(
         "algorithm.sft_coef",
         openrlhf="ptx_coef",
-        hint="for answers in the training data, which data.sft_response names; there is no second data set",
+        hint="for supervised answers in columns of the training data (data.sft_response), not in a second data set",
     ),
     Name("algorithm.advantage_estimator", "", "algorithm.adv_estimator", "advantage_estimator"),
     Name("algorithm.loss_mode", "", "actor_rollout_ref.actor.policy_loss.loss_mode", "policy_loss_type"),
@@ -184,8 +190,8 @@ def name_here(key: str) -> Name | None:
     """Return the entry of `NAMES` for the option that another trainer calls `key`, or None if the option is unknown.
 
     An option matches by its whole name or by the last parts of its name: `rollout.n` matches verl's
-    `actor_rollout_ref.rollout.n`. A section that the user writes before an option without a section is ignored:
-    `algorithm.beta` matches TRL's option `beta`.
+    `actor_rollout_ref.rollout.n`. If the other trainer's option belongs to no section, a section that the user writes
+    before the option is ignored: `algorithm.beta` matches TRL's option `beta`.
     """
     plain = key.lstrip("-")
     for name in NAMES:

@@ -26,17 +26,17 @@ from rltrain.settings.sampling_config import DifficultyConfig, ReuseConfig
 from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys, require, unknown_key
 
-# Maps each section of function parameters to the config key that selects the function. The config schema does not know
-# which parameters a loss or an estimator has. `rltrain.settings.algorithm_rules` checks the names and values of the
-# parameters.
+# Maps each section of function parameters to the config key that selects the function. The config schema does not
+# define the parameters of losses and estimators. `rltrain.settings.algorithm_rules` checks the names and values of the
+# parameters of losses and estimators.
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
 TEXT_KEYS = text_keys(Config)
-# Keys whose values are lists of texts, where `\n` stands for a line break. Hydra parses the lists, but does not convert
-# `\n` to a line break.
+# Keys whose values are lists of texts, in which `\n` stands for a line break. Hydra parses lists of texts, but does not
+# convert `\n` to a line break.
 LISTS_OF_TEXT = frozenset({"rollout.stop"})
 _NEW_LINE = re.compile(r"\\?\\n")
-# Config keys whose value is a mapping or null. If the value is null, setting a key such as `model.lora.rank` creates
-# the mapping.
+# Config keys whose value is a mapping or null. If `model.lora` is null, for example, setting the key `model.lora.rank`
+# creates the mapping `model.lora`.
 OPTIONAL: Mapping[str, type] = {
     "model.lora": LoRAConfig,
     "data.difficulty": DifficultyConfig,
@@ -158,7 +158,7 @@ def from_file(path: str) -> list[Item]:
 
 def _load(path: Path, where: str) -> dict[str, Any]:
     try:
-        # Hydra's YAML loader is used, which accepts only plain values.
+        # The file is read with Hydra's YAML loader, which accepts only plain values.
         values = get_yaml_loader()(path.read_text("utf-8")).get_single_data()
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file; check the path (relative paths start at {Path.cwd()})") from None
@@ -254,8 +254,8 @@ def apply(items: list[Item], composed: Any) -> None:
 
     Args:
         items: the settings and removals to apply. Choices of config groups are skipped, because the composed config
-            already contains the chosen files. Keys with free text are also skipped, because OmegaConf would resolve
-            references in the text; `set_text` sets these keys later.
+            already contains the chosen YAML files. Keys with free text are also skipped, because OmegaConf would
+            resolve references in the text; `set_text` sets these keys later.
         composed: the `DictConfig` to change.
 
     Raises:

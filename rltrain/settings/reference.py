@@ -1,15 +1,15 @@
 """Generates documentation from the schema of the config keys: two pages in `docs/`, and the comments in the YAML files
 of `config/`.
 
-The generated pages are `docs/settings.md` and `docs/coming-from-other-trainers.md`. The following command writes the
-pages and the comments, and prints the names of the changed files:
+The generated pages are `docs/settings.md` and `docs/coming-from-other-trainers.md`. The following command rewrites the
+generated pages and comments, and prints the names of the changed files:
 
     python -m rltrain.settings.reference
 
 A YAML file that inherits from another choice of its config group contains only the values that differ from that choice.
-The comments in an inheriting file are not replaced, because they explain why the file sets particular values. A YAML
-file that does not inherit contains every key of its sections, and the comments of all keys are generated. The comment
-at the start of a YAML file, and comments above lines without a key, are kept.
+The comments in a YAML file that inherits are not replaced, because the comments explain why the file sets particular
+values. A YAML file that does not inherit from another choice contains every key of its sections, and the comments of
+all keys are generated. The comment at the start of a YAML file, and comments above lines without a key, are kept.
 """
 
 import re
@@ -39,7 +39,7 @@ INTRODUCTION = """\
 
 This page lists every config key. `python -m rltrain.settings.reference` generates the page from `rltrain/settings`.
 
-`GROUP=CHOICE` selects a file of a folder in `config/`, and `KEY=VALUE` sets one key. The defaults on this page are
+`GROUP=CHOICE` selects the file `config/GROUP/CHOICE.yaml`, and `KEY=VALUE` sets one key. The defaults on this page are
 those of `config/train.yaml` and of the default choice of each group; other choices of a group may have other defaults.
 A default may refer to another key: `${data.train}` is the value of `data.train`. The following command prints the value
 of every key for the given arguments, and stops:
@@ -48,7 +48,7 @@ of every key for the given arguments, and stops:
 python -m rltrain.main algorithm=ppo trainer.total_steps=60 --cfg
 ```
 
-The last column says whether a run may continue from a checkpoint with another value of the key.
+The column "on resume" says whether a run may continue from a checkpoint with another value of the key.
 [Checkpoints](checkpoints.md) describes how a run is resumed."""
 NAMES_INTRODUCTION = """\
 # Coming from other trainers
@@ -68,11 +68,12 @@ ground_truth, extra_info=None)` | `def reward_func(queries, prompts, labels, **k
 | right answer | columns of the data, by name | column `ground_truth`, `reward_model` or `answer` | column `label`, \
 `labels`, `answer` or `ground_truth` |
 
-[Rewards](rewards.md#functions-written-for-other-trainers) describes the arguments and results of these functions.
+[Rewards](rewards.md#functions-written-for-other-trainers) describes how rltrain calls reward
+functions that were written for other trainers.
 
-Two words differ between trainers. A *step* is one round of generation, scoring and training; it may hold several
-optimizer steps. `trainer.prompts_per_step` and `trainer.prompts_per_minibatch` count prompts, and each prompt has
-`rollout.samples_per_prompt` answers."""
+Trainers differ in the meaning of a step and in the unit of batch sizes. In rltrain, a *step* is one round of
+generation, scoring and training, and may contain several optimizer steps. `trainer.prompts_per_step` and
+`trainer.prompts_per_minibatch` count prompts, and each prompt has `rollout.samples_per_prompt` answers."""
 COLUMNS = ("key", "default", "values", "meaning", "on resume")
 ENTRY_COLUMNS = ("key", "if left out", *COLUMNS[2:])
 PLAIN_TYPES: dict[Any, str] = {
@@ -258,7 +259,7 @@ def _paths(lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
 
 
 def _with_comment(line: str, comment: str) -> list[str]:
-    """Return the line of a key with the comment at the end of the line.
+    """Return the line of a config key with the text `comment` as a comment at the end of the line.
 
     If the line with the comment would be longer than `WIDTH`, the comment is put on separate lines above the key.
     """
@@ -271,7 +272,7 @@ def _with_comment(line: str, comment: str) -> list[str]:
 
 
 def outdated() -> dict[Path, str]:
-    """Return a dict from each generated file that does not match the schema to the file's new text."""
+    """Return the new text of each generated file that does not match the schema, as a dict by path."""
     folder = config_dir()
     docs = folder.parent / "docs"
     new = {docs / "settings.md": page(), docs / "coming-from-other-trainers.md": names_page()}

@@ -30,17 +30,17 @@ class RewardFunctionConfig:
         if_left_out="`false`",
     )
     outcome: bool = key(
-        "true: the score says whether the task was solved. false: the score rates the form of the answer, such as its "
-        "length.",
+        "Whether the function's score says if the task was solved (true), or rates the form of the answer, such as its "
+        "length (false).",
         if_left_out="`true`; `false` for rltrain's own penalties",
     )
     success: float | None = key(
-        "Smallest score of this function with which an answer counts as correct in accuracies. null: the function's "
+        "Smallest score of this function at which an answer counts as correct in accuracies. null: the function's "
         "score does not decide whether an answer is correct; RewardResult.success may decide.",
         if_left_out="`null`; `1.0` for rltrain's functions that compare an answer with the right answer",
     )
     kwargs: dict[str, Any] = key(
-        "Additional keyword arguments that each call passes to the function.", if_left_out="`{}`"
+        "Additional keyword arguments of each call of the reward function.", if_left_out="`{}`"
     )
 
     def __post_init__(self) -> None:
@@ -74,12 +74,12 @@ class RewardModelConfig:
         if_left_out="`false`",
     )
     outcome: bool = key(
-        "true: the score says whether the task was solved. false: the score rates the form of the answer, such as its "
-        "length.",
+        "Whether the reward model's score says if the task was solved (true), or rates the form of the answer, such as "
+        "its length (false).",
         if_left_out="`true`",
     )
     success: float | None = key(
-        "Smallest score of this reward model with which an answer counts as correct in accuracies. null: the reward "
+        "Smallest score of this reward model at which an answer counts as correct in accuracies. null: the reward "
         "model does not decide whether an answer is correct.",
         if_left_out="`null`",
     )
@@ -107,15 +107,13 @@ class RewardConfig:
     """Settings of the reward functions and reward models, their resource limits, and the treatment of failures."""
 
     functions: list[RewardFunctionConfig] = key(
-        "List of reward functions. Each entry is a mapping, or only the path of a function."
+        "List of reward functions, each given as a mapping or only by its path."
     )
-    models: list[RewardModelConfig] = key(
-        "List of reward models. Each entry is a mapping, or only the path of a reward model."
-    )
+    models: list[RewardModelConfig] = key("List of reward models, each given as a mapping or only by its path.")
     aggregation: str = key(
-        "Way in which the scores of an answer are combined. sum: weighted sum. normalize_then_sum: each reward's "
-        "scores are normalised in the prompt group, then summed with their weights. Path of a function: the user's "
-        "own function combines the scores.",
+        "Way in which the scores of an answer are combined. sum: weighted sum. normalize_then_sum: the scores of "
+        "each reward function or model are normalised within the prompt group before the weighted sum. Path of a "
+        "function: the user's own function combines the scores.",
         values="`sum`, `normalize_then_sum`, or the path of a function",
     )
     timeout_s: float = key(
@@ -133,12 +131,12 @@ class RewardConfig:
         changeable=True,
     )
     sandbox: Literal["auto", "required"] = key(
-        "Isolation of code that the model wrote and a reward function runs. auto: use Linux namespaces if they are "
+        "Isolation of model-written code that reward functions run. auto: use Linux namespaces if they are "
         "available. required: refuse to start the run if Linux namespaces are not available."
     )
     max_failed_fraction: float = key(
-        "Maximum fraction of samples in one training step or evaluation whose reward may fail. If a larger fraction "
-        "fails, the run stops.",
+        "Maximum fraction of samples in one training step or evaluation whose reward may fail. The run stops if the "
+        "rewards of a larger fraction of samples fail.",
         at_least=0,
         at_most=1,
         changeable=True,
@@ -147,7 +145,8 @@ class RewardConfig:
     def __post_init__(self) -> None:
         require(
             bool(self.components),
-            "functions is empty, and so is models: name one, as in reward.functions=[my_reward.py:score]",
+            "functions is empty, and models is empty too: name a function or a model, as in "
+            "reward.functions=[my_reward.py:score]",
         )
         names = [component.name for component in self.components]
         require(
@@ -181,7 +180,7 @@ class RewardConfig:
     def components(self) -> list[RewardFunctionConfig | RewardModelConfig]:
         """A list of the reward functions, followed by the reward models.
 
-        The batch column `reward_components` holds the scores in the order of the returned list.
+        The batch column `reward_components` holds the scores in the order of `components`.
         """
         return [*self.functions, *self.models]
 

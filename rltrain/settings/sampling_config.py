@@ -1,9 +1,11 @@
-"""Defines the config sections `data.difficulty` and `trainer.reuse`: which prompts are sampled, and what is reused."""
+"""Defines the config sections `data.difficulty` and `trainer.reuse`: how prompts are sampled by difficulty, and how
+prompt groups are reused.
+"""
 
 from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
-# Values of the keys of `data.difficulty` that the user leaves out.
+# Default values of the keys of `data.difficulty`.
 DIFFICULTY_DEFAULTS = {
     "easy_threshold": 1.0,
     "hard_threshold": 0.0,
@@ -19,7 +21,7 @@ def _default(name: str) -> str:
 
 @section
 class DifficultyConfig:
-    """Settings of the sampling of training prompts from pools by difficulty.
+    """Settings for sampling training prompts from pools of prompts with similar difficulty.
 
     `rltrain.data.prompt_pools` defines how prompts are sampled from the pools.
     """
@@ -54,7 +56,7 @@ class DifficultyConfig:
     )
     unseen_fraction: float = key(
         "Fraction of the sampled prompts that is taken from the prompts that have no measured success yet. The "
-        "remaining fraction is taken from the normal prompts.",
+        "fraction 1 - easy_fraction - hard_fraction - unseen_fraction is taken from the normal prompts.",
         if_left_out=_default("unseen_fraction"),
         above=0,
         below=1,
@@ -80,7 +82,7 @@ class DifficultyConfig:
 
 @section
 class ReuseConfig:
-    """Settings of training again on prompt groups whose answers have different outcomes.
+    """Settings for training again on earlier prompt groups whose answers have different outcomes.
 
     `rltrain.trajectories.reuse_buffer` defines which groups are trained on again.
     """
@@ -88,13 +90,14 @@ class ReuseConfig:
     given_whole = True  # True means that the user sets all of `trainer.reuse` as one mapping.
 
     groups: int = key(
-        "Maximum number of prompt groups in a training step that earlier training steps have already trained on.",
+        "Maximum number of prompt groups of earlier training steps on which a training step trains again.",
         if_left_out="required",
         at_least=1,
     )
     steps: int = key(
-        "Number of training steps after the first one during which a group may be trained on again. The engines run "
-        "ahead of training by at most trainer.max_staleness minus trainer.reuse.steps steps.",
+        "Number of training steps in which a group may be trained on again, counted from the step after the group's "
+        "first training step. The engines run at most trainer.max_staleness - trainer.reuse.steps training steps "
+        "ahead of training.",
         if_left_out="trainer.max_staleness",
         at_least=1,
     )

@@ -1,10 +1,10 @@
 """Defines the names, types and rules of all config keys.
 
 The fields of the config dataclasses have no default values, because the YAML files under `config/` define the defaults.
-The function `rltrain.settings.typed.parse` converts the YAML values into the config dataclasses once, at the start.
-After the values have been converted, the program uses only the typed config. The keys under `algorithm` and `reward`
-are defined in `rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`. Rules that depend on files,
-registries or the number of CPU cores are checked in `rltrain.run.checks`.
+The function `rltrain.settings.typed.parse` converts the YAML values into the config dataclasses once, when the program
+starts. After the values have been converted, the program uses only the typed config. The keys under `algorithm` and
+`reward` are defined in `rltrain.settings.algorithm_config` and `rltrain.settings.reward_config`. Rules that depend on
+files, registries or the number of CPU cores are checked in `rltrain.run.checks`.
 """
 
 import re
@@ -42,21 +42,22 @@ class TrainerConfig:
         "Number of prompts in one training step. Each prompt gets rollout.samples_per_prompt answers.", at_least=1
     )
     prompts_per_minibatch: int = key(
-        "Number of prompts whose answers form one mini-batch. Each mini-batch is used for one optimizer step. The "
-        "number must divide trainer.prompts_per_step.",
+        "Number of prompts whose answers form one mini-batch. Each mini-batch is used for one optimizer step. "
+        "prompts_per_minibatch must divide trainer.prompts_per_step.",
         at_least=1,
     )
     epochs_per_step: int = key(
         "Number of passes that one training step makes over its answers to update the model.", at_least=1
     )
     max_staleness: int = key(
-        "Maximum staleness of an answer when the model is trained on it: the number of weight versions by which the "
-        "weights that generated the answer are older. 0: synchronous training.",
+        "Maximum staleness of an answer that is trained on. Staleness is the number of weight versions between the "
+        "weights that generated the answer and the current weights. 0: synchronous training.",
         at_least=0,
     )
     reuse: ReuseConfig | None = key(
-        "Train again on prompt groups of earlier training steps whose answers have different outcomes, as in "
-        "{groups: 4}. Reuse needs trainer.max_staleness of at least 1. null: train on each group in one training step."
+        "Settings for training again on prompt groups of earlier training steps, such as {groups: 4}. Only groups "
+        "whose answers have different outcomes are reused. Reuse needs trainer.max_staleness of at least 1. null: "
+        "train on each group in only one training step."
     )
     seed: int = key(
         "Seed of all random choices, such as the order of the prompts and the sampling of answers.",
@@ -84,8 +85,8 @@ class TrainerConfig:
         changeable=True,
     )
     keep_best: str | None = key(
-        "Name of a metric, such as eval/sampled_accuracy. The run also keeps the checkpoint with the highest value of "
-        "the metric. null: keep no best checkpoint.",
+        "Name of a metric, such as eval/sampled_accuracy. The run also keeps the checkpoint with the highest value "
+        "of the keep_best metric. null: keep no best checkpoint.",
         changeable=True,
     )
     max_restarts: int = key(
@@ -102,8 +103,8 @@ class TrainerConfig:
         changeable=True,
     )
     max_skipped_updates: int = key(
-        "Maximum number of consecutive updates that may be skipped because their loss or gradient is not finite. If "
-        "more updates in a row are skipped, the run stops.",
+        "Maximum number of consecutive updates that may be skipped because their loss or gradient is not finite. The "
+        "run stops if more than max_skipped_updates consecutive updates are skipped.",
         at_least=0,
         changeable=True,
     )
@@ -119,8 +120,8 @@ class TrainerConfig:
         changeable=True,
     )
     sample_every: int = key(
-        "Number of training steps after which the terminal shows another sample answer, and trackers get another "
-        "table of samples. 0: show no samples.",
+        "Number of training steps between two sample answers in the terminal, and between two tables of samples for "
+        "trackers. 0: show no samples.",
         at_least=0,
         changeable=True,
     )
@@ -159,7 +160,9 @@ class TrainerConfig:
             require(value is None or bool(value.strip()), f"{name} is empty; give {hint}")
 
     def _require_room_for_reuse(self) -> None:
-        """Raise ConfigError if `reuse` exceeds the staleness bound, or leaves no room for new groups in a step."""
+        """Raise ConfigError if `reuse` exceeds the staleness bound, or leaves no room for new prompt groups in a
+        training step.
+        """
         if self.reuse is None:
             return
         groups, steps = self.reuse.groups, self.reuse.steps
@@ -181,7 +184,7 @@ class TrainerConfig:
 
     @property
     def reused_groups(self) -> int:
-        """Maximum number of prompt groups of a training step that are trained on again; 0 without `reuse`."""
+        """Maximum number of earlier prompt groups on which a training step trains again; 0 without `reuse`."""
         return self.reuse.groups if self.reuse else 0
 
     @property
@@ -215,8 +218,8 @@ class LoRAConfig:
         refusal="{name} must be {rule}, got {value:g}: adapters with a scale of 0 have no effect",
     )
     targets: list[str] = key(
-        "Linear layers that get an adapter, by the last part of their name, such as q_proj. all-linear: every linear "
-        "layer except the last.",
+        "Linear layers that get an adapter, given by the last part of the layer name, such as q_proj. all-linear: "
+        "every linear layer except the last.",
         if_left_out=f"`[{ALL_LINEAR}]`",
     )
 
@@ -247,8 +250,8 @@ class ModelConfig:
         "Number format of the engine and of the trainer's matrix products. Master weights are always float32."
     )
     activation_checkpointing: bool = key(
-        "Keep only one activation per layer, and recompute the other activations in the backward pass. Recomputation "
-        "saves memory and costs time.",
+        "Keep only one activation per layer, and recompute the other activations in the backward pass. Recomputing "
+        "activations saves memory and costs time.",
         changeable=True,
     )
     cpu_offload: bool = key(
@@ -257,8 +260,8 @@ class ModelConfig:
         changeable=True,
     )
     compile: bool = key(
-        "Compile each layer with torch.compile. The first training steps become slower, and all later training steps "
-        "become faster. On CPUs, compile has no effect.",
+        "Compile each layer with torch.compile. Compilation makes the first training steps slower, and all later "
+        "training steps faster. On CPUs, compile has no effect.",
         changeable=True,
     )
     lora: LoRAConfig | None = key(
@@ -286,8 +289,8 @@ class OptimizerConfig:
         "Maximum norm of a gradient. A gradient with a larger norm is scaled down to the maximum norm.", above=0
     )
     max_tokens_per_microbatch: int = key(
-        "Maximum number of prompt and response tokens in one forward pass. The maximum bounds the memory and does not "
-        "change the results.",
+        "Maximum number of prompt and response tokens in one forward pass. max_tokens_per_microbatch limits memory "
+        "use and does not change results.",
         at_least=1,
         changeable=True,
     )
@@ -295,18 +298,17 @@ class OptimizerConfig:
 
 @section
 class CriticConfig(OptimizerConfig):
-    """Settings of the critic's optimizer, of the clipping of its values, and of its warm-up."""
+    """Settings of the critic: optimizer, clipping of the value loss, and warm-up."""
 
     clip_range_value: float = key(
-        "Maximum distance between a token's new value and old value. The value loss is clipped if the distance is "
-        "larger.",
+        "Clip range of the value loss: the maximum difference between the critic's new and old value of a token.",
         above=0,
     )
     warmup_steps: int = key(
-        "Number of training steps at the start of the run in which only the critic is trained, on Monte-Carlo returns, "
-        "while the actor stays unchanged (value pretraining, VC-PPO, arXiv:2503.01491). The warm-up steps are part of "
-        "trainer.total_steps. auto: 5, but at most half of trainer.total_steps, with the estimators decoupled_gae and "
-        "length_adaptive_gae; otherwise 0.",
+        "Number of training steps at the start of the run in which only the critic is trained, on Monte-Carlo "
+        "returns, while the actor stays unchanged (value pretraining, VC-PPO, arXiv:2503.01491). The warm-up steps "
+        "are part of trainer.total_steps. auto: for the estimators decoupled_gae and length_adaptive_gae, 5 or half "
+        "of trainer.total_steps, whichever is smaller; for other estimators, 0.",
         values="whole number >= 0, or `auto`",
     )
 
@@ -339,7 +341,7 @@ class DataConfig:
         changeable=True,
     )
     val_sets: dict[str, str] = key(
-        "Additional named sources of evaluation prompts. The names of a source's metrics begin with eval/NAME/.",
+        "Additional named sources of evaluation prompts. The metrics of the source called NAME begin with eval/NAME/.",
         values="mapping from names to sources in the same forms as `data.val`",
         changeable=True,
     )
@@ -362,9 +364,9 @@ class DataConfig:
         "refused."
     )
     sft_response: str | None = key(
-        "Supervised answers in the training data, for the supervised loss (algorithm.sft_coef). Name of a column with "
-        "answers, or template with columns in braces, such as `{solution} #### {answer}`. A row without a value has no "
-        "supervised answer. null: no supervised answers.",
+        "Supervised answers in the training data, for the supervised loss (algorithm.sft_coef). Name of a column "
+        "with answers, or template with columns in braces, such as `{solution} #### {answer}`. A row without a value "
+        "in one of the columns has no supervised answer. null: no supervised answers.",
         values="name of a column, template with `{COLUMN}`, or `null`; used exactly as typed",
         text=True,
     )
@@ -456,8 +458,8 @@ class ToolConfig:
         if_left_out="`null`",
     )
     mcp: str | None = key(
-        "MCP server (Model Context Protocol): its URL, or the command that starts it. The model can call all tools of "
-        "the server.",
+        "MCP server (Model Context Protocol): its URL, or the command that starts it. The model can call all tools "
+        "of the MCP server.",
         if_left_out="`null`",
     )
 
@@ -491,8 +493,8 @@ class RolloutConfig:
         "Number of answers to each prompt. All answers to one prompt form a prompt group.", at_least=1
     )
     temperature: float = key(
-        "Temperature of the distribution from which answers are sampled. Training uses the log-probs of the "
-        "distribution at this temperature.",
+        "Temperature of the distribution from which answers are sampled. Training uses the log-probs at the sampling "
+        "temperature.",
         above=0,
         refusal="{name} must be {rule}, got {value}: sampling needs randomness",
     )
@@ -514,11 +516,11 @@ class RolloutConfig:
         values="list of texts, or one text",
     )
     environment: str | None = key(
-        "Class with which the model talks over several turns, given by its module or file and its name, as in "
-        "my_env.py:HigherLower. null: no environment.",
+        "Environment class with which the model has a conversation of several turns, given by the class's module or "
+        "file and its name, as in my_env.py:HigherLower. null: no environment.",
     )
     tools: list[ToolConfig] = key(
-        "Tools that the model can call. Each entry is a mapping, or only the path of a function, as in "
+        "Tools that the model can call, each given as a mapping or only by the path of a function, as in "
         "my_tools.py:lookup. []: no tools.",
         values="list of tools, or one path",
     )
@@ -538,7 +540,8 @@ class RolloutConfig:
         at_least=1,
     )
     max_message_length: int = key(
-        "Maximum number of tokens in the text of one message from an environment or a tool. A longer text is cut off.",
+        "Maximum number of tokens in the text of one message from an environment or a tool. A longer message text is "
+        "cut off.",
         at_least=1,
     )
     call_timeout_s: float = key(
@@ -553,17 +556,15 @@ class RolloutConfig:
         "Maximum number of answers that one engine generates at a time.", at_least=1, changeable=True
     )
     max_log_prob_gap: float = key(
-        "Maximum mean distance between the engine's and the actor's log-probs in the first training step. The run "
-        "stops if the mean distance is larger.",
+        "Maximum mean absolute difference between the engine's and the actor's log-probs in the first training step. "
+        "The run stops if the difference is larger than max_log_prob_gap.",
         unit="nats per token",
         above=0,
         changeable=True,
     )
-    verify_sync: bool = key(
-        "Check after each weight sync that the engines compute with the trainer's weights.", changeable=True
-    )
+    verify_sync: bool = key("Check after each weight sync that the engines use the trainer's weights.", changeable=True)
     vllm: VLLMConfig | None = key(
-        "Settings of the engine vLLM, which no other engine uses. null: the run uses another engine.", changeable=True
+        "Settings that only the engine vLLM uses. null: the run uses another engine.", changeable=True
     )
 
     def __post_init__(self) -> None:
@@ -633,7 +634,7 @@ class RolloutConfig:
 
 @section
 class PlacementConfig:
-    """Settings for the number of processes of each kind, and for where the processes run."""
+    """Settings for the number of processes of each role, and for where the processes run."""
 
     launcher: Literal["ray", "inprocess"] = key(
         "Way in which workers are run. ray: Ray starts a process for each worker. inprocess: all workers are objects "
@@ -646,13 +647,13 @@ class PlacementConfig:
     )
     actor_ranks: int = key("Number of processes that train the actor together.", at_least=1)
     shard_ranks: int | None = key(
-        "Number of ranks over which one copy of a model is sharded. If a run has more ranks, each further group of "
-        "ranks holds another copy. The number must divide placement.actor_ranks. null: one copy is sharded over all "
-        "ranks.",
+        "Number of ranks over which one copy of a model is sharded. If a run has more ranks, each group of "
+        "shard_ranks ranks holds one copy. shard_ranks must divide placement.actor_ranks. null: one copy is sharded "
+        "over all ranks.",
         values="whole number >= 1, or `null`",
     )
     sequence_ranks: int = key(
-        "Number of ranks that share the tokens of one packed sequence, for long answers. The number must divide "
+        "Number of ranks that share the tokens of one packed sequence, for long answers. sequence_ranks must divide "
         "placement.actor_ranks.",
         values="whole number >= 1",
     )
@@ -666,8 +667,8 @@ class PlacementConfig:
     )
     share_ranks: bool = key("Run the actor, the reference and the critic of a rank in one process.")
     threads_per_worker: int | None = key(
-        "Number of CPU threads of each training rank and engine. In a run with a single process, the number applies "
-        "to the whole process. null: divide the CPU cores evenly.",
+        "Number of CPU threads of each training rank and engine. In a run with a single process, threads_per_worker "
+        "applies to the whole process. null: divide the CPU cores evenly.",
         at_least=1,
     )
     start_timeout_s: float = key(
@@ -712,7 +713,7 @@ class Config:
     rollout: RolloutConfig = key("Generation of the answers.")
     actor: OptimizerConfig = key("Optimizer of the actor: AdamW and its learning-rate schedule.")
     critic: CriticConfig = key("Optimizer of the critic, which exists only if the advantage estimator uses values.")
-    placement: PlacementConfig = key("Number of processes of each kind, and where the processes run.", changeable=True)
+    placement: PlacementConfig = key("Number of processes of each role, and where the processes run.", changeable=True)
     verbose: bool = key("Show the log messages and warnings of libraries.", changeable=True)
 
     def __post_init__(self) -> None:
@@ -739,7 +740,7 @@ class Config:
             f"algorithm.reward_shaping.overlong_buffer={buffer} is above rollout.max_response_length={limit}: the "
             f"penalty grows over the last tokens before that limit; use at most {limit} (DAPO uses a fifth), or 0",
         )
-        if self.trainer.total_epochs is None:  # With `total_epochs`, the steps are counted later.
+        if self.trainer.total_epochs is None:  # With `total_epochs`, the number of training steps is not known yet.
             self.require_actor_steps()
         kl, sequences = self.algorithm.kl_in_reward, self.sequences_per_step
         require(
@@ -796,14 +797,15 @@ class Config:
 
     @property
     def optimizer_steps(self) -> int:
-        """Number of optimizer steps of the whole run, at the last of which the critic's learning-rate schedule ends."""
+        """Number of optimizer steps of the whole run, which is the length of the critic's learning-rate schedule."""
         return self.trainer.total_steps * self.optimizer_steps_per_step
 
     @property
     def actor_optimizer_steps(self) -> int:
-        """Number of optimizer steps of the actor, at the last of which the actor's learning-rate schedule ends.
+        """Number of optimizer steps of the actor, which is the length of the actor's learning-rate schedule.
 
-        During the critic's warm-up, the actor takes no optimizer steps, and its schedule does not advance.
+        During the critic's warm-up, the actor takes no optimizer steps, and the actor's learning-rate schedule does not
+        advance.
         """
         return (self.trainer.total_steps - self.critic.warmup_steps) * self.optimizer_steps_per_step
 
@@ -833,8 +835,8 @@ class Config:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether inference engines and training ranks share devices and compute alternately, so that whichever is idle
-        frees its device memory.
+        """Whether inference engines and training ranks share devices and compute alternately, and free their device
+        memory while they are idle.
         """
         placement = self.placement
         return placement.launcher == "ray" and placement.share_ranks and not self.trainer.steps_ahead

@@ -20,7 +20,7 @@ T = TypeVar("T")
 def require(condition: bool, message: str) -> None:
     """Raise ConfigError(message) unless `condition` holds.
 
-    By convention, `message` gives the wrong value, the rule and the fix.
+    By convention, `message` names the wrong value, the violated rule and a way to fix the setting.
     """
     if not condition:
         raise ConfigError(message)
@@ -36,7 +36,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
 
     Raises:
         ConfigError: a key is unknown or missing, or a value is invalid. The error message names the config key and the
-            rule. For an unknown key, the error message also names the most similar known key.
+            violated rule. For an unknown key, the error message also names the most similar known key.
     """
     hints = _hints(cast("Any", kind))
     for key in values:
@@ -47,7 +47,7 @@ def parse(kind: type[T], values: Mapping[str, Any], where: str = "") -> T:
     fields = {name: _value(hint, values[name], where + name) for name, hint in hints.items()}
     try:
         return kind(**fields)
-    # The error message of a section's rule names only the field, so `where` puts the section's name before the field's
+    # The error message of a section's rule names only the field, so the section's name is added before the field's
     # name.
     except ConfigError as error:
         raise ConfigError(where + str(error)) from None
@@ -59,19 +59,18 @@ def _hints(kind: type) -> dict[str, Any]:
 
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
-    """Return the ConfigError for a key that does not exist. The error message names the most similar key."""
+    """Return the ConfigError for a key that does not exist. The error message names the most similar known key."""
     hint = f"; the nearest known key is '{max(known, key=lambda name: _likeness(key, name))}'" if known else ""
     return ConfigError(f"unknown config key '{key}'{hint}")
 
 
 def _likeness(key: str, name: str) -> float:
-    # A key that the user wrote in a wrong section should still match well, so 0.9 times the similarity of the two key
-    # names without their sections also counts.
+    # A key that the user wrote in a wrong section should still match well, so the likeness is at least 0.9 times the
+    # similarity of the two key names without their sections.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
-    # A user may write only the beginning of a long key name. By SequenceMatcher's ratio alone, an unrelated short name
-    # could be more similar to such a beginning than the long name, so a name that starts with the user's key has a
-    # likeness of at least 0.9.
+    # A user may write only the beginning of a long key name. A name that starts with the user's key has a likeness of
+    # at least 0.9, because SequenceMatcher's ratio alone could prefer an unrelated short name.
     return max(whole, 0.9 * last, 0.9 * name.startswith(key))
 
 
@@ -108,8 +107,8 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         require(isinstance(value, Mapping), _wrong_type(key, value, "a mapping"))
         return parse(hint, value, f"{key}.")
     good = isinstance(value, (int, float) if hint is float else hint) and (hint is bool or not isinstance(value, bool))
-    # The value is compared without conversion to float, because the conversion of a very large int would fail. A NaN
-    # value makes the comparison false.
+    # The value is compared without conversion to float, because the conversion of a very large int would fail. NaN is
+    # refused, because every comparison with NaN is false.
     good = good and (hint is not float or abs(value) <= sys.float_info.max)
     good = good and (hint is not int or abs(value) <= LARGEST_INT)
     require(good, _wrong_type(key, value, _KINDS.get(hint, hint.__name__)))

@@ -62,7 +62,7 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
 
 
 def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
-    """Return the columns with the number, the state and the reward of each response token's turn, as values (N,)."""
+    """Return the columns `turn_index`, `turn_states` and `turn_rewards`, with one value per response token (N,)."""
     return {
         "turn_index": torch.tensor([n for t in trajectories for n in t.turn_index()], dtype=torch.int64),
         "turn_states": torch.tensor([n for t in trajectories for n in t.turn_states()], dtype=torch.int64),
@@ -86,7 +86,8 @@ def _environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
 
 
 def supervised_batch(prompts: Mapping[int, Prompt]) -> DataProto:
-    """Convert prompts to a batch of their supervised answers, with one row for each prompt that has such an answer.
+    """Convert prompts to a batch of their supervised answers, with one row for each prompt that has a supervised
+    answer.
 
     Args:
         prompts: the prompt of each group, by the number of the group.

@@ -39,17 +39,17 @@ from workers.reward.messages import SampleScores
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
-# Minimum seconds between a step's first failed reward and an early stop of the run. The delay makes the error message
-# also cover failures that follow shortly after the first failure.
+# Minimum number of seconds between a step's first failed reward and an early stop of the run. The delay makes the error
+# message also cover failures that follow shortly after the first failure.
 PATIENCE_S = 10.0
-# This offset is added to the run's seed in evaluations, so that an evaluation never reuses the random stream of a
+# Offset that is added to the run's seed in evaluations, so that an evaluation never reuses the random stream of a
 # training sample.
 EVAL_SEED = 0x5EED
 
 
 @dataclass(frozen=True)
 class _Flight:
-    """Prompt groups being generated or scored, with the temperature and the seed for sampling their answers."""
+    """Prompt groups whose answers are being generated or scored, with the temperature and the seed of the sampling."""
 
     groups: PromptGroups
     temperature: float
@@ -64,10 +64,9 @@ class _Step:
         places: number of new prompt groups that the training step will train on.
         refills: number of dropped prompt groups that may still be replaced by new groups.
         open: True from the time when `answers` begins the step until `take` ends the step.
-        seen: finished prompt groups, by uid, for which it was already checked whether all answers have the same
-            outcome.
+        seen: finished prompt groups whose answers have already been checked for equal outcomes, by uid.
         dropped: uids of the prompt groups that the training step has dropped.
-        reused: groups of earlier training steps on which the step trains again, besides `places` new groups.
+        reused: groups of earlier training steps on which the step trains again, in addition to `places` new groups.
         version: weight version before the step.
         outcomes: with `data.difficulty`, the numbers of correct and judged answers of all groups that the step has
             generated, by uid.
@@ -149,7 +148,7 @@ class Collector:
         self.first_failure = 0.0  # `time.monotonic()` at the step's first failed reward; 0 without failed rewards
         self._arrived = 0  # Number of times that answers or scores have arrived.
         self._failures_arrived = False  # True if failed rewards have arrived that `_stop_early` has not counted.
-        self._changes = Changes()  # Notified when prompt groups change, or when engines or reward workers get work.
+        self._changes = Changes()  # Wakes waiting tasks when groups change, or engines or reward workers get work.
 
     def start(self) -> None:
         """Start the background tasks that receive finished answers and scores."""
@@ -162,9 +161,9 @@ class Collector:
         The weights that sampled the answers are at most `max_staleness` versions older than weight version `version`.
         The scores of the answers may still be missing; the method `scored` adds the scores.
 
-        With dynamic sampling, a group whose answers all have the same outcome is replaced by a new group as long as the
-        step may generate more groups, and is left out otherwise. With dynamic sampling, the batch may therefore have
-        fewer than `prompts_per_step` groups.
+        With dynamic sampling, a group whose answers all have the same outcome is replaced by a new group. If the step
+        may not generate more groups, a group with a single outcome is left out, and the batch has fewer than
+        `prompts_per_step` groups.
 
         With `trainer.reuse`, some groups of the batch may be groups on which earlier steps have trained.
         """
@@ -206,11 +205,12 @@ class Collector:
 
         Returns:
             The batch with scores, and metrics of dynamic sampling, of the pools of prompts, and of the groups on which
-            the step trains again. Without these features, the returned metrics are empty.
+            the step trains again. The metrics are empty if dynamic sampling, `data.difficulty` and `trainer.reuse` are
+            off.
 
         Raises:
             RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
-                any sample, or prompts have pools and no reward function decides whether an answer is correct.
+                any sample, or `data.difficulty` is set and no reward function decides whether an answer is correct.
         """
         step, components = self.step, self.config.reward.components
         while not (new := self.groups.ready(step.places)):
@@ -251,10 +251,12 @@ class Collector:
         return metrics
 
     def supervised(self, batch: DataProto) -> DataProto:
-        """Return the supervised answers to the prompts of a step's batch, one row for each prompt that has an answer.
+        """Return the supervised answers to the prompts of a step's batch, one row for each prompt that has a supervised
+        answer.
 
-        The groups that dynamic sampling has dropped are not in the batch. A group that dynamic sampling leaves in the
-        batch only because the step has no other group gets no supervised answer either.
+        Groups that dynamic sampling has dropped are not in the batch, so their prompts get no supervised answers. A
+        group that dynamic sampling leaves in the batch only because the step has no other group also gets no supervised
+        answer.
         """
         uids = batch.batch["uid"]
         if self.config.algorithm.dynamic_sampling:
@@ -281,8 +283,8 @@ class Collector:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the collector for a checkpoint, as plain values.
 
-        The state consists of the position in the prompt order or the state of the pools, the prompt groups in flight,
-        the groups on which later steps may train again, and the unfinished step.
+        The state of the collector consists of the position in the prompt order or the state of the pools, the prompt
+        groups in flight, the groups on which later steps may train again, and the unfinished step.
         """
         step = self.step
         unfinished: dict[str, Any] = {
@@ -363,7 +365,7 @@ class Collector:
                 step.dropped.add(group.uid)
                 step.refills, step.places = step.refills - replaced, step.places - (not replaced)
                 if replaced and not step.refills:
-                    break  # Without refills, `_unseen` returns no group until all groups are finished.
+                    break  # Without replacements, `_unseen` returns no group until all groups are finished.
 
     def _fails(self, step: "_Step", group: Group) -> bool:
         """Return whether all rewards of a group failed and the step's failures exceed `reward.max_failed_fraction`.
@@ -377,7 +379,7 @@ class Collector:
         return failed > self.config.reward.max_failed_fraction * self.config.trainer.prompts_per_step * group.size
 
     def _unseen(self, step: "_Step") -> list[Group]:
-        """Return the step's finished groups for which it was not yet checked whether all answers have the same outcome.
+        """Return the step's finished groups whose answers have not yet been checked for equal outcomes.
 
         A prompt group of a later step is checked for equal outcomes only in that later step.
         """
@@ -512,8 +514,7 @@ class Collector:
             self._ship(flight, None)
 
     def _stop_early(self, groups: PromptGroups) -> None:
-        """Stop the run before all rewards of a step have arrived if more rewards have failed than are allowed in a
-        step.
+        """Stop the run before all rewards of a step have arrived if too many rewards of the step have already failed.
 
         The run is stopped only if at least `PATIENCE_S` seconds have passed since the first failed reward of the step.
         With dynamic sampling, failed rewards never stop the run early.
@@ -531,7 +532,9 @@ class Collector:
             raise self._too_many(failures, total)
 
     def _too_many(self, failures: Sequence[SampleScores], total: int) -> RewardError:
-        """Return a RewardError whose message lists the three most frequent kinds of failure, in descending order."""
+        """Return a RewardError whose message lists the three most frequent kinds of failure, in descending order of
+        frequency.
+        """
         kinds = Counter(result.error for result in failures).most_common(3)
         first = {result.error: result.key for result in reversed(failures)}
         shown = "; ".join(

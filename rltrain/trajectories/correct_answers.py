@@ -1,4 +1,4 @@
-"""Counts the correct answers of prompt groups, which measure the difficulty of prompts."""
+"""Counts the correct answers of prompt groups, in order to measure the difficulty of prompts."""
 
 from collections.abc import Sequence
 
@@ -15,9 +15,9 @@ def correct_answers(groups: Sequence[Group], config: Config) -> dict[int, tuple[
 
     The reward functions decide whether an answer is correct, with `success` in their config or with
     `RewardResult.success`. Shaping and length penalties do not affect the decision. With
-    `algorithm.suppress_truncated`, an answer that was cut at the length limit is wrong. Answers without a decision, and
-    cut answers that `algorithm.exclude_truncated` leaves out of the statistics, are not judged. Greedy baselines are
-    not counted.
+    `algorithm.suppress_truncated`, an answer that was cut at the length limit is wrong. Answers whose correctness is
+    undecided are not counted as judged. With `algorithm.exclude_truncated`, answers that were cut at the length limit
+    are also not counted as judged. Greedy baselines are not counted.
 
     Raises:
         RewardError: answers have scores, but no reward function decides whether any answer is correct.

@@ -5,11 +5,11 @@ samples of one prompt, which are in flight together, that is, being generated or
 the requests for the group's answers to the engines.
 
 The trainer uses prompt groups in the order of their numbers (`uid`). When a group is shipped to the engines, the
-training step that will use the group is already known. Group n is used at training step n // prompts_per_step, where
-dropped groups that were replaced are not counted. Because the training step of a group is known in advance, the
-staleness bound can be guaranteed when the group is shipped. If steps may also train again on groups of earlier steps,
-the number of shipped groups is computed as if each later step reused as many groups as the config allows. No group is
-therefore used later than the staleness bound allows.
+training step that will use the group is already known. If dropped groups that were replaced are not counted, the group
+at position n is used at training step n // prompts_per_step. Because the training step of a group is known in advance,
+the staleness bound can be guaranteed when the group is shipped. If training steps may reuse groups of earlier steps,
+the number of groups to ship is computed under the assumption that each later step reuses as many groups as the config
+allows. A group is therefore never used later than the staleness bound allows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -123,7 +123,7 @@ class PromptGroups:
         whole: whether all answers of a group are generated as one batch. The composition of a batch can change answers,
             because the composition affects rounding. If `whole` is True, all answers of a group are always requested
             together.
-        reused: maximum number of a step's places that `reuse` fills with groups of earlier steps.
+        reused: maximum number of groups of earlier steps that one training step reuses.
         components: number of reward functions, which is the number of scores in the result of a failed trajectory.
     """
 
@@ -158,7 +158,7 @@ class PromptGroups:
         return max(0, places - self.used - len(self.groups))
 
     def reuse(self, count: int) -> None:
-        """Fill `count` places of the current training step with groups of earlier steps, which count as used again."""
+        """Count as used the `count` groups of earlier steps that the current training step reuses."""
         self.used += count
 
     def add(self, prompts: Iterable[Prompt]) -> None:
@@ -229,9 +229,8 @@ class PromptGroups:
     def generated(self, answer: Completion | Trajectory) -> RewardRequest | None:
         """Record one finished answer or trajectory, and return the request to score it.
 
-        Return None if the group does not exist any more, if the group's requests are not sent at the moment, if the
-        answer is a duplicate, or if the environment of the trajectory failed. A trajectory whose environment failed
-        gets the result of a failed reward.
+        Return None if the group no longer exists, if the group is pending, if the answer is a duplicate, or if the
+        environment of the trajectory failed. A trajectory whose environment failed gets the result of a failed reward.
         """
         uid, number = answer.key
         group = self.groups.get(uid)
@@ -284,7 +283,7 @@ class PromptGroups:
         self.used += not replace
 
     def oldest(self, count: int) -> list[Group]:
-        """Return the next `count` groups in training order, whatever their stage.
+        """Return the next `count` groups in training order, regardless of their stage.
 
         If there are fewer than `count` groups, return all groups.
         """
@@ -293,7 +292,7 @@ class PromptGroups:
     def answered(self, count: int) -> list[Group]:
         """Return the oldest `count` groups if all their answers are finished, else an empty list.
 
-        The finished answers may still lack scores.
+        The answers of the returned groups may still lack scores.
         """
         return self._oldest_in(count, {GroupState.SCORING, GroupState.READY})
 

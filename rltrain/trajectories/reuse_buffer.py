@@ -1,14 +1,15 @@
 """Keeps prompt groups that a training step has trained on, so that later steps can train on them again.
 
-A group is kept if its answers have different outcomes, because a group with a single outcome teaches nothing. RePO
-(arXiv 2506.09340) mixes replayed answers of a prompt into the prompt's new group. In contrast, this buffer replays
-whole groups, whose advantages are computed from the answers of the group alone.
+A group is kept if its answers have different outcomes, because a group with a single outcome gives no learning signal.
+RePO (arXiv 2506.09340) mixes replayed answers of a prompt into the prompt's new group. The reuse buffer replays whole
+groups, so the advantages of a replayed group are computed from the group's own answers alone.
 
-With R = `trainer.reuse.groups` and W = `trainer.reuse.steps`, step s takes at most R groups from the buffer, and its
-other groups are new. A group that was first trained on in step f can be taken in the steps f + 1 to f + W. The engines
-run at most `trainer.max_staleness` - W steps ahead of training, so no answer is ever older than
-`trainer.max_staleness` allows. Groups that were trained on less often are taken first; among these, newer groups are
-taken first. The choice depends only on finished steps, and not on the order in which answers arrive.
+A training step takes at most `trainer.reuse.groups` groups from the reuse buffer, and the other groups of the step are
+new. A group that was first trained on in step f can be taken in the steps f + 1 to f + `trainer.reuse.steps`. The
+engines run at most `trainer.max_staleness` - `trainer.reuse.steps` steps ahead of training, so no answer is ever older
+than `trainer.max_staleness` allows. Groups that were trained on less often are taken first; among groups that were
+trained on equally often, newer groups are taken first. The choice of groups depends only on finished steps, and not on
+the order in which answers arrive.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -24,7 +25,7 @@ class _Kept:
 
     Attributes:
         group: the group, with its answers and scores.
-        first: weight version before the step that trained on the group first.
+        first: weight version before the first step that trained on the group.
         times: number of training steps that have trained on the group.
     """
 
@@ -51,11 +52,11 @@ class ReuseBuffer:
         return [one.group for one in ordered[: self.groups]]
 
     def finish(self, version: int, trained: Sequence[Group], useful: Collection[int]) -> None:
-        """Record that a step has trained on groups, and forget the groups that the next step may not take any more.
+        """Record that a step has trained on groups, and remove the groups that the next step may no longer take.
 
         Args:
             version: weight version before the step.
-            trained: all groups of the step, new groups and groups from the buffer.
+            trained: all groups of the step, both new groups and groups from the buffer.
             useful: uids of the groups whose answers have different outcomes.
         """
         for group in trained:

@@ -36,7 +36,7 @@ class RewardModel:
         group: worker group of this reward model.
         number: column of this reward model in `reward_components`.
         tokenizer: tokenizer of this reward model, which may differ from the policy's.
-        longest: maximum number of tokens in a row that the reward model can read; None for no limit.
+        longest: maximum length of a batch row that the reward model can read, in tokens; None for no limit.
         pad: id of the padding token. The reward model scores a row at the row's last non-padding token, as the library
             transformers does.
         max_tokens: maximum number of tokens in one forward pass. A row with more tokens than `max_tokens` gets a
@@ -62,7 +62,7 @@ class RewardModel:
         """Score each pair of a prompt and a response text with the reward model.
 
         The score of samples with equal tokens is computed only once. Samples with equal tokens therefore have
-        bit-identical scores, and a group of equal answers has no spread of scores.
+        bit-identical scores, and all answers of a group of equal answers have the same score.
 
         Returns:
             For each sample, the sample's score, or a text that says why the sample has no score.
@@ -131,7 +131,7 @@ _PLAIN = "{prompt}{response}"
 
 
 def reward_models(config: Config, groups: Sequence[WorkerGroup[RewardModelWorker]]) -> list[RewardModel]:
-    """Create the reward models of a run from their worker groups, which are in the order of the config."""
+    """Create the reward models of a run from their worker groups, which are in the order of `reward.models`."""
     first, budget = len(config.reward.functions), config.actor.max_tokens_per_microbatch
     return [
         RewardModel(

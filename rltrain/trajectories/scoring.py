@@ -195,8 +195,8 @@ class ShapedScores(NamedTuple):
     Attributes:
         scores: shaped scores; 0 for a row without a score.
         scored: True for each row of the batch that has a score.
-        counted: True for each row that counts in the statistics: the row has a score and is not excluded because its
-            answer was cut.
+        counted: True for each row that counts in the statistics: the row has a score, and its answer is not excluded as
+            truncated.
     """
 
     scores: Tensor
@@ -205,7 +205,7 @@ class ShapedScores(NamedTuple):
 
 
 def in_statistics(batch: DataProto, algorithm: AlgorithmConfig) -> Tensor:
-    """Return a bool mask (B,) of the valid rows, without rows that are excluded because their answer was cut."""
+    """Return a bool mask (B,) of the valid rows, without truncated answers that are excluded from the statistics."""
     valid: Tensor = batch.batch["valid"]
     return valid & ~truncated_rows(batch) if algorithm.suppress_truncated or algorithm.exclude_truncated else valid
 
@@ -213,12 +213,12 @@ def in_statistics(batch: DataProto, algorithm: AlgorithmConfig) -> Tensor:
 def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
     """Compute the shaped scores of a batch, from which advantages are estimated, before normalisation.
 
-    With `suppress_truncated`, a cut answer gets the lower of two scores: its own score, and the score that it would
-    have if each reward function had given 0. The length penalty is subtracted after the scores of cut answers are
-    lowered, so the penalty applies to cut answers too. The length reward of `group_length_weight` is added last. The
-    length penalty and the length reward count the sampled tokens of an answer and not the observations between them.
-    The lowered scores of cut answers affect only estimators with a critic, which also read rows that are excluded from
-    the statistics.
+    With `suppress_truncated`, a truncated answer gets the lower of two scores: its own score, and the score that it
+    would have if each reward function had given 0. The length penalty is subtracted after the scores of truncated
+    answers are lowered, so the length penalty also applies to truncated answers. The length reward of
+    `group_length_weight` is added last. The length penalty and the length reward count the sampled tokens of an answer
+    and not the observations between them. The lowered scores of truncated answers affect only estimators with a critic,
+    because other estimators skip the rows that are excluded from the statistics.
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -260,15 +260,14 @@ def _length_rewards(batch: DataProto, counted: Tensor, algorithm: AlgorithmConfi
 def correct_rows(batch: DataProto, rows: Tensor, algorithm: AlgorithmConfig, *, setting: str, user: str) -> Tensor:
     """Return for each row whether a reward function decides that the answer is correct: (B,) bool.
 
-    With `suppress_truncated`, a cut answer counts as wrong.
+    With `suppress_truncated`, an answer that was cut at the length limit counts as wrong.
 
     Args:
         batch: the batch of scored answers.
-        rows: mask (B,) of rows. For at least one of these rows, a reward function must decide whether the answer is
-            correct.
+        rows: mask (B,) of the rows among which a reward function must decide the correctness of at least one answer.
         algorithm: section `algorithm` of the config.
         setting: config key and value of the setting that depends on the correctness of answers, for the error message.
-        user: what depends on the correctness of answers, for the error message.
+        user: name of the loss term or reward that depends on the correctness of answers, for the error message.
 
     Raises:
         RewardError: no reward function decides whether any answer in `rows` is correct.
@@ -307,8 +306,8 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
     the same outcome.
 
     A user-defined aggregation function receives all reward components of an answer, and returns the answer's outcome.
-    If the estimator reads the components separately, the scores of every component with `outcome` must be equal within
-    the group. Rows that are excluded from the statistics are ignored by `flat_rows`.
+    If the estimator reads the components separately, a group has the same outcome only if the scores of every component
+    with `outcome` are equal within the group. Rows that are excluded from the statistics are ignored by `flat_rows`.
     """
     uid, counted, components = (
         batch.batch["uid"],
@@ -327,10 +326,11 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
 def place_scores(batch: DataProto, scores: Tensor, config: Config) -> Tensor:
     """Turn the score of each row (B,) into token rewards (N,), whose sum over the row is the score.
 
-    The reward that an environment gave for a turn is multiplied by the factor by which the environment's reward enters
-    the score, and placed on the last token of the turn. The rest of the score is placed on the last trained token of
-    the row. The whole score is placed on the last trained token if the score is not a weighted sum of rewards. The same
-    applies to a cut answer with `algorithm.suppress_truncated`, because such an answer loses its rewards.
+    The environment's reward for a turn is multiplied by its weight in the score, and placed on the last token of the
+    turn. The score minus the weighted rewards of the turns is placed on the last trained token of the row. The whole
+    score is placed on the last trained token if the score is not a weighted sum of rewards. With
+    `algorithm.suppress_truncated`, the whole score of a truncated answer is also placed on the last trained token,
+    because the answer loses its rewards.
     """
     weight = _turn_weight(config)
     if "turn_rewards" not in batch or weight == 0:

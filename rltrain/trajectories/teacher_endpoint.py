@@ -1,9 +1,9 @@
 """A teacher behind an HTTP endpoint, which returns the log-probs of given tokens.
 
 The endpoint must have vLLM's OpenAI-compatible completions API, for example `vllm serve MODEL`. A request sends the
-token ids of a prompt and a response as one prompt, and asks for `prompt_logprobs` and a single new token, which is
-ignored. The run does not start the server behind the endpoint. The HTTP client comes from the package `openai`, which
-is installed with vLLM; the client reuses connections and retries failed requests.
+token ids of a prompt and a response together as the prompt of a completion. The request asks for `prompt_logprobs` and
+for a single new token, which is ignored. The run does not start the server behind the endpoint. The HTTP client comes
+from the package `openai`, which is installed with vLLM; the client reuses connections and retries failed requests.
 """
 
 import asyncio
@@ -17,17 +17,17 @@ from rltrain.base.errors import ConfigError, one_line
 from rltrain.base.secret_values import redacted
 from rltrain.settings.distillation_config import DistillationConfig, TeacherConfig
 
-_SHOWN = 160  # An error message shows at most this many characters of a server's error.
+_SHOWN = 160  # Maximum number of characters of a server's error in an error message.
 _PROBED = 64  # Number of tokens whose texts are compared between the policy's tokenizer and the endpoint's.
 _PLAIN = re.compile(r"[A-Za-z0-9]+")
 
 
 class TeacherEndpoint:
-    """Client of one endpoint.
+    """HTTP client of one teacher endpoint.
 
     Args:
         teacher: settings of the teacher.
-        config: time limit, retries and number of simultaneous requests.
+        config: settings of the distillation, such as the time limit and the number of simultaneous requests.
     """
 
     def __init__(self, teacher: TeacherConfig, config: DistillationConfig) -> None:
@@ -36,7 +36,7 @@ class TeacherEndpoint:
     async def log_probs(self, rows: Sequence[tuple[list[int], list[int]]]) -> list[list[float] | str]:
         """Return the log-probs of the response tokens of each row, in nats.
 
-        If the endpoint does not answer a request after all retries, no further requests are sent by this call.
+        If the endpoint does not answer a request after all retries, `log_probs` sends no further requests.
 
         Args:
             rows: pairs (token ids of a prompt, token ids of a response). Each prompt has at least one token.
@@ -68,7 +68,7 @@ class TeacherEndpoint:
             return self._shown(error)
 
     async def probe(self, tokenizer: Any, prompt: list[int], longest: int) -> None:
-        """Check before the run that the endpoint can teach the policy.
+        """Check before the run that the endpoint can score the answers of the policy.
 
         Args:
             tokenizer: the policy's tokenizer.
@@ -112,7 +112,7 @@ class TeacherEndpoint:
         except ImportError:
             raise ConfigError(
                 f"{self.teacher.key}={self.teacher.path}: an endpoint needs the package openai, which is not "
-                "installed; install it, or vLLM, which brings it"
+                "installed; install it, or vLLM, which depends on it"
             ) from None
         name = self.teacher.api_key_env
         key = os.environ.get(name, "") if name else "none"  # without a key, the client would read OPENAI_API_KEY
@@ -125,9 +125,11 @@ class TeacherEndpoint:
         )
 
     async def _length_limit(self, client: Any) -> int | None:
-        """Return the endpoint's limit of prompt plus new tokens, or None if the endpoint does not report its limit.
+        """Return the endpoint's maximum number of prompt tokens and new tokens together, or None if the endpoint
+        reports no limit.
 
-        The first call also decides which of the endpoint's models is the teacher.
+        If the config names no model, the first call of `_length_limit` selects the endpoint's first model as the
+        teacher.
 
         Raises:
             ValueError: the endpoint has no model, or no model of the configured name.
@@ -167,7 +169,7 @@ class TeacherEndpoint:
 
 
 def _chosen(entries: list[Any], ids: Sequence[int]) -> list[float]:
-    """Return the log-prob of each token after the first.
+    """Return the log-prob of each token in `ids` after the first token.
 
     Raises:
         ValueError: a token has no finite log-prob.
@@ -187,7 +189,9 @@ def _of_token(entry: Any, token: int) -> Mapping[str, Any]:
 
 
 def _plain_tokens(tokenizer: Any) -> list[int]:
-    """Return ids from the whole vocabulary whose texts are plain ASCII letters or digits, in ascending order."""
+    """Return token ids from the whole vocabulary, in ascending order, whose texts consist only of ASCII letters and
+    digits.
+    """
     special, ids = set(tokenizer.all_special_ids), sorted(tokenizer.get_vocab().values())
     step = max(1, len(ids) // (4 * _PROBED))
     texts = {token: tokenizer.decode([token]).strip() for token in ids[::step] if token not in special}
@@ -196,7 +200,9 @@ def _plain_tokens(tokenizer: Any) -> list[int]:
 
 
 def _difference(tokenizer: Any, entries: list[Any], ids: Sequence[int]) -> str:
-    """Return the first token whose text differs between the policy's tokenizer and the endpoint's; "" if none does."""
+    """Describe the first token whose text differs between the policy's tokenizer and the endpoint's. Return "" if no
+    text differs.
+    """
     for entry, token in zip(entries, ids[1:], strict=False):
         own, theirs = tokenizer.decode([token]).strip(), _of_token(entry, token).get("decoded_token")
         # Some versions of vLLM return the token's vocabulary entry, in which a special character stands for a space.

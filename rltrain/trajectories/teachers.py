@@ -97,17 +97,17 @@ class Teacher:
             self.prompts = TeacherPrompts(teacher, tokenizer, config.data.special_tokens)
 
     async def score(self, batch: DataProto, rows: list[int], prompts: Sequence[Prompt]) -> tuple[DataProto, list[str]]:
-        """Score the responses of some rows.
+        """Score the responses in the rows that are assigned to the teacher.
 
         Args:
             batch: the whole batch.
             rows: indices of this teacher's rows, in ascending order.
-            prompts: the policy's prompt of each of these rows.
+            prompts: the policy's prompts of the rows in `rows`, in the same order.
 
         Returns:
-            A batch of the teacher's columns with one row for each of `rows`, and for each of `rows` the reason why the
-            teacher has not scored the row, or "" for a scored row. The columns of a row that was not scored are
-            undefined.
+            A batch of the teacher's columns and a list of texts, both with one entry for each of `rows`. The text of a
+            row says why the teacher has not scored the row, and is "" for a scored row. The columns of a row that was
+            not scored are undefined.
         """
         if self.prompts is None and self.group is not None:
             return await self._on_ranks(self.group, batch, rows), [""] * len(rows)
@@ -117,11 +117,11 @@ class Teacher:
         return await self._at_endpoint(seen, why)
 
     def _in_context(self, own: DataProto, prompts: Sequence[Prompt]) -> tuple[DataProto, list[str]]:
-        """Replace the policy's prompts by the teacher's.
+        """Replace the policy's prompts with the teacher's prompts.
 
         Returns:
             The batch `own` with the teacher's prompts, and one text per row. If the teacher has no prompt for a row,
-            the row keeps the policy's prompt and the text says why; otherwise the text is "".
+            the row keeps the policy's prompt, and the row's text gives the reason; otherwise the row's text is "".
         """
         if self.prompts is None:
             return own, [""] * len(own)
@@ -177,7 +177,8 @@ class Teachers:
     async def scored(self, batch: DataProto, prompts: Sequence[Prompt]) -> tuple[DataProto, dict[str, float]]:
         """Add the columns `teacher`, `teacher_log_probs` and, for the exact KL, `teacher_hidden` to a batch.
 
-        In a row that its teacher could not score, `teacher` is -1. The reasons are logged and the rows are counted.
+        The column `teacher` is -1 in a row that the row's teacher could not score. The reasons why rows were not scored
+        are logged.
 
         Args:
             batch: the batch, with the columns `prompts` and `responses`.
@@ -231,7 +232,7 @@ def teacher_number(prompt: Prompt, config: DistillationConfig) -> int:
 
 
 def number_of(named: Any, config: DistillationConfig, place: str) -> int:
-    """Return the number of the teacher that a row's value in the teacher column names.
+    """Return the number of the teacher whose name is the value of a row in the teacher column.
 
     Args:
         named: the row's value in the teacher column.

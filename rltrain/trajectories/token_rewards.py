@@ -1,7 +1,7 @@
 """Computes token rewards and advantages, and chooses the tokens that are trained on.
 
-The module `token_rewards` applies the pure functions of `rltrain.algorithms` to whole batches. The module contains all
-code of the driver that combines batch columns with algorithm parameters.
+The module `token_rewards` applies the pure functions of `rltrain.algorithms` to whole batches. The module
+`token_rewards` contains all code of the driver that combines batch columns with algorithm parameters.
 """
 
 import dataclasses
@@ -108,7 +108,8 @@ def kl_controller(config: KLInRewardConfig) -> FixedKLController:
 def held(controller: FixedKLController) -> FixedKLController:
     """Return a controller that keeps the current coefficient of another controller.
 
-    While the actor does not change, the measured KL says nothing about the coefficient.
+    The KL coefficient must stay constant while the actor does not change, because the measured KL does not depend on
+    the coefficient in that case.
     """
     return FixedKLController(controller.value)
 
@@ -118,12 +119,12 @@ def assign_rewards(
 ) -> tuple[DataProto, dict[str, float]]:
     """Add the column `token_level_rewards`: scores on the last trained tokens, minus the KL penalty.
 
-    The rewards of single turns are on the last tokens of their turns, as `place_scores` describes. The scores in
+    The reward of each turn is on the last token of the turn, as `place_scores` describes. The scores in
     `token_level_rewards` are shaped and, if configured, normalised.
 
     `assign_rewards` also sets the column `valid` to False in rows that are excluded from the statistics because the
-    answer was cut at the length limit. A row with a cut answer keeps its own score, on the same scale as the scores of
-    all other rows.
+    answer was cut at the length limit. A row with a truncated answer keeps its own score, on the same scale as the
+    scores of all other rows.
 
     Returns:
         The batch with the new columns, and metrics of the rewards.
@@ -156,7 +157,7 @@ def assign_rewards(
 def penalize_kl(
     batch: DataProto, config: KLInRewardConfig, controller: FixedKLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Subtract the KL divergence from the reference model, times the controller's coefficient, from the token rewards.
+    """Subtract a KL penalty from the token rewards: the controller's coefficient times the KL from the reference model.
 
     The controller of the KL coefficient is updated with the mean KL per trained token.
     """
@@ -181,12 +182,12 @@ def penalize_kl(
 
 
 def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Return the batch of token rows for which the critic computes values.
+    """Return the batch whose rows the critic reads to compute the values of states.
 
     With `bootstrap_truncated`, the critic also computes the value of the state after the last token of each answer that
     was cut at the length limit. The critic's value of a token is the value of the state before the token, and the
     critic does not read the last token of a row. With `bootstrap_truncated`, one arbitrary token is therefore appended
-    to each cut answer. The value of the appended token is the value of the state after the answer's last token.
+    to each truncated answer. The value of the appended token is the value of the state after the answer's last token.
     """
     if not algorithm.bootstrap_truncated:
         return batch
@@ -214,9 +215,10 @@ def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmC
 
 
 def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
-    """Return a bool mask (N,) of the response tokens, in rows that may have one token appended.
+    """Return a bool mask (N,) that is True at response tokens and False at appended tokens.
 
-    Each row has the length given in `lengths` (B,) and begins with the response tokens.
+    Each row has the length given in `lengths` (B,) and begins with the response tokens, which one appended token may
+    follow.
     """
     return positions(lengths) < batch.lengths("responses").repeat_interleave(lengths)
 
@@ -226,17 +228,17 @@ def estimate_advantages(
 ) -> tuple[DataProto, dict[str, float]]:
     """Add the columns `advantages` and `returns` from the configured estimator.
 
-    With `monte_carlo`, the returns are Monte-Carlo returns instead of the estimator's: the discounted sums of the
-    rewards to come. The critic learns the Monte-Carlo returns during its warm-up.
+    With `monte_carlo`, the estimator's returns are replaced by Monte-Carlo returns, which are the discounted sums of
+    future rewards. The critic learns the Monte-Carlo returns during its warm-up.
 
     If configured, the advantages are normalised, combined with the log-ratios of the teachers, and then clamped to
     [-c, c], with c = `advantage_clip`. Normalisation, log-ratios of the teachers and clamping do not change the
     returns.
 
-    With `bootstrap_truncated`, gamma times `bootstrap_values` is added to the rewards of the last trained tokens that
-    the estimator receives. With `bootstrap_truncated`, GAE thus includes the value of the state after the last token
-    (arXiv 1712.00378): delta = r + gamma V(end) - V. The column `token_level_rewards` of the batch does not
-    change.
+    With `bootstrap_truncated`, the estimator receives rewards to which gamma times `bootstrap_values` is added at the
+    last trained token of each row. With `bootstrap_truncated`, GAE thus includes the value V(end) of the state after
+    the last token (arXiv 1712.00378): the TD error of the last token is delta = r + gamma V(end) - V. The batch keeps
+    its column `token_level_rewards` unchanged.
 
     Returns:
         The batch with the new columns, and metrics of the advantages.
@@ -284,8 +286,8 @@ def with_distillation(
     Returns:
         The new advantages, and metrics of the KL from the policy to the teachers, estimated from the sampled tokens.
         With mode=reward, the metrics contain `actor/teacher_kl`. With several teachers, the metrics contain
-        `actor/teacher_kl/NAME` of each teacher. The policy is the actor before the update if the actor's log-probs are
-        known, and the engine's policy otherwise.
+        `actor/teacher_kl/NAME` of each teacher. For the KL metrics, the policy is the actor before the update if the
+        actor's log-probs are known, and the engine's policy otherwise.
     """
     config = algorithm.distillation
     if config.mode is None:
@@ -323,7 +325,7 @@ def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """Set `response_mask` to False for answers on which the update must not train.
 
-    With `algorithm.mask_truncated`, the update ignores the tokens of cut answers. If the policy learns only from
+    With `algorithm.mask_truncated`, the update ignores the tokens of truncated answers. If the policy learns only from
     teachers, the update ignores the tokens of answers that no teacher has scored.
 
     `choose_trained` must be called after the advantages are computed and before the batch is split into mini-batches.

@@ -258,8 +258,8 @@ def test_rewards_that_are_normalised_in_their_group_need_a_group(estimator):
 @pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "abs"])
 def test_a_straight_through_form_has_no_place_in_a_reward(estimator):
     assert refusal(f"kl_in_reward.kl_estimator={estimator}+") == (
-        f"algorithm.kl_in_reward.kl_estimator={estimator}+: a '+' form differs in its gradient only, and a reward has "
-        f"no gradient; use {estimator}"
+        f"algorithm.kl_in_reward.kl_estimator={estimator}+: the '+' changes only the gradient of the estimate, and a "
+        f"reward has no gradient; use {estimator}"
     )
     accepted(f"kl_in_reward.kl_estimator={estimator}", "kl_in_reward.kl_coef=0.1")
 
@@ -388,7 +388,7 @@ def test_maxrl_divides_by_the_mean_score_so_settings_that_lower_scores_are_refus
 
 CONTRADICTIONS = [
     ([], "with grpo: this estimator has no critic"),
-    (["advantage_estimator=gae", "suppress_truncated=true"], "with suppress_truncated=true: the first credits a cut"),
+    (["advantage_estimator=gae", "suppress_truncated=true"], "with suppress_truncated=true: bootstrap_truncated cre"),
     (["advantage_estimator=gae", "mask_truncated=true"], "with mask_truncated=true: no token of a cut answer is train"),
     (["advantage_estimator=gae", "advantage={gamma:0.0}"], "with algorithm.advantage.gamma=0: the value is multiplied"),
 ]

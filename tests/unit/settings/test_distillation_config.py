@@ -85,7 +85,7 @@ def test_the_log_ratio_needs_the_actors_log_probs_before_the_update():
         ([ONE], "teachers=[math] with mode=null: the teachers would not be used; set "),
         ([f"{DISTILLATION}.outcome_coef=0"], "outcome_coef=0.0, teacher_column=None with mode=null: "),
         ([f"{DISTILLATION}.teacher_column=x"], "outcome_coef=1.0, teacher_column=x with mode=null: "),
-        (["algorithm=mopd", TWO[0]], "teachers=[math, code] without teacher_column: no row says which teacher "),
+        (["algorithm=mopd", TWO[0]], "teachers=[math, code] without teacher_column: the data does not say wh"),
         (["algorithm=mopd", ONE, f"{DISTILLATION}.kl=full"], "kl=full with mode=reward: the exact KL of a position "),
         (["algorithm=distill", f"{DISTILLATION}.teachers=[{URL}]"], f"kl=full with the endpoint {URL}: an endpoint "),
         (["algorithm=mopd", f"{DISTILLATION}.teachers=[a/m,b/m]", TWO[1]], "teachers: two are named 'm'; give each"),

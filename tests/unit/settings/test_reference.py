@@ -87,8 +87,8 @@ def test_a_row_tells_default_values_meaning_and_resume_rule(key, default, values
 
 def test_a_row_tells_the_meaning_that_the_schema_declares():
     assert row_of("trainer.max_staleness")[2] == (
-        "Maximum staleness of an answer when the model is trained on it: the number of weight versions by which the "
-        "weights that generated the answer are older. 0: synchronous training."
+        "Maximum staleness of an answer that is trained on. Staleness is the number of weight versions between the "
+        "weights that generated the answer and the current weights. 0: synchronous training."
     )
 
 
@@ -141,8 +141,8 @@ GENERATED = """\
 # They are small.
 
 actor_ranks: 2  # Number of processes that train the actor together.
-# Number of ranks over which one copy of a model is sharded. If a run has more ranks, each further group of ranks holds
-# another copy. The number must divide placement.actor_ranks. null: one copy is sharded over all ranks.
+# Number of ranks over which one copy of a model is sharded. If a run has more ranks, each group of shard_ranks ranks
+# holds one copy. shard_ranks must divide placement.actor_ranks. null: one copy is sharded over all ranks.
 shard_ranks: null
 
 # Way in which workers are run. ray: Ray starts a process for each worker. inprocess: all workers are objects in one
@@ -162,7 +162,7 @@ def test_comments_of_keys_are_replaced_and_the_head_and_all_other_comments_stay(
 def test_the_keys_of_sections_and_of_the_entries_of_a_list_get_comments_too():
     text = "# Head.\n\nvllm:\n  kv_cache_mb: 1\nengine: vllm\n"
     assert commented(text, "rollout.").splitlines()[2:] == [
-        "vllm:  # Settings of the engine vLLM, which no other engine uses. null: the run uses another engine.",
+        "vllm:  # Settings that only the engine vLLM uses. null: the run uses another engine.",
         "  kv_cache_mb: 1  # Size of one engine's KV cache on CPUs. On GPUs, kv_cache_mb has no effect. Unit: MB.",
         "# Inference engine that generates the answers. vllm: the library vLLM. hf: the library transformers. "
         "stored: no",
@@ -171,11 +171,11 @@ def test_the_keys_of_sections_and_of_the_entries_of_a_list_get_comments_too():
     ]
     entries = "# Head.\n\nfunctions:\n  - name: a\n    weight: 1.0\n  - name: b\nmodels: []\n"
     assert [line.partition("  # ")[2] for line in commented(entries, "reward.").splitlines()[2:]] == [
-        "List of reward functions. Each entry is a mapping, or only the path of a function.",
+        "List of reward functions, each given as a mapping or only by its path.",
         "Name of the reward function in metrics and messages.",
         "Factor by which the function's score is multiplied in the weighted sum of all scores.",
         "Name of the reward function in metrics and messages.",
-        "List of reward models. Each entry is a mapping, or only the path of a reward model.",
+        "List of reward models, each given as a mapping or only by its path.",
     ]
 
 
