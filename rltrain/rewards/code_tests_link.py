@@ -1,6 +1,6 @@
 """Let two processes use each other's objects even if one process is hostile; see `code_tests_inside`.
 
-Objects of plain-data types, such as numbers, texts and lists, are copied to the other process. An object that is not
+Objects of plain-data types, such as numbers, strings and lists, are copied to the other process. An object that is not
 plain data stays in the process that created it, and the other process gets a `Far` proxy for the object. Whatever the
 program's process sends, the process that runs the tests can only receive plain data and `Far` objects. The process that
 runs the tests never holds an object whose `==` the program defines. Unpickling a message never calls a function that
@@ -58,8 +58,8 @@ _BASES: dict[type, Any] = {
     set: lambda members: {*set.__iter__(members)},
     frozenset: lambda members: frozenset(frozenset.__iter__(members)),
 }
-# Operators that the tests cannot apply between an object of the program and plain data. An object that defines its own
-# arithmetic could otherwise produce any number that a test expects.
+# Binary operators that a test cannot apply if one operand is an object of the program and the other is plain data. An
+# object that defines its own arithmetic could otherwise produce any number that a test expects.
 _BETWEEN_TWO = (
     "add",
     "sub",
@@ -91,14 +91,14 @@ _FOR_THE_PROGRAM = ("call", "get", "set", "iter", "next", "len", "getitem")
 
 
 class Raised(Exception):
-    """Replaces an exception from the other end of a `Link` if the exception's type is not built into Python."""
+    """Replacement for an exception of the other process whose type is not built into Python."""
 
 
 class Far:
     """Proxy for an object that exists in the process at the other end of a `Link`.
 
     A `Far` object is never equal to an object that is not a `Far` object. Two different `Far` objects are equal if the
-    process that holds the two represented objects reports that the two represented objects are equal.
+    process that holds the represented objects reports that these objects are equal.
     """
 
     def __init__(self, link: "Link", number: int) -> None:
@@ -381,7 +381,7 @@ _RENEWED = (list, dict, set, bytearray)
 
 
 def _renew(old: Any, new: Any) -> None:
-    """Update the passed object `old` to `new`, the copy of `old` that the other process may have changed."""
+    """Give the object `old` the content of `new`, a copy of `old` that the other process may have changed."""
     if type(old) is not type(new) or type(old) not in _RENEWED:
         return
     old.clear()
