@@ -236,7 +236,7 @@ def test_the_environment_of_the_guide_trains(tmp_path):
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "with my_env.py:FewGuesses; <= 5 a conversation" in done.stdout
+    assert "with my_env.py:FewGuesses; <= 5 turns per conversation" in done.stdout
     assert all(0 <= record["reward/mean"] <= 0.9 for record in metrics_of(tmp_path / "run") if "reward/mean" in record)
     assert unexplained(tmp_path / "run") == []
 
