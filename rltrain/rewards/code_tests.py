@@ -51,9 +51,10 @@ def code_tests(
     use arithmetic or `<` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. The tests can
     apply arithmetic and `<` to two objects that both come from the tested program. In the tests, `x in thing` iterates
     over an object `thing` of the program, and does not call a method `__contains__` of the object. If the program
-    changes an argument in place, the tests see the change through the argument itself, but not through a separate
-    reference to an object nested in the argument. In the tests, the names of Python's builtins and of `math`, `cmath`
-    and `unittest` always mean Python's own versions.
+    changes an argument in place, a test sees the change in the argument itself. If a test also keeps a separate
+    reference to an object nested in an argument, changes of the nested object are not visible through the separate
+    reference. In the tests, the names of Python's builtins, `math`, `cmath` and `unittest` always refer to Python's own
+    objects, even if the program redefines these names.
 
     Args:
         prompt: the prompt, which is not used.

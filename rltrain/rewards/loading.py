@@ -146,7 +146,7 @@ def import_function(path: str, where: str) -> Callable[..., Any]:
         where: start of the error message, such as "reward function 'file.py:score'".
 
     Raises:
-        ConfigError: the function cannot be imported, for the reasons listed in `load_function`.
+        ConfigError: the function cannot be imported, for one of the reasons listed in `load_function`.
     """
     target, _, name = path.rpartition(":")
     return _function_of(target, name, where)
@@ -431,7 +431,7 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
 def source_name(key: str, path: str) -> str:
     """Return the name under which a checkpoint records the content of the file that defines a user's function.
 
-    A run can only be resumed if the content of the file that defines the function has not changed.
+    A run can be resumed only if the content of the file that defines the user's function has not changed.
     """
     return f"{key}: {path}"
 
@@ -467,7 +467,7 @@ async def _only_exceptions(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Start the single event loop on which this process runs async reward functions, in a separate thread.
+    """Start, in a separate thread, the single event loop on which the process runs async reward functions.
 
     Because the event loop is never closed, async functions can keep connections between calls. An event loop in a
     separate thread works even if the caller already runs another event loop, as in a notebook.

@@ -119,10 +119,10 @@ def run(
         code: Python source of the program.
         stdin: text that the program can read from standard input.
         judge: Python source of a second program, the judge, that runs at the same time as the first program. Two pipes
-            connect the program and the judge. Both programs read from the file descriptor LINK[0] and write to the file
-            descriptor LINK[1], which are defined in `sandbox_inside`. The program cannot access the judge's memory,
-            source or output, except in the weak form of the sandbox if the current user is root. If a judge is given,
-            the run ends when the judge ends, and the result has the exit code and the status of the judge.
+            connect the program and the judge, and both read from the file descriptor LINK[0] and write to the file
+            descriptor LINK[1] of the module sandbox_inside. The program cannot access the judge's memory, source or
+            output, except in the weak form of the sandbox if the current user is root. If a judge is given, the run
+            ends when the judge ends, and the result has the exit code and the status of the judge.
         timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.

@@ -85,8 +85,8 @@ class Adapted:
     Attributes:
         trainer: name of the trainer for which the function was written.
         offered: names of the arguments that the function can get in addition to columns of the data.
-        one_of: columns that may contain the right answer; () if the function needs no right answer. The data must have
-            at least one of the columns in `one_of`.
+        one_of: columns that may contain the right answer, at least one of which must be in the data; () if the function
+            needs no right answer.
     """
 
     def __init__(self, function: Callable[..., Any], signature: Signature) -> None:

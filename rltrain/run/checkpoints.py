@@ -40,8 +40,8 @@ MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
 # Shortest and longest pause, in seconds, between two checks of whether a rank has written its checkpoint files. The
-# pause doubles after each check, up to the longest pause. A training rank runs one method call at a time, so a method
-# that waited for the end of the writing would delay training.
+# pause between two checks doubles after each check, up to the longest pause. A training rank runs one method call at a
+# time, so a method that waited for the end of the writing would delay training.
 _ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 
@@ -475,7 +475,7 @@ def _remove(path: Path) -> None:
 def require_own(folder: Folder) -> None:
     """Check that each folder `step_N` in a checkpoint folder contains only files that a run writes.
 
-    The check is needed because saving a checkpoint would overwrite any other folder named `step_N`.
+    Without `require_own`, saving a checkpoint could overwrite a folder of the user that happens to be named `step_N`.
 
     Raises:
         ConfigError: a folder `step_N` contains files that a run does not write. The error message names the folder with

@@ -358,8 +358,8 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
             continue
         require(
             same,
-            f"{name}: has changed since {checkpoint.folder} was written, so the resumed run would differ; restore the "
-            "old content, or start a new run with the checkpoint's model as model.path",
+            f"{name}: has changed since {checkpoint.folder} was written, so a resumed run would differ from "
+            "the saved run; restore the old content, or start a new run with the checkpoint's model as model.path",
         )
     try:
         _try(config, checkpoint, prompts)
