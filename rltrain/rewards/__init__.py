@@ -16,9 +16,9 @@ parentheses are optional.
 | `regex_format.regex_format` | | pattern, (full, flags) | 1 if the pattern matches |
 | `json_schema.json_schema` | schema | | 1 if the response is JSON that is valid under the schema |
 | `code_tests.code_tests` | tests | (timeout_s, memory_mb, all_or_nothing, entry_point) | share of tests passed |
-| `length.length_penalty` | | target, (unit, both_sides) | 0 to -1: relative excess over the target |
-| `length.overlong_penalty` | | max_length, buffer, (unit) | 0 to -1: used share of the buffer before the limit |
+| `length.length_penalty` | | target, (unit, both_sides) | 0 to -1: excess over the target, relative to the target |
+| `length.overlong_penalty` | | max_length, buffer, (unit) | 0 to -1: share of the buffer that the response uses |
 | `repetition.repetition_penalty` | | (ngram, max_penalty) | 0 to -1: share of repeated n-grams |
 | `environment_reward.environment_reward` | | | the reward that the environment gave |
-| `judge.judge` | all | base_url, model, (question, score, scale, ...) | the number that a language model answers |
+| `judge.judge` | all | base_url, model, (question, score, scale, ...) | the number in the answer of a judge model |
 """

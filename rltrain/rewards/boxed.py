@@ -16,7 +16,8 @@ def last_boxed(text: str) -> str | None:
     if _BOX not in text:
         return None
     start, end = -1, -1
-    # One entry for each unclosed brace: the index where the content of `\boxed{` starts, or -1 for a plain `{`.
+    # `open_braces` has one entry per unclosed brace: the index where the content of `\boxed{` starts, or -1 for a plain
+    # `{`.
     open_braces: list[int] = []
     for token in _TOKEN.finditer(text):
         found = token[0]

@@ -33,25 +33,28 @@ def code_tests(
 ) -> float:
     """Run the program in a response, and return the share of tests that it passes.
 
-    If `tests` is text, the tests run in a second process next to the program's process, in the same sandbox. When a
-    test calls a function of the program, the function runs in the program's process, and only plain data is sent back.
-    The tested program can neither read nor change the memory of the process that runs the tests. A program cannot pass
-    a test by exiting early, printing output, registering hooks, returning objects that are equal to everything, or
-    redefining `assert`, `AssertionError`, `unittest` or `builtins`. The tested program sees nothing of the tests except
-    the arguments with which the tests call the program's functions.
+    If `tests` is Python text, the tests and the tested program run in two processes of the same sandbox. When a test
+    calls a function of the program, the function runs in the program's process, which sends back only plain data and
+    references to its objects. The tested program can neither read nor change the memory of the process that runs the
+    tests. A program cannot pass a test by exiting early, printing output, registering hooks, returning objects that are
+    equal to everything, or redefining `assert`, `AssertionError`, `unittest` or `builtins`. The tested program sees
+    nothing of the tests except the arguments with which the tests call the program's functions.
 
     Known weaknesses: A program can detect from the arguments of its functions that it is being tested, and can return
-    memorized answers. Helper functions, module members and classes that the tests take from the program are controlled
-    by the program. When a test compares two objects that both come from the tested program, the program controls the
-    result of the comparison. In the weak form of the sandbox, which does not isolate the program, the tests are not
-    protected against a program that attacks through the operating system.
+    memorized answers. The program controls the behaviour of every function and class that the tests take from it,
+    including functions that the program imported, such as `gcd` in `from math import gcd`. When a test compares two
+    objects that both come from the tested program, the program controls the result of the comparison. In the weak form
+    of the sandbox, which does not isolate the program, the tests are not protected against a program that attacks
+    through the operating system.
 
     Tests given as text cannot use `isinstance` or `except` with the program's own classes. Tests given as text cannot
-    use arithmetic, `<` or `in` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. The tests
-    can apply arithmetic, `<` and `in` to two objects that both come from the tested program. If the program changes an
-    argument in place, the tests see the change through the argument itself, but not through a separate reference to an
-    object nested in the argument. In the tests, the names of Python's builtins and of `math`, `cmath` and `unittest`
-    always mean Python's own versions.
+    use arithmetic or `<` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. The tests can
+    apply arithmetic and `<` to two objects that both come from the tested program. In the tests, `x in thing` iterates
+    over an object `thing` of the program, and does not call a method `__contains__` of the object. If the program
+    changes an argument in place, a test sees the change in the argument itself. If a test also keeps a separate
+    reference to an object nested in an argument, changes of the nested object are not visible through the separate
+    reference. In the tests, the names of Python's builtins, `math`, `cmath` and `unittest` always refer to Python's own
+    objects, even if the program redefines these names.
 
     Args:
         prompt: the prompt, which is not used.
@@ -65,19 +68,18 @@ def code_tests(
         timeout_s: wall-clock seconds for all tests together, without the start-up time of the interpreters. When
             `timeout_s` is used up, tests that have already passed still count.
         memory_mb: limit on the program's memory in MB, as in `sandbox.run`.
-        sandbox: which form of the sandbox to use: "auto", "required" or "limits", as `level` in `sandbox.run`.
+        sandbox: form of the sandbox, "auto", "required" or "limits", with the same meaning as `level` in `sandbox.run`.
         all_or_nothing: if True, the score is 1 if every test passes, else 0.
         entry_point: name of the program's function that is passed to `check`, the function that HumanEval tests define.
-        reward_timeout_s: the config value `reward.timeout_s` of the run, passed automatically. `timeout_s` is capped at
-            3/4 of `reward_timeout_s`.
+        reward_timeout_s: the config value `reward.timeout_s`, passed automatically; the tests may use at most 3/4 of
+            it.
 
     Returns:
         The number of passed tests divided by the number of all tests, unless `all_or_nothing` is set. Tests that have
         not run when the time limit is reached count as failed.
 
     Raises:
-        ValueError: there are no tests, or the tests cannot be parsed, which is an error in the data and not in the
-            response.
+        ValueError: the data is wrong, because there are no tests or the tests cannot be parsed.
         SandboxError: no sandbox of the requested level works on the local machine, or starting a sandbox for each test
             pair takes too long.
     """
@@ -94,9 +96,9 @@ def code_tests(
 def extract_program(response: str) -> str:
     """Return the program in a response: the last code block that is fenced as python.
 
-    If no code block is fenced as python, return the last code block without a language tag; if no code block lacks a
-    language tag either, return the whole response. A code block that is never closed extends to the end of the
-    response.
+    If no code block is fenced as python, return the last code block without a language tag. If every code block has
+    another language tag, or if there is no code block, return the whole response. A code block that is never closed
+    extends to the end of the response.
     """
     blocks: dict[str, str] = {}
     place = 0
@@ -115,7 +117,7 @@ def _share_of_asserts(program: str, tests: str, entry_point: str | None, limits:
     except (SyntaxError, ValueError) as error:
         raise ValueError(f"tests: {error}; the tests must be Python text") from None
     if not total:
-        raise ValueError(f"tests: {tests[:60]!r} holds no assert and no call; add an assert")
+        raise ValueError(f"tests: {tests[:60]!r} contains neither an assert nor a call; add an assert")
     both = _inside()
     result = run(
         f"{both}\nserve_program({program!r}, *{LINK})",

@@ -1,6 +1,6 @@
 """Let two processes use each other's objects even if one process is hostile; see `code_tests_inside`.
 
-Objects of plain-data types, such as numbers, texts and lists, are copied to the other process. An object that is not
+Objects of plain-data types, such as numbers, strings and lists, are copied to the other process. An object that is not
 plain data stays in the process that created it, and the other process gets a `Far` proxy for the object. Whatever the
 program's process sends, the process that runs the tests can only receive plain data and `Far` objects. The process that
 runs the tests never holds an object whose `==` the program defines. Unpickling a message never calls a function that
@@ -19,8 +19,8 @@ from typing import Any
 _BASIC = frozenset(
     {type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset}
 )  # Types whose objects can be pickled without naming a class or function in the pickle.
-# Maps each plain-data type outside _BASIC to the names of the attributes that the type's constructor takes, in order.
-# Each type that is also a key of `_PARTS` is mapped to an empty string.
+# `_VALUES` maps each plain-data type outside `_BASIC` to the names of its attributes, in the order of the constructor's
+# arguments. Each type that is also a key of `_PARTS` is mapped to an empty string.
 _VALUES = {
     "builtins.complex": "real imag",
     "builtins.range": "start stop step",
@@ -37,7 +37,8 @@ _VALUES = {
     "decimal.Decimal": "",
     "fractions.Fraction": "numerator denominator",
 }
-# Maps a plain-data type to a function that takes an object and returns the constructor arguments to rebuild the object.
+# `_PARTS` maps a plain-data type to a function that returns the constructor arguments with which a given object can be
+# rebuilt.
 _PARTS: dict[str, Any] = {
     "collections.Counter": lambda counts: (dict(dict.items(counts)),),
     "collections.OrderedDict": lambda table: (dict(table.items()),),
@@ -46,7 +47,8 @@ _PARTS: dict[str, Any] = {
     "datetime.timezone": lambda zone: zone.__getinitargs__(),
     "decimal.Decimal": lambda number: (str(number),),
 }
-# Maps each base type to a function that converts an object of a subclass to the base type without calling the subclass.
+# `_BASES` maps each base type to a function that converts an object of a subclass to the base type, without calling
+# methods of the subclass.
 _BASES: dict[type, Any] = {
     int: int.__int__,
     float: float.__float__,
@@ -58,8 +60,8 @@ _BASES: dict[type, Any] = {
     set: lambda members: {*set.__iter__(members)},
     frozenset: lambda members: frozenset(frozenset.__iter__(members)),
 }
-# Operators that the tests cannot apply between an object of the program and plain data. An object that defines its own
-# arithmetic could otherwise produce any number that a test expects.
+# Binary operators that a test cannot apply if one operand is an object of the program and the other is plain data. With
+# arithmetic between its objects and plain data, a program could produce any number that a test expects.
 _BETWEEN_TWO = (
     "add",
     "sub",
@@ -91,14 +93,14 @@ _FOR_THE_PROGRAM = ("call", "get", "set", "iter", "next", "len", "getitem")
 
 
 class Raised(Exception):
-    """Replaces an exception from the other end of a `Link` if the exception's type is not built into Python."""
+    """Replacement for an exception of the other process whose type is not built into Python."""
 
 
 class Far:
     """Proxy for an object that exists in the process at the other end of a `Link`.
 
     A `Far` object is never equal to an object that is not a `Far` object. Two different `Far` objects are equal if the
-    process that holds the two represented objects reports that the two represented objects are equal.
+    process that holds the represented objects reports that these objects are equal.
     """
 
     def __init__(self, link: "Link", number: int) -> None:
@@ -145,8 +147,8 @@ class Link:
     def __init__(self, reads: int, writes: int, *, trusted: str | None = None) -> None:
         """Create a link from two file descriptors: one pipe end to read from and one pipe end to write to.
 
-        If `trusted` names a module, the other process may send only the requests in `_FOR_THE_PROGRAM`, and may access
-        attributes only of objects whose class is defined in the module `trusted`.
+        If `trusted` names a module, the other process may send only the requests in `_FOR_THE_PROGRAM`. With `trusted`,
+        the other process may access attributes only of objects whose class is defined in the module `trusted`.
         """
         self._reads, self._writes, self._trusted = reads, writes, trusted
         self._mine: list[Any] = []
@@ -279,8 +281,8 @@ class _In(pickle.Unpickler):
     """Unpickler for messages that a hostile process may have sent.
 
     A pickle that names a class or function is refused, so reading a message neither calls a function nor changes an
-    existing object. After a message is unpickled, each description in the message is replaced with an object that
-    `code_tests_link` constructs.
+    existing object. After a message is unpickled, `_built` replaces each `_Described` object in the message with the
+    object that it describes.
     """
 
     def __init__(self, file: io.BytesIO) -> None:
@@ -381,7 +383,7 @@ _RENEWED = (list, dict, set, bytearray)
 
 
 def _renew(old: Any, new: Any) -> None:
-    """Update the passed object `old` to `new`, the copy of `old` that the other process may have changed."""
+    """Give the object `old` the content of `new`, a copy of `old` that the other process may have changed."""
     if type(old) is not type(new) or type(old) not in _RENEWED:
         return
     old.clear()

@@ -7,9 +7,10 @@ def environment_reward(prompt: str, response: str, *, environment_reward: float 
     Args:
         prompt: unused.
         response: unused.
-        environment_reward: the sum; None if the environment gave no reward, or if the run has no environment.
+        environment_reward: sum of the environment's rewards; None if the environment gave no reward, or if the run has
+            no environment.
 
     Returns:
-        The sum, or None.
+        The argument `environment_reward`.
     """
     return environment_reward

@@ -13,11 +13,11 @@ _SHALLOW = 20
 def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool | str | None) -> float | None:
     """Validate the response, or its last closed code block that is fenced as ```json, against a JSON Schema.
 
-    The opening fence and the closing fence of a code block must each be on a separate line. The following values in a
-    response count as invalid: constants that Python reads but JSON does not allow (NaN, Infinity), integers of more
-    than 4300 digits, lists that are nested several hundred levels deep, and, under `multipleOf`, numbers beyond the
-    range of a float. `format` in a schema is treated as an annotation and is not checked. References to documents
-    outside the schema are never fetched.
+    The opening fence and the closing fence of a code block must each be on a separate line. A response is invalid if it
+    contains a constant that Python reads but JSON does not allow (NaN, Infinity), an integer of more than 4300 digits,
+    or lists that are nested several hundred levels deep. A number beyond the range of a float is invalid under the
+    schema keyword `multipleOf`. The schema keyword `format` is treated as an annotation and is not checked. References
+    to documents outside the schema are never fetched.
 
     Args:
         prompt: unused.

@@ -1,4 +1,4 @@
-"""Reward from a judge model, which rates responses at an endpoint with OpenAI's chat completions API.
+"""Reward from a judge model, which is called through OpenAI's chat completions API.
 
 The judge model's endpoint can be a hosted model or a server such as `python -m vllm.entrypoints.openai.api_server`. The
 training run does not start the server behind the judge's endpoint. The HTTP client comes from the package `openai`,
@@ -55,16 +55,16 @@ async def judge(
 
     The limits `max_concurrent` and `requests_per_minute` apply to each reward process separately, so n reward processes
     (`placement.reward_workers`) together can send n times as many requests. One call of `judge`, including its waits
-    and retries, must end within `reward.timeout_s`. If a column of the data has the same name as an option of `judge`,
-    and `kwargs` does not set that option, the column's value is used as the option.
+    and retries, must end within `reward.timeout_s`. If a data column has the name of an option of `judge`, the column's
+    value is used unless `kwargs` sets the option.
 
     Args:
         prompt: the sample's prompt.
         response: the sample's response.
         base_url: URL of the endpoint, for example "http://127.0.0.1:8000/v1".
         model: name of the judge model at the endpoint.
-        question: template of the only message that is sent to the judge. {prompt}, {response} and the name of any data
-            column in braces are replaced by their values. The question template must contain the field {response}. A
+        question: template of the only message to the judge. Each field in braces, that is, {prompt}, {response} or the
+            name of a data column, is replaced by its value. The question template must contain the field {response}. A
             literal brace in the template is written as {{ or }}.
         score: regular expression whose first group matches the number in the judge's answer. If the regular expression
             matches several times, the last match counts.
@@ -72,8 +72,8 @@ async def judge(
             to 1.
         temperature: sampling temperature of the judge.
         max_tokens: largest number of tokens in the judge's answer.
-        retries: how often a request is sent again after it could not reach the server, exceeded a rate limit or caused
-            an error in the server. The wait before each retry grows, unless the server says how long to wait.
+        retries: largest number of times that a request is sent again after a connection error, a rate-limit error or a
+            server error. The wait grows with each retry, unless the server states how long to wait.
         max_concurrent: largest number of simultaneous requests to the endpoint.
         requests_per_minute: largest number of requests to the endpoint per minute, evenly spaced and including retries;
             0 for no limit.
@@ -207,8 +207,8 @@ def _endpoint(base_url: str, key: str, max_concurrent: int, requests_per_minute:
 
         rate = _Rate(requests_per_minute)
         # The HTTP client calls `rate.wait` before every attempt to send a request, so retries count towards the rate
-        # limit. If `key` is empty, the placeholder "none" is passed; otherwise the client would use a key from the
-        # environment.
+        # limit. An empty `key` is replaced by the placeholder "none", because without a key the client would use a key
+        # from the environment.
         http_client = openai.DefaultAsyncHttpxClient(event_hooks={"request": [rate.wait]})
         client = openai.AsyncOpenAI(base_url=base_url, api_key=key or "none", http_client=http_client)
         known[settings] = _Endpoint(client, asyncio.Semaphore(max_concurrent))

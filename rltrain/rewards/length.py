@@ -1,6 +1,6 @@
 """Penalties from 0 to -1 for long responses.
 
-Lengths count characters or words, because reward functions get no tokens.
+Lengths are measured in characters or words, because reward functions do not receive tokens.
 """
 
 from typing import Literal
@@ -21,8 +21,8 @@ def length_penalty(
         score = -min(1, max(0, n - target) / target)
 
     In the formula of the length penalty, n is the length of the response; with `both_sides`, |n - target| replaces
-    max(0, n - target). The score is 0 for lengths up to the target, -0.5 at 1.5 times the target, and -1 from twice the
-    target.
+    max(0, n - target). Without `both_sides`, the score is 0 up to the target length, -0.5 at 1.5 times the target, and
+    -1 at twice the target or more.
 
     Args:
         prompt: unused.
@@ -56,8 +56,7 @@ def overlong_penalty(
         score = -1                                      if n > max_length
 
     The formula is equation 13 of the DAPO paper (arXiv 2503.14476), in which n is the length of the response. The DAPO
-    paper counts lengths in tokens: with its limit of 20480 tokens and its buffer of 4096 tokens, the penalty starts at
-    16384 tokens.
+    paper uses a limit of 20480 tokens and a buffer of 4096 tokens, so its penalty starts at 16384 tokens.
 
     Args:
         prompt: unused.

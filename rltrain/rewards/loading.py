@@ -80,7 +80,7 @@ Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 
 
 def builtin_path(path: str) -> str:
-    """Return the import path of the built-in reward function called `path`, or `path` if no built-in has this name."""
+    """Return the import path of the built-in reward function called `path`, or `path` itself if there is none."""
     return f"rltrain.rewards.{BUILTIN[path]}:{path}" if path in BUILTIN else path
 
 
@@ -146,7 +146,7 @@ def import_function(path: str, where: str) -> Callable[..., Any]:
         where: start of the error message, such as "reward function 'file.py:score'".
 
     Raises:
-        ConfigError: the function cannot be imported, for the reasons listed in `load_function`.
+        ConfigError: the function cannot be imported, for one of the reasons listed in `load_function`.
     """
     target, _, name = path.rpartition(":")
     return _function_of(target, name, where)
@@ -171,7 +171,7 @@ def absolute(path: str) -> str:
 def check_columns(
     function: Callable[..., Any], name: str, columns: Collection[str], kwargs: Mapping[str, Any] = MappingProxyType({})
 ) -> None:
-    """Check that the data and the options provide all arguments of a reward function, and that it takes all options.
+    """Check that data and options provide all arguments of a reward function, and that the function takes all options.
 
     Args:
         function: a function from `load_function`.
@@ -412,7 +412,8 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
     if spec is None or spec.loader is None:
         raise ConfigError(f"{where}: {file} is not a Python file; its name must end in .py")
     if str(file.parent) not in sys.path:
-        # The file's folder is last in `sys.path`, so that a module in the folder cannot hide an installed package.
+        # The folder of the user's file is appended to `sys.path`, so that a module in the folder cannot hide an
+        # installed package.
         sys.path.append(str(file.parent))
     module = importlib.util.module_from_spec(spec)
     # A module is added to `sys.modules` before it runs, because dataclasses and pickle look up modules there.
@@ -430,7 +431,7 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
 def source_name(key: str, path: str) -> str:
     """Return the name under which a checkpoint records the content of the file that defines a user's function.
 
-    A run can only be resumed if the content of the file that defines the function has not changed.
+    A run can be resumed only if the content of the file that defines the user's function has not changed.
     """
     return f"{key}: {path}"
 
@@ -438,7 +439,7 @@ def source_name(key: str, path: str) -> str:
 def _nearest_function(name: str, module: ModuleType) -> str:
     names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-    return f"; the nearest is '{near[0]}'" if near else "; it has no functions at all"
+    return f"; the nearest is '{near[0]}'" if near else "; the module contains no functions"
 
 
 def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -458,7 +459,7 @@ async def _only_exceptions(coroutine: Coroutine[Any, Any, Any]) -> Any:
         return await coroutine
     except Exception:
         raise
-    except SystemExit as error:  # SystemExit would end the event loop, which all later calls need.
+    except SystemExit as error:  # SystemExit would end the event loop of all async reward functions.
         raise ScoreError(f"called sys.exit({error.code})") from None
     except BaseException as error:
         raise ScoreError(f"raised {described(error)}") from None
@@ -466,7 +467,7 @@ async def _only_exceptions(coroutine: Coroutine[Any, Any, Any]) -> Any:
 
 @functools.cache
 def _event_loop() -> asyncio.AbstractEventLoop:
-    """Start the single event loop on which this process runs async reward functions, in a separate thread.
+    """Start, in a separate thread, the single event loop on which the process runs async reward functions.
 
     Because the event loop is never closed, async functions can keep connections between calls. An event loop in a
     separate thread works even if the caller already runs another event loop, as in a notebook.

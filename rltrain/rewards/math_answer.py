@@ -17,8 +17,8 @@ _LONGEST = 500
 # Largest nesting depth of brackets in an expression; each level may double the parsing time.
 _DEEPEST = 10
 _HUGE = re.compile(
-    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # This part of the regex `_HUGE` matches a power in an exponent.
-    # This part of the regex `_HUGE` matches a large exponent, factorial or binomial.
+    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # The first part of `_HUGE` matches a power in an exponent.
+    # The second part of `_HUGE` matches a large exponent, factorial or binomial coefficient.
     r"|(?:\^|\*\*)[\s{(\[+-]{0,4}\d{5}|\d{4}[\s})]{0,4}!|binom\s?\{\s?\d{5}"
 )
 # The regular expression `_NESTED` matches a product, factorial or binomial in an exponent.
@@ -31,7 +31,8 @@ _LARGEST_POWER = 10**6
 _MOST_TERMS = 10**5
 _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
 # The regular expression `_LONG_OPERATOR` matches operators (such as sums) over large ranges. Evaluating an operator
-# over a large range takes few function calls, but on huge numbers, so a limit on calls does not limit the time.
+# over a large range takes few function calls, but each call computes with huge numbers, so a limit on calls would not
+# limit the time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
 # Limit on the number of function calls and returns in one comparison, which is reached after about a second. The
 # longest ordinary answers need a tenth of the function calls and returns that `_WORK` allows.
@@ -69,9 +70,11 @@ def math_answer(
 
     - The expression has more than 500 characters, or more than ten levels of nested brackets.
     - The expression has a power, product, factorial or binomial in an exponent.
-    - The expression has an exponent or binomial of five digits, or a factorial of four digits.
+    - The expression has an exponent or a binomial coefficient with a number of five digits, or the factorial of a
+      number of four digits.
     - The expression has a large power of a large number.
-    - The expression has a sum, product, integral or limit over thousands or factorials.
+    - The expression has a sum, product, integral or limit that is followed, within 60 characters, by a number of four
+      digits or a factorial.
     - The expression has a sum, product, integral or limit, and the right answer has no such operator.
     - Comparing the expression with the right answer takes more than 5 million function calls and returns.
 
@@ -116,7 +119,10 @@ def math_answer(
 
 
 class _TooMuchError(BaseException):
-    """Raised after too many function calls. The class is no Exception, because math-verify catches every Exception."""
+    """Raised if comparing two answers takes too many function calls.
+
+    `_TooMuchError` does not inherit from `Exception`, because math-verify catches every `Exception`.
+    """
 
 
 def _bounded(work: Callable[[], bool]) -> bool:
@@ -217,7 +223,7 @@ def _is_too_much(text: str, longest: int) -> bool:
 
 
 def _bracket(text: str, end: int) -> str:
-    """Return the content of the bracket that closes at `end`, or all text before `end` if no bracket opens it."""
+    """Return the content of the bracket that closes at `end`, or all text before `end` if that bracket is unmatched."""
     depth = 1
     for start in range(end - 1, -1, -1):
         depth += (text[start] in ")]}") - (text[start] in "([{")
@@ -237,7 +243,7 @@ def _is_large_power(base: str, power: int) -> bool:
 def _library() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Import math-verify's functions `parse` and `verify`.
 
-    The log level of math-verify is raised to suppress the warning that its timeouts, which need signals, are disabled.
+    The log level of math-verify is raised, because math-verify would otherwise warn that its timeouts are disabled.
     """
     from math_verify import parse, verify
 

@@ -18,9 +18,10 @@ def multiple_choice(prompt: str, response: str, *, answer: str | int | None, cho
 
     A response states a choice as `the answer is (B)`, as `\boxed{B}`, as the word `Answer` with a colon and a letter,
     or as a line that contains only a letter. If a response states several choices, the last statement counts. A
-    statement that names several letters, such as `the answer is A or B`, chooses no letter. If a response has no
-    statement of a choice, a letter in round brackets or at the start of a line (`(B) north` or `B. north`) is the
-    choice, unless the response writes several letters in such a form. A response that only lists all options scores 0.
+    statement that names several letters, such as `the answer is A or B`, chooses no letter. If a response states no
+    choice, it chooses the letter that it writes in round brackets or at the start of a line, as in `(B) north` or `B.
+    north`. A response that states no choice and writes several letters in round brackets or at the start of a line
+    chooses no letter. A response that only lists all options scores 0.
 
     Args:
         prompt: unused.
@@ -74,8 +75,8 @@ def _patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Build regular expressions, with bounded repetitions, for statements of a choice and for mentions of a letter."""
     if not re.fullmatch("[A-Z]+", choices):
         raise ValueError(f"choices={choices!r} must be capital letters, such as ABCD")
-    # A lower-case letter counts only before a closing bracket, a punctuation mark or the end.
-    # A lower-case letter in another position may be a word ("the answer is a dog").
+    # A lower-case letter counts as a choice only before a closing bracket, a punctuation mark or the end of the line. A
+    # lower-case letter in another position may be a word ("the answer is a dog").
     one = rf"(?:[{choices}](?![\w'’-])|[{choices.lower()}](?=[*_$ ]{{0,4}}(?:[)\]}}.,;:\n/]|\Z)))"
     join = r"(?:\s{0,2}(?:,|/|&|\b(?i:or|and)\b)\s{0,2}){1,2}"
     group = rf"{one}(?:{_UNWRAP}{join}{_WRAP}{one}){{0,25}}"

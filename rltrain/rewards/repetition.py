@@ -15,8 +15,7 @@ def repetition_penalty(prompt: str, response: str, *, ngram: int = 3, max_penalt
         prompt: unused.
         response: the model's text.
         ngram: number of words in an n-gram.
-        max_penalty: the score, below 0, of a response in which all n-grams are repetitions. A response that only
-            repeats one n-gram gets a score close to `max_penalty`.
+        max_penalty: the score, below 0, that a response approaches as its share of repeated n-grams approaches 1.
 
     Returns:
         A score between `max_penalty` (which is negative) and 0.

@@ -55,8 +55,8 @@ LEVELS = ("auto", "required", "limits")
 _START_LIMIT_S = 60.0
 # Time limit for the watcher (the supervising process) to kill all processes, after which the watcher itself is killed.
 _END_LIMIT_S = 2.0
-# Time limit for reading the remaining output after the watcher has ended. The limit is reached only if a process keeps
-# a pipe open.
+# Time limit for reading the remaining output after the watcher has ended. The time limit `_DRAIN_LIMIT_S` is reached
+# only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
 # `_why_not` is empty until the strong form of the sandbox is tested. After the test, the only item of `_why_not` is the
@@ -75,9 +75,9 @@ class SandboxResult:
 
     Attributes:
         status: "ok": exit code 0. "error": any other exit code, for example after an exception such as MemoryError.
-            "timeout": the limit on wall-clock or CPU time was reached. "killed": a signal ended the program, for
-            example after a crash, or the program's processes together exceeded a limit. "output_limit": the program
-            wrote more output than allowed.
+            "timeout": the limit on wall-clock or CPU time was reached. "output_limit": the program wrote more output
+            than allowed. "killed": a signal ended the program, for example after a crash, or the program's processes
+            together exceeded a limit.
         stdout: the program's standard output, cut at the limit. Bytes that are not UTF-8 are replaced.
         stderr: the program's standard error, cut and decoded like `stdout`.
         returncode: the exit code; the negative signal number if a signal ended the program; None if the sandbox stopped
@@ -118,17 +118,15 @@ def run(
     Args:
         code: Python source of the program.
         stdin: text that the program can read from standard input.
-        judge: source of a second program that runs next to the first program. Two pipes connect the program and the
-            judge, the second program in the sandbox. The program and the judge each use the file descriptors
-            `sandbox_inside.LINK`, a tuple (read, write), to read from one pipe and write to the other pipe. The program
-            cannot access the judge's memory, source or output, except in the weak form of the sandbox if the current
-            user is root. If a judge is given, the run ends when the judge ends, and the result has the exit code and
-            the status of the judge.
+        judge: Python source of a second program, the judge, that runs at the same time as the first program. Two pipes
+            connect the program and the judge, and both read from the file descriptor LINK[0] and write to the file
+            descriptor LINK[1] of the module sandbox_inside. The program cannot access the judge's memory, source or
+            output, except in the weak form of the sandbox if the current user is root. If a judge is given, the run
+            ends when the judge ends, and the result has the exit code and the status of the judge.
         timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.
-        cpu_s: limit on the CPU seconds of each process, rounded up to whole seconds; None for no limit except
-            `timeout_s`.
+        cpu_s: limit on the CPU seconds of each process, rounded up to whole seconds; None for no limit on CPU time.
         max_output_bytes: largest number of bytes on standard output, and also on standard error.
         max_processes: largest number of simultaneous processes and threads, including the first process.
         max_file_mb: largest size of each file.
@@ -319,7 +317,7 @@ class _Watched:
         """
         texts = [bytes(text[: self._max_bytes]).decode(errors="replace") for text in self._written.values()]
         if not self._said:
-            words = texts[1].strip().splitlines() or [f"the interpreter did not report within {_START_LIMIT_S:g} s"]
+            words = texts[1].strip().splitlines() or [f"Python sent no start message within {_START_LIMIT_S:g} s"]
             raise SandboxError(f"sandbox: Python did not start inside the sandbox: {words[-1]}")
         last = self._said.decode().partition("\n")[2]
         code = int(last.split()[1]) if last.startswith("exit ") else None
@@ -347,7 +345,7 @@ def _read(source: Any) -> bytes:
 
 
 def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | None) -> None:
-    """Kill all processes of the sandbox that may still run.
+    """Kill all processes of the sandbox that may still be running.
 
     `mark` is the path of the sandbox's folder in the weak form, or None in the strong form of the sandbox.
     """
@@ -362,7 +360,7 @@ def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | 
     for pipe in (process.stdout, process.stderr):
         if pipe is not None:
             pipe.close()
-    if mark is not None and process.returncode:  # The supervising process died and may have left processes.
+    if mark is not None and process.returncode:  # The supervising process died and may have left processes running.
         _kill_marked(mark.encode())
 
 

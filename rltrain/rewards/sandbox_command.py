@@ -19,8 +19,9 @@ _OWN_USER = 65534
 
 def environment(folder: str) -> dict[str, str]:
     """Return all environment variables of the sandboxed program, which may write only to `folder`."""
-    # The hash seed is fixed so that a program that depends on the order of a set gets the same score each time.
-    # malloc is limited to one arena, because otherwise each thread has its own arena of 64 MB of address space.
+    # The hash seed is fixed so that a program that depends on the order of a set gets the same score each time. The C
+    # function malloc is limited to one arena, because otherwise each thread would have its own arena of 64 MB of
+    # address space.
     fixed = {"PATH": "/usr/bin:/bin", "LANG": "C.UTF-8", "PYTHONUTF8": "1", "PYTHONHASHSEED": "0"}
     return {**fixed, "MALLOC_ARENA_MAX": "1", "HOME": folder, "TMPDIR": folder}
 
@@ -30,15 +31,15 @@ def command(*, strong: bool) -> list[str]:
     """Return the command line that starts the watcher, to which the caller appends the watcher's numeric settings."""
     # In a virtual environment, `_base_executable` is the interpreter that created the environment.
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
-    # Python's option `-I` is not used, because Python would then ignore PYTHONHASHSEED.
-    # Python's option `-I` is not needed, because `environment` sets no other Python variable except PYTHONUTF8.
+    # Python's option `-I` is not used, because Python would then ignore PYTHONHASHSEED. Python's option `-I` is not
+    # needed, because `environment` sets no Python variables other than PYTHONHASHSEED and PYTHONUTF8.
     options = ["-P", "-s", "-S", "-B"]
     if not strong:
         return [python, *options, str(_INSIDE)]
     bwrap = shutil.which("bwrap") or "bwrap"
     inside = "/sandbox_inside.py"
-    # If the current user is root, the sandboxed program could write root's files in /proc/sys without any capability.
-    # To prevent writes to /proc/sys, /proc is remounted read-only.
+    # If the current user is root, the sandboxed program could write to root's files in /proc/sys even without
+    # capabilities. To prevent writes to /proc/sys, /proc is remounted read-only.
     bound = ["--ro-bind", str(_INSIDE), inside, "--remount-ro", "/", "--remount-ro", "/proc"]
     return [bwrap, *_walls(bwrap), *_places(python), *bound, "--", python, *options, inside]
 

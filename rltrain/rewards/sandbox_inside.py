@@ -184,7 +184,7 @@ def _end_all(*, alone: bool) -> None:
     while True:
         # From the first process of a PID namespace, kill(-1) reaches only the processes of that namespace.
         for pid in [-1] if alone else _others(alone=False):
-            try:  # contextlib.suppress is not used, because importing contextlib takes longer than this script.
+            try:  # contextlib.suppress is not used, because importing contextlib would slow down every sandbox.
                 os.kill(pid, 9)
             except ProcessLookupError:
                 continue

@@ -2,9 +2,9 @@
 
 rltrain calls a reward function with the parameters of one sample (`SINGLE`) or of a list of samples (`BATCHED`), and
 with columns of the data. `adapted` recognises a function of TRL, verl or OpenRLHF by the names of its parameters, and
-wraps it into a function that has rltrain's own parameters. Other modules call a reward function of another trainer only
+wraps it in a function that has rltrain's own parameters. Other modules call a reward function of another trainer only
 through its wrapper. TRL documents its signature in "Using a custom reward function" in the documentation of
-GRPOTrainer. verl's reward managers `naive` and `batch` define the signatures of verl. OpenRLHF documents its signature
+GRPOTrainer. The reward managers `naive` and `batch` of verl define verl's signatures. OpenRLHF documents its signature
 in the section "Custom reward function" of its documentation. `rltrain.rewards.signatures` never imports torch.
 """
 
@@ -20,7 +20,7 @@ from rltrain.rewards.result import RewardResult, ScoreError
 SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")
 # Names of arguments that are passed only to named parameters of a reward function, never through `**columns`.
 MESSAGES, RESPONSE_IDS = "prompt_messages", "response_ids"
-# These columns exist only in runs with an environment or tools.
+# The columns in `OF_ENVIRONMENTS` exist only in runs with an environment or tools.
 OF_ENVIRONMENTS = ("environment_reward", "environment_messages", "stop_reason")
 ON_REQUEST = (MESSAGES, RESPONSE_IDS, *OF_ENVIRONMENTS)
 _OWN = {"prompt", "response", "responses"}  # Parameters that only reward functions written for rltrain have.
@@ -38,7 +38,7 @@ def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
     except (TypeError, ValueError):
         raise ConfigError(
             f"reward function '{getattr(function, '__name__', function)}' has no signature that Python can "
-            "read; wrap it in a function of its own: def score(prompt, response): ..."
+            "read; wrap the function in a Python function, such as def score(prompt, response): ..."
         ) from None
 
 
@@ -85,7 +85,7 @@ class Adapted:
     Attributes:
         trainer: name of the trainer for which the function was written.
         offered: names of the arguments that the function can get in addition to columns of the data.
-        one_of: columns that may contain the right answer, of which the data must have at least one; () if the function
+        one_of: columns that may contain the right answer, at least one of which must be in the data; () if the function
             needs no right answer.
     """
 
@@ -117,7 +117,7 @@ class Adapted:
                 raise ScoreError(
                     f"needs a value in one of the columns {', '.join(self.one_of)}, and this sample has none"
                 )
-            arguments.pop(self._truth, None)  # The user's function then uses its default right answer.
+            arguments.pop(self._truth, None)  # Without a right answer, the function uses its own default.
         return {name: value for name, value in arguments.items() if self._takes_all or name in self._names}
 
 
@@ -164,7 +164,7 @@ def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def trainer_of(function: Callable[..., Any]) -> str:
-    """Return the name of the trainer whose signature a function from `load_function` has; "" means rltrain."""
+    """Return the name of the trainer for which a function from `load_function` was written; "" means rltrain."""
     return function.trainer if isinstance(function, Adapted) else ""
 
 
@@ -174,7 +174,10 @@ def offered(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def one_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the columns of which the data must have at least one, or () if the function needs no such column."""
+    """Return the columns that may contain the right answer, or () if the function needs no right answer.
+
+    The data must have at least one of the returned columns.
+    """
     return function.one_of if isinstance(function, Adapted) else ()
 
 

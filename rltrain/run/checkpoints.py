@@ -40,8 +40,8 @@ MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
 # Shortest and longest pause, in seconds, between two checks of whether a rank has written its checkpoint files. The
-# pause between two checks doubles after each check. A training rank runs one method call at a time, so a method that
-# waited until checkpoint files are written would delay training.
+# pause between two checks doubles after each check, up to the longest pause. A training rank runs one method call at a
+# time, so a method that waited for the end of the writing would delay training.
 _ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 
@@ -131,7 +131,7 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         if manifest["step"] < 0 or manifest["incarnation"] < 0:
             raise ValueError("the step or the incarnation is below 0")
         if not all(_is_entry(name, entry) for name, entry in manifest["files"].items()):
-            raise ValueError("an entry has an invalid file name, or no size and checksum")
+            raise ValueError("an entry has an invalid file name, or lacks the size or the checksum")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({described(error, 200)})") from None
     found: dict[str, Any] = manifest
@@ -151,7 +151,7 @@ class SavesState(Protocol):
     """Interface of a training rank whose state is saved, such as `workers.training.actor.ActorWorker`."""
 
     def save_state(self, url: str) -> None:
-        """Start writing the rank's state to a checkpoint's folder, and return as soon as the tensors are copied."""
+        """Start writing the rank's state to the checkpoint folder `url`, and return once the tensors are copied."""
 
     def saved_state(self) -> Saved | None:
         """Return the result of the last `save_state` call, or None while checkpoint files are still being written."""
@@ -162,7 +162,7 @@ class SavesState(Protocol):
 
 @dataclass
 class _Save:
-    """The save of a checkpoint, in which the ranks write their files first and the driver then adds its own files.
+    """A checkpoint that is being saved: the ranks write their files first, and the driver then adds its own files.
 
     Attributes:
         step: training step of the weights.
@@ -217,7 +217,7 @@ class Checkpoints:
     def newest(self) -> Checkpoint | None:
         """Return the newest undamaged checkpoint, or None if there is none.
 
-        A warning names each damaged checkpoint that is newer than the returned checkpoint.
+        A warning is logged for each damaged checkpoint that is newer than the returned checkpoint.
         """
         for step in reversed(steps_in(self.folder)):
             try:
@@ -297,7 +297,7 @@ class Checkpoints:
     async def finish(self) -> None:
         """If a checkpoint is being saved, wait until the save has ended.
 
-        Raise WorkerLost if a training rank dies or stops responding while the method waits.
+        Raise WorkerLost if a training rank dies or stops responding while `finish` waits.
         """
         if self.writing is not None:
             await self.writing
@@ -334,10 +334,10 @@ class Checkpoints:
             self._failed(save, reason(error))
         finally:
             if not complete:
-                self._failed(save, "a rank died while it wrote")
+                self._failed(save, "a training rank died before it had written its files")
 
     async def _written(self, save: "_Save") -> list[Saved]:
-        """Wait until all training ranks have written their checkpoint files, and return what each rank reports."""
+        """Wait until all training ranks have written their checkpoint files, and return the result of each rank."""
         for role, group in save.groups.items():
             pause_s = _ASK_AFTER_S
             while role not in save.saved:
@@ -391,7 +391,7 @@ class Checkpoints:
             logger.warning("%s: an old checkpoint cannot be removed (%s)", self.folder, reason(error))
 
     def _failed(self, save: _Save, why: str) -> None:
-        """Warn that a checkpoint could not be saved, and remove its partial files, while the run continues."""
+        """Warn that a checkpoint could not be saved, and remove its partial files. The run continues."""
         folder = self.folder.at(f"step_{save.step}")
         if self.last == save.step:
             self.last = None
@@ -457,7 +457,7 @@ def _publish(model: Folder, path: Path) -> None:
                 raise OSError
             os.link(model.path(name), partial / name)
         except OSError:
-            # Creating a hard link also fails if the target is on another disk or on a file system without hard links.
+            # Creating a hard link fails if the target is on another disk or on a file system without hard links.
             model.fs.get_file(model.path(name), str(partial / name))
     if os.path.lexists(path):
         path.rename(old)
@@ -475,7 +475,7 @@ def _remove(path: Path) -> None:
 def require_own(folder: Folder) -> None:
     """Check that each folder `step_N` in a checkpoint folder contains only files that a run writes.
 
-    The check is needed because saving a checkpoint would overwrite any other folder named `step_N`.
+    Without `require_own`, saving a checkpoint could overwrite a folder of the user that happens to be named `step_N`.
 
     Raises:
         ConfigError: a folder `step_N` contains files that a run does not write. The error message names the folder with

@@ -1,4 +1,4 @@
-"""Checks of the config that involve several keys or the machine: files, registries and cores.
+"""Checks of the config that involve several keys, registered names, or files and devices of the machine.
 
 All checks of the config run before any worker process starts. Cheap checks come first, and heavy imports are inside
 functions, so that most mistakes are reported immediately.
@@ -65,13 +65,13 @@ RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Environment variable that Ray sets fo
 def check(config: Config, fetch: Callable[[Config], Config] = lambda config: config) -> Config:
     """Check that the config can run on this machine, and return the config that `fetch` returns.
 
-    In the config that `fetch` returns, models from the hub have pinned names, which include a commit.
+    In the config that `fetch` returns, the name of each model from the Hugging Face Hub includes a commit.
 
     Args:
         config: the whole config.
-        fetch: function that downloads the models that the config names on the hub, and returns the config with pinned
-            names of these models. Downloads may take long, so everything that can be checked without the models is
-            checked before the download.
+        fetch: function that downloads the config's models from the Hugging Face Hub, and returns the config with the
+            commits of these models in their names. Downloads may take long, so everything that can be checked without
+            the models is checked before the download.
 
     Raises:
         ConfigError: a run with this config is not possible. The error message is one line with the invalid value, the
@@ -118,7 +118,7 @@ def _check_models(config: Config) -> None:
 def _check_weights(config: Config) -> None:
     """Check that every role, such as actor or critic, can load the weights of `model.path` completely.
 
-    If the algorithm needs a critic, first check whether a model of this type can be a critic.
+    If the algorithm needs a critic, first check that a critic can be built from the model in `model.path`.
     """
     where = f"model.path={config.model.path}"
     if needs_critic(config.algorithm):
@@ -147,9 +147,10 @@ def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
 
 
 def check_prompt_count(config: Config, prompts: int) -> None:
-    """Check that there are enough training prompts to sample each of them at most once in a training step.
+    """With `data.difficulty`, check that there are at least as many training prompts as may be in flight at once.
 
-    Without `data.difficulty`, any number of prompts is enough, because a step may use a prompt in two epochs.
+    Without `data.difficulty`, any number of prompts is enough, because a training step may use the same prompt twice,
+    in two successive epochs.
 
     Args:
         config: the whole config.
@@ -176,7 +177,8 @@ def check_prompt_count(config: Config, prompts: int) -> None:
 def sandbox_warning(config: Config) -> str:
     """Return a one-line warning about what model-written code could do on this machine.
 
-    Return "" if model-written code could do no harm, or if no reward function runs model-written code.
+    Return "" if the strong sandbox works, if the config asks for the weak sandbox, or if no reward function runs
+    model-written code.
 
     Raises:
         ConfigError: a reward function requires the strong sandbox, which does not work on this machine.
@@ -250,7 +252,7 @@ def _check_output(trainer: TrainerConfig) -> None:
     named, folder = local_path(trainer.output_dir, where), output_folder(trainer)
     require(
         named.is_absolute() or RAY_JOB not in os.environ,
-        f"{where}: in a Ray job a relative path lies in Ray's own cache, which it deletes; give an absolute path",
+        f"{where}: in a Ray job a relative path lies in Ray's own cache, which Ray deletes; give an absolute path",
     )
     require(
         "://" not in trainer.output_dir, f"{where}: is not a local folder; only trainer.checkpoint_dir may be remote"

@@ -1,4 +1,4 @@
-"""Records how a run was started and the texts of its tokens, which the report of the run shows."""
+"""Records the command line of a run and the text of each token id, for the report of the run."""
 
 import dataclasses
 import logging

@@ -26,11 +26,11 @@ AUTO = "auto"
 def environments_for(
     config: RolloutConfig, tokenizer: Any, stop_ids: Sequence[int], prompts: Sequence[PromptSet]
 ) -> Environments:
-    """Load and check the environments and tools of a run.
+    """Load and check the environment and the tools of a run.
 
     Raises:
-        ConfigError: something cannot be loaded or described to the model, or a data set in `prompts` lacks a column
-            that the environment needs.
+        ConfigError: the environment or a tool cannot be loaded or described to the model, or a data set in `prompts`
+            lacks a column that the environment needs.
     """
     source, schemas = tools_of_run(config)
     if config.agent is not None:
@@ -44,7 +44,7 @@ def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[st
     """Load the environment and the tools of a run, and connect once to each MCP server.
 
     Returns:
-        Where the environment and the tools come from, with absolute paths, and the schemas of all tools.
+        The sources of the environment and of the tools, with absolute paths, and the schemas of all tools.
 
     Raises:
         ConfigError: the environment or a tool cannot be loaded or described, an MCP server cannot be reached, or two
@@ -109,9 +109,9 @@ def _agent_command(agent: str) -> str:
 
 
 def absolute_command(address: str) -> str:
-    """Return a command, or the address of an MCP server. In a command, the paths of files are made absolute.
+    """Return a command or the URL of an MCP server. The file paths of a command are made absolute.
 
-    Absolute paths are needed, because environment workers may have another working directory than the driver.
+    Absolute paths are needed, because environment workers may have a different working directory than the driver.
     """
     if is_url(address):
         return address
@@ -171,10 +171,10 @@ def limits_of(config: RolloutConfig) -> Limits:
 
 
 def load_environment(config: RolloutConfig) -> type | None:
-    """Import the class of the environment, or return None if the run has no such class.
+    """Import the class of the environment, or return None if the run has no environment.
 
     Raises:
-        ConfigError: the class cannot be imported, or `rollout.environment` names something else.
+        ConfigError: the class cannot be imported, or `rollout.environment` does not name a class.
     """
     if config.environment is None:
         return None

@@ -15,15 +15,13 @@ from rltrain.settings.schema import Config
 
 
 def fetch_models(config: Config, console: Console) -> Config:
-    """Download the config's models from the Hugging Face Hub, and return the config with pinned names of the models.
-
-    The pinned name of a model contains a commit of the model's repository.
+    """Download the config's models from the Hugging Face Hub, and return the config with a commit in each model's name.
 
     If the config names a model without a revision, a resumed run uses the commit that the saved run used.
 
     Args:
         config: the whole config.
-        console: shows the progress of downloads.
+        console: rich console on which the progress of downloads is shown.
 
     Raises:
         ConfigError: a model cannot be downloaded. The message of the ConfigError names the cause and a remedy.
@@ -56,7 +54,7 @@ def fetch_models(config: Config, console: Console) -> Config:
 
 
 def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return the commits in a run's config, by a tuple of config key and model name without revision."""
+    """Return the commit of each pinned model in a run's config, by config key and model name without revision."""
     model = saved.get("model")
     found = {"model.path": model.get("path")} if isinstance(model, Mapping) else {}
     for form, entry in _entries(saved):
@@ -66,7 +64,7 @@ def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
 
 
 def _entries(saved: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield a pair for each reward model and teacher in a run's config: a format string of its key, and its entry.
+    """Yield the format string of the config key and the entry of each reward model and teacher in a run's config.
 
     Inserting the name of the reward model or teacher into the format string gives the config key.
     """

@@ -11,15 +11,13 @@ from rltrain.settings.schema import Config
 
 
 def fetch_datasets(config: Config, console: Console) -> Config:
-    """Download the data sets from the Hugging Face Hub, and return the config with pinned names of the data sets.
-
-    The pinned name of a data set contains a commit of the data set's repository.
+    """Download the config's data sets from the Hugging Face Hub, and return the config with their commits.
 
     If the config names a data set without a revision, a resumed run uses the commit that the saved run used.
 
     Args:
         config: the whole config.
-        console: shows the progress of downloads.
+        console: rich console on which the progress of downloads is shown.
 
     Raises:
         ConfigError: a data set cannot be downloaded. The message of the ConfigError names the cause and a remedy.

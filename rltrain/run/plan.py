@@ -36,16 +36,16 @@ class Facts:
         data: description of the source and the form of the training data; "" before the data is loaded.
         val_data: description of the source and the form of each evaluation set, by the name of the set.
         own_splits: whether the source of the prompts has different rows for training and for evaluation.
-        needs_critic: whether the advantage estimator reads values.
+        needs_critic: whether the advantage estimator needs the values of a critic.
         devices: description of the devices that ranks and engines run on, such as "2 CPU cores".
         on_gpu: whether the devices are GPUs.
         reward_models: number of parameters of each reward model by name; None if this number cannot be read from the
             model files.
-        teachers: number of parameters of each teacher with a model of its own on the training ranks, by name.
+        teachers: number of parameters of each teacher that has its own model on the training ranks, by name.
         signatures: for each reward function that was written for another trainer, the name of that trainer.
         uses_ratio: whether the gradient of the loss depends on the old log-probs.
         aggregations: values of `algorithm.loss_agg_mode` for which the loss is defined; () means all values.
-        alpha: knob of the advantage estimator length_adaptive_gae; None for other estimators.
+        alpha: the parameter alpha of the advantage estimator length_adaptive_gae; None for other estimators.
         defaults: values that come from the profile (a set of default settings), by config key; keys that the user has
             set are left out.
     """
@@ -117,7 +117,7 @@ def show_plan(console: Console, config: Config, facts: Facts) -> None:
 
 
 def _signatures(facts: Facts) -> str:
-    """Return a text that names the reward functions with the signature of another trainer."""
+    """Return a text that names the reward functions that were written for another trainer."""
     return "; ".join(
         f"reward function {name}: taken with {trainer}'s signature" for name, trainer in facts.signatures.items()
     )
@@ -151,12 +151,12 @@ def _run(config: Config, facts: Facts) -> str:
 
 
 def _sampling_of_prompts(data: DataConfig, facts: Facts) -> str:
-    """Describe in which order the training prompts are used."""
+    """Describe the order in which the training prompts are used."""
     prompts = f"{facts.train_prompts:,} prompts" if facts.train_prompts else "prompts"
     if (pools := data.difficulty) is None:
         return f"{'shuffled passes' if data.shuffle else 'passes in order'} of {prompts}"
     return (
-        f"{prompts} in pools by difficulty, of which each step samples {pools.normal_fraction:.0%} normal, "
+        f"{prompts} in pools by difficulty, and each step samples {pools.normal_fraction:.0%} normal, "
         f"{pools.unseen_fraction:.0%} unseen, {pools.hard_fraction:.0%} hard (success <= {pools.hard_threshold:g}) and "
         f"{pools.easy_fraction:.0%} easy (success >= {pools.easy_threshold:g})"
     )
@@ -166,8 +166,8 @@ def _reuse(trainer: TrainerConfig, reuse: ReuseConfig) -> str:
     """Describe which groups of earlier steps a training step trains on again."""
     of_steps = "the last step" if reuse.steps == 1 else f"the last {reuse.steps} steps"
     return (
-        f"up to {reuse.groups} of the {_count(trainer.prompts_per_step, 'prompt group')} of a step are groups of "
-        f"{of_steps} that are trained on again, if their answers have different outcomes"
+        f"up to {reuse.groups} of the {_count(trainer.prompts_per_step, 'prompt group')} of a step are repeated from "
+        f"{of_steps}; only groups whose answers have different outcomes are repeated"
     )
 
 
@@ -176,7 +176,7 @@ def _optimizer_steps(config: Config) -> str:
     if not warmup:
         return _count(config.optimizer_steps, "optimizer step")
     return (
-        f"the first {warmup:,} of them for the critic alone; {_count(config.optimizer_steps, 'optimizer step')} of the "
+        f"the first {warmup:,} steps train only the critic; {_count(config.optimizer_steps, 'optimizer step')} of the "
         f"critic, {config.actor_optimizer_steps:,} of the actor"
     )
 
@@ -236,7 +236,7 @@ def _teachers(config: Config, facts: Facts) -> str:
     for teacher in distillation.teachers:
         size = facts.teachers.get(teacher.name)
         kind = "endpoint" if teacher.is_endpoint else f"{_size(size)} parameters" if size else ""
-        own = "with a prompt of its own" if teacher.prompt_template is not None else ""
+        own = "with its own prompt template" if teacher.prompt_template is not None else ""
         said = ", ".join(part for part in (kind, own) if part)
         path = "the starting weights" if teacher.path == REFERENCE else teacher.path
         parts.append(f"{teacher.name} = {path}{f' ({said})' if said else ''}")
@@ -244,7 +244,7 @@ def _teachers(config: Config, facts: Facts) -> str:
     how = f"{kl} in the {'advantages' if distillation.in_reward else 'loss'}, coefficient {distillation.coef:g}"
     column = "" if distillation.teacher_column is None else f"; chosen by the column {distillation.teacher_column}"
     rewards = f"advantages of rewards x {distillation.outcome_coef:g}"
-    return f"{', '.join(parts)}{column}; {how}; {'rewards only measured' if distillation.alone else rewards}"
+    return f"{', '.join(parts)}{column}; {how}; {'rewards are only measured' if distillation.alone else rewards}"
 
 
 def _off_policy(config: Config, facts: Facts) -> str:
@@ -267,7 +267,7 @@ def _off_policy(config: Config, facts: Facts) -> str:
             "otherwise not corrected"
         )
     back = " with old_log_probs=actor" if algorithm.old_log_probs == "rollout" else ""
-    return f"{stale} train uncorrected; algorithm.correction.level=auto{back} corrects them"
+    return f"{stale} are trained on without correction; algorithm.correction.level=auto{back} corrects them"
 
 
 def _is_other_aggregation(algorithm: AlgorithmConfig, facts: Facts) -> bool:
@@ -275,7 +275,7 @@ def _is_other_aggregation(algorithm: AlgorithmConfig, facts: Facts) -> bool:
 
 
 def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
-    """Warn that the configured value of `algorithm.loss_agg_mode` is not among the values that define the loss."""
+    """Warn that the loss is not defined for the configured value of `algorithm.loss_agg_mode`."""
     return (
         f"the {algorithm.loss_mode} loss is defined for algorithm.loss_agg_mode={' or '.join(facts.aggregations)}; "
         f"under {algorithm.loss_agg_mode} an answer weighs in proportion to its length"
@@ -290,8 +290,8 @@ def _lambda_is_zero(rollout: RolloutConfig, facts: Facts) -> bool:
 def _short_answers(rollout: RolloutConfig) -> str:
     longest = rollout.max_response_length
     return (
-        f"answers have at most {longest:,} tokens, so lambda is 0 in all of them, and the advantage of a token depends "
-        f"on two values of the critic alone; algorithm.advantage.alpha above {1 / longest:.3g} looks further ahead"
+        f"answers have at most {longest:,} tokens, so lambda is 0 in all answers, and the advantage of a token is its "
+        f"one-step TD error; set algorithm.advantage.alpha above {1 / longest:.3g} for a lambda above 0"
     )
 
 
@@ -309,13 +309,13 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         f"scores normalised ({_levels(algorithm.reward_normalization)})": algorithm.reward_normalization.on,
         f"advantages normalised ({_levels(algorithm.advantage_normalization)})": algorithm.advantage_normalization.on,
         f"advantages limited to +-{algorithm.advantage_clip or 0:g}": algorithm.advantage_clip is not None,
-        "cut answers earn nothing": algorithm.suppress_truncated,
-        "cut answers left out of all statistics": algorithm.exclude_truncated,
-        "cut answers not trained on": algorithm.mask_truncated,
-        "the critic's value of the last state added to the reward of cut answers": algorithm.bootstrap_truncated,
-        "groups with one outcome left out": algorithm.dynamic_sampling == 1,
-        f"groups with one outcome replaced, <= {algorithm.dynamic_sampling} batches a step": algorithm.dynamic_sampling
-        > 1,
+        "truncated answers score no more than with rewards of 0": algorithm.suppress_truncated,
+        "truncated answers left out of all statistics": algorithm.exclude_truncated,
+        "truncated answers not trained on": algorithm.mask_truncated,
+        "the critic's value of the last state added to the reward of truncated answers": algorithm.bootstrap_truncated,
+        "groups with all outcomes equal are left out": algorithm.dynamic_sampling == 1,
+        f"groups with all outcomes equal are replaced, <= {algorithm.dynamic_sampling} batches a "
+        "step": algorithm.dynamic_sampling > 1,
         f"entropy bonus {algorithm.entropy_coef:g}": algorithm.entropy_coef > 0 and target is None,
         f"entropy bonus from {algorithm.entropy_coef:g}, at most {algorithm.entropy_coef_max:g}, towards a target of "
         f"{target or 0:g} nats": target is not None,
@@ -411,13 +411,13 @@ def _answers(config: Config) -> str:
 
 
 def _turns(rollout: RolloutConfig) -> str:
-    """Describe the environment, the tools or the agent with which the model talks, and the limits of a conversation."""
+    """Describe the environment, the tools or the agent program of the run, and the limits of a conversation."""
     tools = [tool.name for tool in rollout.tools]
     partners = [partner for partner in (rollout.environment, rollout.agent) if partner]
     partners += [f"the tools {', '.join(tools)}"] if tools else []
     turn = f" of <= {rollout.max_turn_length:,} tokens" if rollout.max_turn_length else ""
-    limits = f"<= {rollout.max_turns} a conversation{turn}, messages <= {rollout.max_message_length:,} tokens"
-    times = f"{rollout.call_timeout_s:g} s a call, {rollout.trajectory_timeout_s:g} s a conversation"
+    limits = f"<= {rollout.max_turns} turns{turn} per conversation, messages <= {rollout.max_message_length:,} tokens"
+    times = f"time limits {rollout.call_timeout_s:g} s per call, {rollout.trajectory_timeout_s:g} s per conversation"
     return f"with {' and '.join(partners)}; {limits}; {times}"
 
 
@@ -433,7 +433,7 @@ def _processes(config: Config, facts: Facts) -> str:
     placement, devices = config.placement, f"{facts.devices}{_staleness(config)}"
     roles = config.roles(needs_critic=facts.needs_critic)
     if placement.launcher == "inprocess":
-        return f"one, without Ray, for {', '.join(roles)}, engine and rewards; {devices}"
+        return f"one process without Ray, for {', '.join(roles)}, engine and rewards; {devices}"
     if placement.share_ranks:
         training = f"{_count(placement.actor_ranks, 'training rank')} ({', '.join(roles)})"
     else:
@@ -450,10 +450,10 @@ def _staleness(config: Config) -> str:
     versions = _count(config.trainer.steps_ahead, "weight version")
     if config.placement.launcher == "inprocess":
         return (
-            f"; answers may be {versions} old, but this saves no time in one process: trainer.max_staleness=0 learns "
-            "better"
+            f"; answers may be {versions} old, but this saves no time in one process: with "
+            "trainer.max_staleness=0 the policy learns better"
         )
-    return f"; engines answer while ranks train, at most {versions} behind"
+    return f"; engines generate while ranks train, at most {versions} behind"
 
 
 def _memory(config: Config, facts: Facts) -> str:
@@ -478,7 +478,7 @@ def _memory(config: Config, facts: Facts) -> str:
         f" = {_bytes(sum(by_role[role] for role in roles))}" if len(roles) > 1 and config.placement.share_ranks else ""
     )
     # A rank holds the whole model in host memory until the model has been sharded or moved to a GPU.
-    whole = f"; to start, a rank takes {_bytes(facts.parameters * _MASTER)} of host memory for the whole model"
+    whole = f"; at the start, a rank needs {_bytes(facts.parameters * _MASTER)} of host memory for the whole model"
     start = whole if shards > 1 or facts.on_gpu else ""
     engine = _engine_memory(config, facts)
     return f"a rank: {' + '.join(ranks)}{total}; an engine: {engine}; activations come on top{start}"

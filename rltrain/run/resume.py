@@ -334,8 +334,8 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
 
     The files of data, models and rewards must be unchanged, and the checkpoint's state must be loadable.
 
-    One file may have changed: if an error in a user's function ended the saved run, the user may have repaired the file
-    with the function.
+    If an error in a user's function ended the saved run, the file with this function may have changed, because the user
+    may have repaired the function.
 
     Args:
         config: the whole config.
@@ -358,8 +358,8 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
             continue
         require(
             same,
-            f"{name}: has changed since {checkpoint.folder} was written, so this would be another run; restore the "
-            "old content, or start a new run with the checkpoint's model as model.path",
+            f"{name}: has changed since {checkpoint.folder} was written, so a resumed run would differ from "
+            "the saved run; restore the old content, or start a new run with the checkpoint's model as model.path",
         )
     try:
         _try(config, checkpoint, prompts)
@@ -397,7 +397,7 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
 
 
 class _Nobody:
-    """Stand-in for the engines and the reward workers that has no pending work and ignores requests."""
+    """Stand-in for the engines and for the reward workers, which has no pending work and ignores requests."""
 
     pending = 0
 

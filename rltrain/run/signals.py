@@ -23,7 +23,7 @@ class Signals:
 
     A signal that was already ignored when the program started stays ignored. `nohup` ignores SIGHUP, and a shell
     without job control ignores SIGINT for the processes that it starts in the background. A SIGHUP after another signal
-    has no effect, because a dropped connection causes two SIGHUPs: one from the terminal, and one from the shell.
+    has no effect, because a dropped connection causes two SIGHUPs, one from the terminal and one from the shell.
 
     If a signal stops the code in the context immediately, the context raises the exception Stopped with the exit status
     for that signal.
@@ -52,7 +52,7 @@ class Signals:
     def stop_with(self, tasks: BackgroundTasks) -> None:
         """From now on, let the first signal interrupt the run through `tasks`, so that the run stops at a safe point.
 
-        The method must be called in the thread of the running event loop, which must be the main thread.
+        `stop_with` must be called in the main thread, while the event loop of the main thread is running.
         """
         self._tasks, self._loop = tasks, asyncio.get_running_loop()
 

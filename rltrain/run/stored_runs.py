@@ -89,7 +89,7 @@ def _require_sampled_groups_only(algorithm: AlgorithmConfig) -> None:
 
 
 def _config_of(folder: Path, where: str) -> Mapping[str, Any]:
-    """Return the config of the run that stored the answers. The config has a section `rollout`."""
+    """Return the config of the run that stored the answers. The returned config always has a section `rollout`."""
     try:
         found = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))
         rollout = found["rollout"]
@@ -104,7 +104,7 @@ def _require_same_distribution(config: Config, earlier: Mapping[str, Any], where
         now, then = getattr(config.rollout, key), earlier.get(key)
         require(
             now == then,
-            f"rollout.{key}={now}: {where} sampled its answers with {then}, and the loss needs the same; use "
+            f"rollout.{key}={now}: {where} sampled its answers with {then}, and the loss needs the same value; use "
             f"rollout.{key}={then}",
         )
 

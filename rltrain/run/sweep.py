@@ -64,7 +64,7 @@ def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> i
         path = create_config_search_path(str(config_dir()))
         hydra = Hydra.create_main_hydra2(task_name="rltrain", config_search_path=path)
         folder = hydra.compose_config("sweep", arguments, RunMode.MULTIRUN).hydra.sweep.dir
-        # The folder is passed as resolved text, so that all jobs use the same time in the folder's name.
+        # The sweep folder is passed with its time stamp filled in, so that all jobs use the same folder.
         arguments.append(f"hydra.sweep.dir={folder}")
         hydra.multirun("sweep", job, arguments, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:

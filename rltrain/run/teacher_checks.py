@@ -17,7 +17,7 @@ def check_teachers(config: Config, tokenizer: Any, prompts: PromptSet) -> None:
     """Check that the teachers can score the answers of this run.
 
     Args:
-        config: the whole config, with pinned names of models from the hub.
+        config: the whole config, in which models from the Hugging Face Hub are pinned to commits.
         tokenizer: the policy's tokenizer.
         prompts: the training prompts.
 

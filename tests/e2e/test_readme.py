@@ -237,7 +237,7 @@ def test_the_environment_and_the_agent_of_the_guide_train(tmp_path, file, name):
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"with {file}:{name}; <= 5 a conversation" in done.stdout
+    assert f"with {file}:{name}; <= 5 turns per conversation" in done.stdout
     assert all(0 <= record["reward/mean"] <= 1 for record in metrics_of(tmp_path / "run") if "reward/mean" in record)
     assert unexplained(tmp_path / "run") == []
 

@@ -337,7 +337,7 @@ def test_without_a_sandbox_there_is_no_score(monkeypatch):
     ("tests", "said"),
     [
         ("assert (", "the tests must be Python text"),
-        ("x = 1", "holds no assert and no call"),
+        ("x = 1", "contains neither an assert nor a call"),
         ([], "the list is empty"),
         ([{"input": "1"}], "is not a test pair; give {'input': text, 'output': text}"),
     ],

@@ -125,7 +125,7 @@ def test_an_aggregation_of_no_known_name_gets_the_nearest():
 
 
 def test_a_file_without_functions_says_so(tmp_path):
-    assert "it has no functions at all" in error_of(f"{write(tmp_path, 'x = 1')}:score")
+    assert "the module contains no functions" in error_of(f"{write(tmp_path, 'x = 1')}:score")
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_functions_that_need_only_what_is_there_pass():
 
 
 def test_a_builtin_that_hides_its_parameters_is_refused():
-    with pytest.raises(ConfigError, match="has no signature that Python can read; wrap it in a function of its own"):
+    with pytest.raises(ConfigError, match="has no signature that Python can read; wrap the function in a"):
         check_columns(min, "f", [])
 
 

@@ -234,7 +234,7 @@ async def test_an_abandoned_save_is_said_and_leaves_nothing(tmp_path, caplog, be
         await asyncio.sleep(0)
     await checkpoints.abandon()
     (said,) = caplog.messages
-    assert "step_2: not saved, a rank died while it wrote; the run goes on" in said
+    assert "step_2: not saved, a training rank died before it had written its files; the run goes on" in said
     assert (checkpoints.writing, checkpoints.last) == (None, None)
     assert os.listdir(tmp_path / "checkpoints") == ["step_1"]
     await checkpoints.finish()  # `finish` returns, because no save is in progress.
@@ -251,7 +251,7 @@ async def test_a_rank_that_dies_while_it_writes_fails_the_save_and_is_reported_b
     await save(checkpoints, 2, ranks=ranks, wait=False)
     with pytest.raises(WorkerLost, match="rank 1 is gone"):
         await checkpoints.finish()
-    assert "step_2: not saved, a rank died while it wrote; the run goes on" in caplog.text
+    assert "step_2: not saved, a training rank died before it had written its files; the run goes on" in caplog.text
     await checkpoints.abandon()
     assert (checkpoints.last, checkpoints.newest().step) == (None, 1)
 

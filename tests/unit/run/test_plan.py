@@ -135,32 +135,32 @@ def test_processes_are_counted_for_each_placement():
         "1 rank each for actor, reference, critic + 1 engine + 1 reward worker; Ray cluster auto, 8 GPUs"
     )
     assert row("processes", "placement=inprocess", "rollout=hf") == (
-        "one, without Ray, for actor, engine and rewards; 2 CPU cores"
+        "one process without Ray, for actor, engine and rewards; 2 CPU cores"
     )
 
 
 def test_what_overlaps_is_said_where_it_may():
     assert "behind" not in row("processes")
     assert row("processes", "trainer.max_staleness=2").endswith(
-        "; engines answer while ranks train, at most 2 weight versions behind"
+        "; engines generate while ranks train, at most 2 weight versions behind"
     )
     assert row("processes", "placement=inprocess", "rollout=hf", "trainer.max_staleness=1").endswith(
-        "; answers may be 1 weight version old, but this saves no time in one process: trainer.max_staleness=0 "
-        "learns better"
+        "; answers may be 1 weight version old, but this saves no time in one process: with "
+        "trainer.max_staleness=0 the policy learns better"
     )
 
 
 def test_it_says_how_prompts_are_sampled_and_what_is_trained_on_again():
     assert row("run", "data.difficulty={}").split("; ")[2] == (
-        "builtin:median: 8,192 prompts in pools by difficulty, of which each step samples 50% normal, 30% unseen, 10% "
+        "builtin:median: 8,192 prompts in pools by difficulty, and each step samples 50% normal, 30% unseen, 10% "
         "hard (success <= 0) and 10% easy (success >= 1)"
     )
     again = ["trainer.max_staleness=2", "trainer.reuse.groups=16"]
     assert row("reuse", *again) == (
-        "up to 16 of the 64 prompt groups of a step are groups of the last 2 steps that are trained on again, if their "
-        "answers have different outcomes"
+        "up to 16 of the 64 prompt groups of a step are repeated from the last 2 steps; only groups whose answers have "
+        "different outcomes are repeated"
     )
-    assert "groups of the last step that are" in row("reuse", *again, "trainer.reuse.steps=1")
+    assert "are repeated from the last step;" in row("reuse", *again, "trainer.reuse.steps=1")
     assert "answers up to 2 weight versions old have token importance weights" in row("off-policy", *again)
     assert "behind" not in row("processes", *again)
     assert row("processes", *again, "trainer.reuse.steps=1").endswith("at most 1 weight version behind")
@@ -202,15 +202,15 @@ def test_it_says_nothing_where_a_loss_is_aggregated_as_it_is_defined(loss, mode)
 
 def test_it_says_how_long_the_critic_is_trained_alone_and_how_many_optimizer_steps_are_left_for_the_actor():
     assert row("run", "algorithm=ppo", "critic.warmup_steps=20").startswith(
-        "120 steps, the first 20 of them for the critic alone; 480 optimizer steps of the critic, 400 of the actor; "
+        "120 steps, the first 20 steps train only the critic; 480 optimizer steps of the critic, 400 of the actor; "
     )
 
 
 def test_it_says_where_answers_are_too_short_for_the_length_adaptive_lambda():
     short, settings = replace(FACTS, alpha=0.05), ["algorithm=vapo", "rollout.max_response_length=20"]
     assert row("note", *settings, facts=short) == (
-        "answers have at most 20 tokens, so lambda is 0 in all of them, and the advantage of a token depends on two "
-        "values of the critic alone; algorithm.advantage.alpha above 0.05 looks further ahead"
+        "answers have at most 20 tokens, so lambda is 0 in all answers, and the advantage of a token is its "
+        "one-step TD error; set algorithm.advantage.alpha above 0.05 for a lambda above 0"
     )
     assert "note" not in dict(plan_rows(config_of(*settings), replace(FACTS, alpha=0.051)))
     assert "note" not in dict(plan_rows(config_of(*settings), FACTS))  # another estimator
@@ -233,7 +233,10 @@ STALE = "trainer.max_staleness=4"
             ["algorithm.correction.level=sequence", "algorithm.correction.batch_normalize=true"],
             "have sequence importance weights, actor over engine, divided by their mean over the mini-batch",
         ),
-        (["algorithm.correction.level=null"], "train uncorrected; algorithm.correction.level=auto corrects them"),
+        (
+            ["algorithm.correction.level=null"],
+            "are trained on without correction; algorithm.correction.level=auto corrects them",
+        ),
         (
             ["algorithm=sequence_masking"],
             "are dropped where algorithm.rejection finds them too far from the engine's policy, and are otherwise not "
@@ -254,7 +257,7 @@ def test_a_loss_without_a_ratio_is_not_corrected_by_the_engines_log_probs():
     facts = replace(FACTS, uses_ratio=False)
     settings = [STALE, "algorithm=reinforce", "algorithm.old_log_probs=rollout"]
     assert row("off-policy", *settings, facts=facts) == (
-        "answers up to 4 weight versions old train uncorrected; algorithm.correction.level=auto with "
+        "answers up to 4 weight versions old are trained on without correction; algorithm.correction.level=auto with "
         "old_log_probs=actor corrects them"
     )
 
@@ -286,7 +289,7 @@ def test_memory_is_sixteen_bytes_a_trained_parameter_over_the_ranks():
     assert "critic 16.0 GB; an engine" in row("memory", "placement=disaggregated", facts=gib)
     assert row("memory", facts=gib).endswith("activations come on top")
     assert row("memory", "placement.actor_ranks=4", facts=gib).endswith(
-        "; to start, a rank takes 4.0 GB of host memory for the whole model"
+        "; at the start, a rank needs 4.0 GB of host memory for the whole model"
     )
     frozen = row("memory", reference, "model.dtype=bfloat16", facts=gib)
     # The reference model is never trained, so its memory contains no optimizer states.
@@ -317,16 +320,16 @@ def test_teachers_have_a_line_and_their_memory():
              "algorithm.distillation.teachers=[/t/math,{name: code, path: 'http://h:1/v1'},reference]"]  # fmt: skip
     facts = Facts(path="m", parameters=2**30, teachers={"math": 2**31})
     assert row("teachers", *words, facts=facts) == (
-        "math = /t/math (2.15B parameters), code = http://h:1/v1 (endpoint), reference = the starting weights (with a "
-        "prompt of its own); chosen by the column domain; reverse KL of sampled tokens in the advantages, coefficient "
-        "0.5; advantages of rewards x 1"
+        "math = /t/math (2.15B parameters), code = http://h:1/v1 (endpoint), reference = the starting weights (with "
+        "its own prompt template); chosen by the column domain; reverse KL of sampled tokens in the advantages, "
+        "coefficient 0.5; advantages of rewards x 1"
     )
     assert row("memory", *words, facts=facts).startswith(
         "a rank: actor 16.0 GB + reference 4.0 GB + teacher math 8.0 GB = 28.0 GB;"
     )
     exact = ["algorithm=distill", "algorithm.distillation.teachers=[/t/math]"]
     assert row("teachers", *exact) == (
-        "math = /t/math; exact reverse KL in the loss, coefficient 1; rewards only measured"
+        "math = /t/math; exact reverse KL in the loss, coefficient 1; rewards are only measured"
     )
     assert row("off-policy", *exact, "trainer.max_staleness=1") == (
         "answers up to 1 weight version old have no importance weights; the policy is matched to the teachers on the "

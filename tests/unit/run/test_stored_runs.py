@@ -42,7 +42,7 @@ def test_a_run_that_stored_all_answers_is_accepted_also_for_fewer_steps_and_samp
         ("trainer.total_steps=3", "group 4 is not stored; lower trainer.total_steps"),
         ("rollout.samples_per_prompt=3", "rollout.samples_per_prompt=3: rollout.run="),
         ("rollout.samples_per_prompt=3", "has stored 2 answers to a prompt; use at most 2"),
-        ("rollout.temperature=0.5", "sampled its answers with 1.0, and the loss needs the same; use rollout.temp"),
+        ("rollout.temperature=0.5", "sampled its answers with 1.0, and the loss needs the same value; use rollout"),
         ("rollout.top_k=5", "rollout.top_k=5: rollout.run="),
         ("data.val=builtin:median", "stored answers belong to training prompts"),
         ("data.val_sets={hard: builtin:median}", "stored answers belong to training prompts"),
