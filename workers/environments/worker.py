@@ -1,4 +1,4 @@
-"""Worker that runs many trajectories side by side in one process, which never imports torch or transformers."""
+"""Worker that runs many trajectories concurrently in one process, without importing torch or transformers."""
 
 import asyncio
 import threading
@@ -15,12 +15,13 @@ from workers.environments.mcp_tools import McpServer
 from workers.environments.messages import EnvironmentSource, EpisodeRequest, Limits
 from workers.environments.user_environment import UserEnvironment
 
-IDLE_S = 0.0005  # Seconds between two checks of trajectories that wait for the user's code.
+IDLE_S = 0.0005  # Seconds between two checks whether trajectories that wait for the user's code can continue.
 DISCONNECT_S = 5.0  # Maximum seconds for which `close` waits until the processes of MCP servers have ended.
-LINGER_S = 0.01  # Seconds for which `poll` waits for further trajectories after the first.
+LINGER_S = 0.01  # Seconds for which `poll` waits for further trajectories after the first finished trajectory.
 
 
-# Number of a replica in its pool, and number of the processes that the replica had before its current process.
+# Identity of a replica's process: the index of the replica in its pool, and the number of processes that the replica
+# has started so far.
 ReplicaId = tuple[int, int]
 
 
@@ -28,15 +29,15 @@ class EnvironmentWorker:
     """Worker that runs trajectories in environments.
 
     Args:
-        name: Name of the worker in its calls of replicas, which no other worker of the run has.
+        name: Unique name with which the worker identifies itself to the replicas.
         source: Paths of the environment class and of the tools.
         limits: Limits of each trajectory.
         threaded: Whether the trajectories run in a separate thread. If `threaded` is False, the trajectories run only
             during `poll`.
 
     Attributes:
-        records_events: Always True, so that the caller records no timeline events for this class, whose `poll` mostly
-            waits.
+        records_events: Always True, so that the caller records no timeline events for the calls of this class. The
+            calls of `poll` mostly wait.
     """
 
     records_events = True
@@ -62,12 +63,12 @@ class EnvironmentWorker:
             threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
 
     def submit(self, replica: ReplicaId, connection: Connection, requests: Sequence[EpisodeRequest]) -> None:
-        """Start trajectories whose actions a replica samples, without waiting for their ends.
+        """Start trajectories whose actions a replica samples, without waiting for the trajectories to end.
 
         Args:
             replica: Identity of the replica's process.
-            connection: Connection to the replica's process, which is used if the worker has no connection to the
-                process yet.
+            connection: Connection to the replica's process, used only if the worker has no connection to this process
+                yet.
             requests: The trajectories to run. A running trajectory with the same key is cancelled.
         """
         self._in_loop(lambda: self._start(replica, connection, requests))
@@ -86,7 +87,7 @@ class EnvironmentWorker:
         try:
             trajectory = await run_episode(request, replica, self._environment, self.limits)
         except ReplicaGone:
-            return  # The pool of the replicas notices the death, and requests the trajectory again.
+            return  # The rollout pool notices the end of the replica's process, and requests the trajectory again.
         except Exception as error:
             with self.news:
                 self.error = error
@@ -108,7 +109,7 @@ class EnvironmentWorker:
         Wait up to `timeout_s` seconds for the first trajectory.
 
         Raises:
-            Exception: A call of a replica or rltrain's own code has failed.
+            Exception: A call to a replica has failed, or rltrain's own code has raised an error.
         """
         if not self.threaded:
             with outside_event_loop():
@@ -163,7 +164,7 @@ class EnvironmentWorker:
                 self.loop.run_until_complete(coroutine)
 
     def close(self) -> None:
-        """End all trajectories, and the connections to MCP servers."""
+        """End all trajectories, and close the connections to MCP servers."""
         self.abort()
         self._await(self._disconnect())
         if not self.threaded:
