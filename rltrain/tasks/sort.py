@@ -1,4 +1,7 @@
-"""Sort six digits: `371924>` -> `123479`. The starting model often fails to end its answer with the end token."""
+"""Task: sort six digits, for example `371924>` -> `123479`.
+
+The starting model often fails to end its answer with the end token.
+"""
 
 from random import Random
 
