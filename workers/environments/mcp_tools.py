@@ -75,7 +75,7 @@ class McpServer:
         try:
             result = await client.call_tool(name, arguments)
         except Exception as error:
-            if self._task is task:  # False if another trajectory has opened a new connection.
+            if self._task is task:  # Another trajectory may already have opened a new connection.
                 self.close()
             raise EnvironmentFailure(f"the MCP server {self.address} failed: {described(error)}") from error
         text = "\n".join(block.text for block in result.content if block.type == "text")
