@@ -83,7 +83,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def join(self, other: "RoomyLayer") -> None:
-        """Append the rows of `other` along the batch dimension.
+        """Append the rows of another batch, `other`, along the batch dimension.
 
         The shorter of the two batches is padded on the left, so that all rows end in the same column.
         """
@@ -160,7 +160,7 @@ class Batch:
         self.versions.append(version)
 
     def finish(self, stops: Tensor, strings: StopStrings | None = None) -> list[Completion]:
-        """Mark the answers that end in the last column as finished, and return them.
+        """Mark the answers that end in the last column as finished, and return these answers.
 
         An answer ends in the last column if one of three conditions holds: its token in the last column is in `stops`
         (S,), that token completes a stop string of `strings`, or the answer has its maximum length.
@@ -209,7 +209,7 @@ class Batch:
             layer.batch_select_indices(rows, first)
 
     def join(self, other: "Batch") -> None:
-        """Append the rows of `other` along the batch dimension, so that all rows end in the same column.
+        """Append the rows of another batch, `other`, so that all rows end in the same column.
 
         The key-value caches of this batch and of `other` must hold the keys and values of all columns.
         """
@@ -256,7 +256,7 @@ def new_batch(requests: Sequence[Request], device: torch.device) -> Batch:
 
 
 def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
-    """Return a list with one request per distinct prompt, and for each of `requests` its index in the returned list."""
+    """Return a list with one request per distinct prompt, and for each request the index of its prompt in the list."""
     numbers: dict[tuple[int, ...], int] = {}
     which = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
     firsts = dict(zip(reversed(which), reversed(requests), strict=True))
@@ -266,8 +266,8 @@ def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[
 def _stacked(above: Tensor, below: Tensor, axis: int = 1, room: int = 0) -> Tensor:
     """Concatenate two tensors along axis 0, after padding them to equal lengths along `axis`.
 
-    The tensor that is shorter along `axis` is padded with zeros on the left. Both of the given tensors are extended by
-    `room` columns of zeros on the right.
+    The tensor that is shorter along `axis` is padded with zeros on the left. Both tensors are extended by `room`
+    columns of zeros on the right.
     """
     width = max(above.size(axis), below.size(axis))
     padding = [(0, 0)] * (above.ndim - 1 - axis)
