@@ -1,9 +1,9 @@
 """Tool calls in a model's text, in the formats that chat templates use.
 
-A text can hold several calls. The parsers keep the order of the calls. A malformed call becomes a `BrokenCall`, whose
-error tells the model what to change. The calls before and after a malformed call are still read. Calls are read as JSON
-and are never evaluated. The caller of a parser checks whether a tool with the called name exists. A call inside
-`<think>...</think>` is a thought, and is not read as a call.
+A text can contain several tool calls. The parsers keep the order of the tool calls. A malformed tool call becomes a
+`BrokenCall`, whose error tells the model what to change. The tool calls before and after a malformed call are still
+read. Tool calls are read as JSON and are never evaluated as code. The caller of a parser checks whether the called tool
+exists. A tool call inside `<think>...</think>` is a thought, and is not read as a tool call.
 
 rltrain has its own parsers, because the parsers of other projects do not report malformed calls. Importing vLLM 0.32's
 Hermes parser takes 19 s and loads torch. If one call of a text is malformed, or if an argument contains `</tool_call>`,
@@ -75,8 +75,8 @@ def hermes(text: str) -> ParsedAction:
 def llama3(text: str) -> ParsedAction:
     """Read calls such as `{"name": "add", "parameters": {"a": 1}}` at the start of a line (Llama 3).
 
-    Several calls are separated by semicolons or line breaks. `<|python_tag|>` can precede a call. A JSON object without
-    the keys of a tool call is ordinary text, unless `<|python_tag|>` precedes the object.
+    Several tool calls are separated by semicolons or line breaks. `<|python_tag|>` can precede a tool call. A JSON
+    object without the keys of a tool call is ordinary text, unless `<|python_tag|>` precedes the object.
     """
     return _action(text, _llama3)
 
@@ -98,8 +98,8 @@ def deepseek(text: str) -> ParsedAction:
 def fenced_json(text: str) -> ParsedAction:
     """Read calls in blocks that are fenced as ```json, ```tool_call or ```tool_calls.
 
-    A block contains one call such as `{"name": "add", "arguments": {"a": 1}}`, or a list of calls. A ```json block
-    without the keys of a tool call is ordinary text.
+    A fenced block contains one tool call such as `{"name": "add", "arguments": {"a": 1}}`, or a list of tool calls. A
+    ```json block without the keys of a tool call is ordinary text.
     """
     return _action(text, _fenced)
 

@@ -60,7 +60,7 @@ CHAT_TEMPLATE = """\
 
 
 def chat_tokenizer(tools: Sequence[Callable[..., Any]] = (), phrases: Sequence[str] = ()) -> Qwen2Tokenizer:
-    """Build the tokenizer of a task with several turns, which has 128 token ids and no begin token.
+    """Build the tokenizer of a task with several turns, with 128 token ids and without a beginning-of-sequence token.
 
     The end token is `<|im_end|>`. Tool calls are written in the Hermes format: a JSON object between `<tool_call>` and
     `</tool_call>`.

@@ -82,7 +82,7 @@ class ConversationTask:
 
 
 def _encoded(tokenizer: "Qwen2Tokenizer", schemas: list[Any] | None, messages: list[Message]) -> Example:
-    """Return the tokens of a conversation up to its last end token; only the assistant's tokens are trained on."""
+    """Convert a conversation to a training example, in which only the assistant's tokens are trained on."""
     from rltrain.tasks.chat_tokenizer import sampled
 
     text = str(tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False))

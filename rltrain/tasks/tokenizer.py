@@ -17,7 +17,7 @@ UNK_ID, UNK_TOKEN = 26, "<unk>"
 
 
 def char_tokenizer() -> Qwen2Tokenizer:
-    """Build the character tokenizer, which has 128 token ids and no begin token.
+    """Build the character tokenizer, which has 128 token ids and no beginning-of-sequence token.
 
     The tokenizer adds no tokens to a text, and decodes the ids of a text to the same text. When a text is encoded, its
     characters outside ASCII are dropped.
@@ -36,8 +36,8 @@ def byte_tokenizer(
 
     Args:
         eos_token: name of the end token, whose id is `EOS_ID`.
-        control: names of further control tokens, by id.
-        phrases: texts that the tokenizer encodes as one token each, by id. Phrases are ordinary text, not control
+        control: names of further control tokens, by token id.
+        phrases: texts that the tokenizer encodes as one token each, by token id. Phrases are ordinary text, not control
             tokens.
     """
     special = {PAD_ID: PAD_TOKEN, EOS_ID: eos_token, UNK_ID: UNK_TOKEN, **control}

@@ -65,7 +65,7 @@ class EnvironmentPool:
         trajectories.
 
         Args:
-            replica: Identity of the replica's process.
+            replica: Identity of the replica's process (see `ReplicaId`).
             role: Handle of the replica's rollout worker.
             taker: Object that receives the finished trajectories.
             groups: The requests of each prompt group.
@@ -153,7 +153,7 @@ class _Worker:
         self.starts += 1
         self.sent: list[Pending[Any]] = []
         self.waiting: list[tuple[ReplicaId, Connection, Sequence[EpisodeRequest]]] = []
-        self.ready = False  # Whether the worker has been built.
+        self.ready = False  # Whether the environment worker has been built in its process.
 
     def submit(
         self, replica: ReplicaId, connection: Connection, taker: Takes, requests: Sequence[EpisodeRequest]

@@ -66,7 +66,7 @@ class EnvironmentWorker:
         """Start trajectories whose actions a replica samples, without waiting for the trajectories to end.
 
         Args:
-            replica: Identity of the replica's process.
+            replica: Identity of the replica's process (see `ReplicaId`).
             connection: Connection to the replica's process, used only if the worker has no connection to this process
                 yet.
             requests: The trajectories to run. A running trajectory with the same key is cancelled.
@@ -106,7 +106,7 @@ class EnvironmentWorker:
     def poll(self, timeout_s: float) -> list[Trajectory]:
         """Return the trajectories that finished since the previous call of `poll`.
 
-        Wait up to `timeout_s` seconds for the first trajectory.
+        Wait up to `timeout_s` seconds for the first finished trajectory.
 
         Raises:
             Exception: A call to a replica has failed, or rltrain's own code has raised an error.

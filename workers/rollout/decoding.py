@@ -101,15 +101,15 @@ class RoomyLayer(DynamicLayer):
 class Batch:
     """A batch of answers to decode, with one row per answer (B rows) and one column per token position (W columns).
 
-    All rows end in the same column, so shorter rows are padded on the left. Until `take` drops a finished row from the
-    batch, the model still processes the row, but the row's outputs are ignored.
+    All rows of the batch end in the same column, so shorter rows are padded on the left. Until `take` drops a finished
+    row from the batch, the model still processes the row, but the row's outputs are ignored.
 
     Attributes:
         requests: Requests of the answers, one request per row.
         ids: (B, W) token ids of prompts and answers.
         log_probs: (B, W) float32 log-probabilities of sampled tokens, and 0 for all other tokens and padding.
-        versions: For each column, the version of the weights that sampled the column's tokens. All tokens of a column
-            are sampled in the same step.
+        versions: For each column, the version of the weights that sampled the column's tokens. All tokens of one column
+            are sampled in the same generation step.
         rows: (B, 4) int64: first column of the prompt, first column of the answer, maximum tokens of the answer, seed.
         temperatures: (B,) float32 sampling temperatures.
         live: (B,) bool, False for finished answers.
@@ -143,7 +143,7 @@ class Batch:
         return real[:, None, None] if first == self.width - 1 else real.long()
 
     def positions(self, first: int) -> Tensor:
-        """Return the position ids of the columns from `first` on.
+        """Return the position ids of the columns from index `first` on.
 
         The position ids have shape (B, W - first), or (1, W - first) if no row is padded.
         """

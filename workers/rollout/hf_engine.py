@@ -68,7 +68,7 @@ class HFEngine:
         self.strings, self.filters = stop_strings(config.stop, path), distribution_filters(config)
         self.waiting: list[Request] = []
         self.batch: Batch | None = None
-        self.stale = False  # Whether the batch's cache was computed with earlier weights.
+        self.stale = False  # Whether the batch's key-value cache was computed with earlier weights.
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
@@ -138,7 +138,7 @@ class HFEngine:
         """Run the model once on each distinct prompt of new requests.
 
         Returns:
-            The batch of the new requests, and the logits (B, V) of their first tokens.
+            The batch of the new requests, and the logits (B, V) of the first tokens of the answers.
         """
         prompts, which = different_prompts(requests)
         computed, batch, index = new_batch(prompts, self.device), new_batch(requests, self.device), torch.tensor(which)

@@ -34,7 +34,7 @@ class StopStrings:
         self.last_characters = {stop[-1] for stop in stops} | {INCOMPLETE}
         # Each token that adds text adds at least one byte, so at most n tokens with text form a stop string of n bytes.
         self.window = max(len(stop.encode()) for stop in stops) + MARGIN
-        self.texts: dict[int, str] = {}  # Texts of tokens, each decoded without other tokens, by token id.
+        self.texts: dict[int, str] = {}  # Text of each token, decoded without other tokens, by token id.
 
     def end(self, ids: Sequence[int]) -> bool:
         """Return whether the last token of an answer completes a stop string.

@@ -387,7 +387,7 @@ class AsyncVLLM:
             try:
                 return future.result(timeout=LOOK_S)
             except TimeoutError:
-                if future.done():  # The result has just arrived, or the coroutine itself raised TimeoutError.
+                if future.done():  # The coroutine has ended after the timeout, or has raised TimeoutError itself.
                     return future.result()
                 if self.family and self.family.lost:
                     raise self.family.error() from None

@@ -283,7 +283,8 @@ def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> lis
     Return one whole output (or bias) for each checkpoint layer that was fused.
     """
     size = module.tp_size
-    if isinstance(module, RowParallelLinear):  # Each rank has a part of the layer's inputs, and the whole bias.
+    # In a row-parallel layer, each rank has a part of the inputs, and the whole bias.
+    if isinstance(module, RowParallelLinear):
         return [output if is_bias or size == 1 else tensor_model_parallel_all_reduce(output)]
     if not isinstance(module, ColumnParallelLinear):
         return [output]

@@ -250,7 +250,7 @@ class RolloutWorker:
             try:
                 return future.result(timeout=1)
             except TimeoutError:
-                if future.done():  # Either the result has just arrived, or the function has raised TimeoutError.
+                if future.done():  # The call has ended after the timeout, or has raised TimeoutError itself.
                     return future.result()
                 if not self.thread.is_alive():
                     raise self.error or RuntimeError("the engine's thread has ended") from None
