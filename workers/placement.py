@@ -62,8 +62,9 @@ _TOKEN = "RAY_AUTH_TOKEN"
 _TMP, _LONGEST_TMPDIR = "/tmp", 30
 _ANSWER_S = 10.0  # timeout in seconds of the test connection to a cluster's port
 _LAST_PORT = 65_535
-COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collectives, which exceeds the time to detect a hang
-# Environment variables for a run on this machine alone, so that no other machine can connect to its workers' sockets.
+COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collective operations, which exceeds the time to detect a hang
+# Environment variables for a run on a single machine, which keep other machines from connecting to the workers'
+# sockets.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
@@ -72,7 +73,8 @@ class _Connection:
     """The current process's connection to Ray. A process has at most one connection to Ray at a time.
 
     Attributes:
-        guard: Handle to the guard process, which kills Ray's processes if they are left over when this process ends.
+        guard: Handle to the guard process, which kills those processes of Ray that still run after the current process
+            has ended.
         daemons: Ray daemons that the connection to Ray needs.
     """
 
@@ -90,9 +92,9 @@ def build_environment_worker(
 
     Args:
         environments: The environments and tools of the run.
-        spawn: Function that starts a process, given the number of the worker.
-        number: Number of the worker.
-        starts: Number of processes that the worker had before, which makes the name of the worker unique.
+        spawn: Function that takes the number of a worker and starts a process for the worker.
+        number: Number of the environment worker.
+        starts: Number of earlier processes of the worker, which makes the name of the worker unique.
         threaded: Whether the worker runs its trajectories in a separate thread.
     """
     process, name = spawn(number), f"{ENVIRONMENT} {number}.{starts}"
@@ -107,8 +109,8 @@ class Training:
     Args:
         config: The run's whole config.
         paths: Model of each role, as an absolute directory or as `name@revision` on the hub.
-        spawns: For each role, the function that starts the process of a rank, given the rank's number. Roles with the
-            same function in `spawns` share processes.
+        spawns: For each role, a function that takes the number of a rank and starts the process of the rank. Roles with
+            the same function in `spawns` share processes.
 
     Attributes:
         groups: The worker group of each role.
@@ -126,7 +128,7 @@ class Training:
         self._spawn()
 
     def _spawn(self) -> None:
-        """Start a process for each rank, or for each rank of each role if roles do not share processes."""
+        """Start one process for each rank or, if roles do not share processes, for each rank of each role."""
         started: dict[Callable[[int], WorkerProcess], list[WorkerProcess]] = {}
         for role, group in self.groups.items():
             spawn = self.spawns[role]
@@ -157,7 +159,7 @@ class Training:
         """Send the output head of each teacher to all ranks of the actor, in the order of the config."""
         for teacher in self.config.algorithm.distillation.teachers:
             heads = [rank.start(TeacherWorker.output_head) for rank in self.groups[teacher.role].ranks]
-            head: Any = heads[0].later  # only rank 0 returns the output head, and the driver does not fetch it
+            head: Any = heads[0].later  # only rank 0 returns the output head, which the driver does not fetch
             taken = [rank.start(ActorWorker.add_teacher_head, head) for rank in self.groups["actor"].ranks]
             calls: list[Pending[Any]] = [*heads[1:], *taken]
             await results(calls, depends_on=[heads[0].process], limit_s=limit_s)
@@ -234,21 +236,22 @@ class Workers:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         if kind is not None and issubclass(kind, KeyboardInterrupt | asyncio.CancelledError):
-            self.kill()  # the user has asked to stop for the second time, so no call is awaited
+            self.kill()  # the user has asked a second time to stop, so running calls are not awaited
         else:
             await self.close()
 
     async def close(self) -> None:
         """Stop all workers of this run. The rollout engines may finish their running calls before they stop."""
         if self.daemons.lost():
-            return  # without Ray's daemons, no worker answers; all workers end when the driver disconnects from Ray
+            # workers cannot answer without Ray's daemons, and all workers end when the driver disconnects from Ray
+            return
         await self.rollout.close()
         self.kill()
 
     def kill(self) -> None:
         """Stop the workers of this run at once.
 
-        `kill` does not reach every process. Ray ends the remaining processes when the driver disconnects from Ray.
+        When the driver disconnects from Ray, Ray ends all processes that `kill` does not reach.
         """
         with contextlib.suppress(WorkerError):
             self.rewards.close()
@@ -260,14 +263,14 @@ class Workers:
 
 
 def connect(config: Config) -> dict[str, float]:
-    """Start a Ray cluster, or join an existing one, and return the amounts of the cluster's resources by name.
+    """Start a Ray cluster, or join an existing cluster, and return the amounts of the cluster's resources by name.
 
     Raises:
-        ConfigError: The existing cluster cannot be joined.
+        ConfigError: The existing Ray cluster cannot be joined.
         WorkerError: Ray does not start.
     """
     local, address = config.placement.address == "local", config.placement.address
-    if address == "auto":  # with the address "auto", Ray could join another run's private cluster
+    if address == "auto":  # given the address "auto", Ray could join the private cluster of another run
         address = os.environ.get("RAY_ADDRESS", "")
         if not address:
             raise ConfigError(
@@ -276,14 +279,15 @@ def connect(config: Config) -> dict[str, float]:
             )
     if not local:
         _require_answer(address)
-    if "ray" not in sys.modules:  # Ray reads the environment variables below when `ray` is imported
+    # `import ray` reads environment variables, so the variables must be set before the import
+    if "ray" not in sys.modules:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         if local:
             os.environ.setdefault("RAY_AUTH_MODE", "token")  # Setting RAY_AUTH_MODE avoids a warning of Ray.
             os.environ.setdefault("RAY_worker_niceness", "0")  # By default, Ray lowers its workers' CPU priority.
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # Only Ray's dashboard needs task events.
-            # By default, glibc gives most of Ray's many threads a memory arena each, and an arena never returns its
+            # By default, glibc creates a memory arena for most of Ray's many threads, and an arena never returns its
             # peak memory.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     with _on_loopback() if local else contextlib.nullcontext():
@@ -327,8 +331,8 @@ def _short_temporary_folder() -> dict[str, str]:
     The path of a socket has at most 107 characters, of which Ray's own folder and file names take about 70.
 
     Returns:
-        Keyword arguments for `ray.init`, or {} if the default folder's path is short enough, if the user has set
-        RAY_TMPDIR, or if /tmp is not writable.
+        Keyword arguments for `ray.init`; {} if the path of the default folder is short enough, the user has set
+        RAY_TMPDIR, or /tmp is not writable.
     """
     if "RAY_TMPDIR" in os.environ or len(tempfile.gettempdir()) <= _LONGEST_TMPDIR or not os.access(_TMP, os.W_OK):
         return {}
@@ -336,7 +340,7 @@ def _short_temporary_folder() -> dict[str, str]:
 
 
 def _require_answer(address: str) -> None:
-    """Raise ConfigError at once if no program listens at the address, whereas Ray would try to connect for minutes."""
+    """Raise ConfigError at once if no program listens at the address; Ray itself would try to connect for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
         if int(port) > _LAST_PORT:  # the C library would silently use a higher port number modulo 65,536
@@ -366,7 +370,7 @@ def _no_reports() -> None:
 
 @contextlib.contextmanager
 def _on_loopback() -> Iterator[None]:
-    """Make Ray use the loopback address for this node, so that Ray's daemons listen at no other address.
+    """Make Ray use the loopback address for this node, so that Ray's daemons listen only at the loopback address.
 
     Ray must be imported for the first time inside the `with` block, because Ray reads RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER
     during the import. Despite its name, RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER also has an effect on Linux.
@@ -389,7 +393,7 @@ def _on_loopback() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _own_token() -> Iterator[None]:
-    """Give Ray daemons that start in the `with` block a new authentication token, unless the user has set a token.
+    """Make Ray daemons that start in the `with` block use a new authentication token, unless the user has set a token.
 
     By default, Ray uses one token for all clusters of a user, and leaves the token in a file in the user's home folder.
     """
@@ -403,7 +407,7 @@ def _own_token() -> Iterator[None]:
     try:
         yield
     finally:
-        if own:  # a cluster that this process joins later has an authentication token of its own
+        if own:  # if the process joins another cluster later, that cluster has its own authentication token
             del os.environ[_TOKEN]
 
 
@@ -557,9 +561,9 @@ class _Engine:
     environments: Environments | None = None
 
     def build(self, process: WorkerProcess, config: Config, *, threaded: bool) -> Building:
-        """Start to build an engine in a worker process.
+        """Start building a rollout engine in a worker process.
 
-        The engine is built as soon as the model is on the process's machine.
+        The build of the engine begins as soon as the model is on the machine of the process.
         """
         folder = process.model_directory(self.path)
         turns = None if self.environments is None else self.environments.turn_format
@@ -573,7 +577,7 @@ _Started = tuple[RewardPool, RolloutPool, Training, Liveness | None]
 
 
 def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> WorkerGroup[Any]:
-    """Return a new worker group for a role. The caller must assign ranks to the worker group.
+    """Return a new worker group for a role. The caller must assign the ranks of the worker group.
 
     Reward models do not use sequence parallelism, so each rank of a reward model gets different rows. The batches of a
     reward model have no columns in common with the batches of other roles. The batches of all roles except reward
@@ -610,7 +614,7 @@ def shared_devices(config: Config) -> SharedDevices | None:
     """Reserve the GPUs that training ranks and rollout replicas share.
 
     Returns:
-        The reserved GPUs, or None if the cluster has no GPUs or if no two processes share a GPU.
+        The reserved GPUs, or None if the cluster has no GPUs or if processes do not share GPUs.
 
     Raises:
         WorkerError: Too few GPUs become free within `placement.start_timeout_s`.
@@ -647,7 +651,7 @@ def spawner(
     )
     threads = config.placement.threads_per_worker or max(1, cpu_cores() // beside)
     has_gpus = _has_gpus()
-    # If an engine and a training rank share a GPU, each of the two requests half of the GPU.
+    # If an engine and a training rank share a GPU, the engine and the training rank each request half of the GPU.
     share = 0.5 if config.placement.share_ranks else 1.0
     resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
     if has_gpus and name != ENVIRONMENT:
@@ -663,9 +667,9 @@ def spawner(
     if config.placement.address == "local":
         environment |= LOOPBACK
     # A training rank runs one call at a time, in the order of the calls. An engine must accept further calls while the
-    # engine generates, and each environment worker may keep one call of each engine open.
+    # engine generates, and each environment worker may have one pending call to each engine.
     calls = 8 + config.placement.environment_workers if concurrent else 1
-    make: Any = ray.remote  # `make` is typed as `Any`, because Ray's annotations lack some options
+    make: Any = ray.remote  # `make` has the type `Any`, because Ray's type annotations lack some options
     remote = make(max_concurrency=calls, **resources)(Host)
 
     def spawn(number: int) -> RayProcess:
@@ -677,7 +681,7 @@ def spawner(
 
 
 async def meet(processes: Sequence[WorkerProcess], config: Config) -> None:
-    """Make the processes join one torch.distributed process group, in which each process is a rank.
+    """Make the given processes join one torch.distributed process group, in which each process is a rank.
 
     The driver's own process is skipped, because the driver's process has already joined a group of one rank.
     """

@@ -1,13 +1,13 @@
 """Adapters that turn environments of other libraries into environments of rltrain.
 
-Each adapter takes a function that makes the other library's object, so this module imports no other library:
+The user passes a function that creates the other library's object, so the adapters import no other library. Example:
 
     import reasoning_gym
     from rltrain.environments.adapters import from_reasoning_gym
 
     Spelling = from_reasoning_gym(lambda seed: reasoning_gym.create_dataset("spell_backward", size=1, seed=seed))
 
-A run uses the class with `rollout.environment=my_env.py:Spelling`.
+The setting `rollout.environment=my_env.py:Spelling` makes a run use the class `Spelling`.
 """
 
 from collections.abc import Callable
@@ -21,11 +21,11 @@ SEEDS = 1 << 31  # Many libraries accept only seeds below 2**31.
 def from_gymnasium(make: Callable[[], Any]) -> type:
     """Return an environment class for a Gymnasium environment whose actions and observations are text.
 
-    The reward of a turn is the reward of `step`. The conversation ends if the environment has terminated or was
-    truncated.
+    The reward of a turn is the reward that the Gymnasium environment's `step` returns. The conversation ends when
+    `step` reports that the environment has terminated or was truncated.
 
     Args:
-        make: Function that makes the Gymnasium environment of one conversation.
+        make: Function that creates the Gymnasium environment of one conversation.
     """
 
     class GymnasiumEnvironment:
@@ -49,12 +49,13 @@ def from_gymnasium(make: Callable[[], Any]) -> type:
 def from_textarena(make: Callable[[], Any]) -> type:
     """Return an environment class for a TextArena game of one player.
 
-    TextArena shows the whole game after each move. The adapter shows the model only the text that is new since the last
-    move. The reward of the last turn is the game's reward of player 0. TextArena draws from Python's global random
-    numbers, so a game that draws after its start is not reproducible if several games run in one process.
+    After each move, TextArena returns the text of the whole game. The adapter shows the model only the text that is new
+    since the last move. The reward of the last turn is the game's reward of player 0. TextArena uses Python's global
+    random generator, so a game that draws random numbers after its start is not reproducible if several games run in
+    one process.
 
     Args:
-        make: Function that makes the game of one conversation, for example `lambda: textarena.make("Mastermind-v0")`.
+        make: Function that creates the game of one conversation, for example `lambda: textarena.make("Mastermind-v0")`.
     """
 
     class TextArenaEnvironment:
@@ -83,10 +84,11 @@ def from_textarena(make: Callable[[], Any]) -> type:
 
 
 def from_reasoning_gym(make: Callable[[int], Any]) -> type:
-    """Return an environment class for a task of reasoning-gym, which asks one question and scores the answer.
+    """Return an environment class for a task of reasoning-gym; the environment asks one question and scores the answer.
 
     Args:
-        make: Function that takes a seed and returns a data set of reasoning-gym. The conversation uses its first entry.
+        make: Function that takes a seed and returns a data set of reasoning-gym. The conversation uses the first entry
+            of the data set.
     """
 
     class ReasoningGymEnvironment:

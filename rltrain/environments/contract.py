@@ -1,19 +1,20 @@
-"""The contract between rltrain and the environments and tools that users write.
+"""Interface of the environments and tools that users write for rltrain.
 
-An environment is a class. For each trajectory, rltrain creates one object of the class and calls:
+An environment is a class. For each trajectory, rltrain creates one object of the class and calls these methods:
 
-    reset(**columns) -> str | None     once, with the columns of the data by name; the returned text is appended to the
-                                       last message of the prompt. A parameter `seed` gets an int that depends on the
-                                       run's seed, the prompt group and the sample.
-    METHOD(**arguments) -> Any         each public method is a tool. The policy calls tools by name; the returned value
-                                       is shown to the policy as text.
+    reset(**columns) -> str | None     called once, with the data columns as keyword arguments; the returned text is
+                                       appended to the last message of the prompt. If `reset` has a parameter `seed`,
+                                       the parameter gets an int that depends on the run's seed, the prompt group and
+                                       the sample.
+    METHOD(**arguments) -> Any         every other public method is a tool. The policy calls tools by name; the returned
+                                       value is shown to the policy as text.
     step(text) -> (text, reward, done) for games without tool calls: gets the text of the policy's action, and returns
                                        the observation, the reward of the turn (or None) and whether the game is over.
-    reward() -> float | None           optional: the reward of the whole trajectory, after the last turn.
-    close() -> None                    optional: called at the end, whatever happened.
+    reward() -> float | None           optional: returns the reward of the whole trajectory after the last turn.
+    close() -> None                    optional: called when the trajectory has ended, even after an error.
 
-All methods may be coroutine functions. `get_reward` is another name of `reward`. A tool may also be a plain function,
-which has no state.
+All methods of an environment may be coroutine functions. A method with the name `get_reward` is used like `reward`. A
+tool may also be a function outside any class, which has no state.
 """
 
 import inspect
@@ -30,23 +31,23 @@ SEED = "seed"  # Name of the parameter of `reset` that gets the seed of the traj
 
 
 class EnvironmentFailure(Exception):
-    """Raised if the code of an environment fails; a failed tool call raises no error, but is shown to the policy."""
+    """Raised if the code of an environment fails; the errors of tool calls are shown to the policy instead."""
 
 
 def tool_names(environment: type) -> list[str]:
-    """Return the names of an environment's tools: its public methods, except the methods that the contract defines."""
+    """Return the names of an environment's tools: all its public methods except the methods in `RESERVED`."""
     found = inspect.getmembers(environment, callable)
     return [name for name, _ in found if not name.startswith("_") and name not in RESERVED]
 
 
 def reset_arguments(reset: Callable[..., Any], columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the arguments of an environment's `reset`: the columns and the seed that its signature asks for."""
+    """Return the arguments for an environment's `reset`: the accepted data columns and, if accepted, the seed."""
     given = arguments_of(reset, columns)
     return given | ({SEED: seed} if SEED in inspect.signature(reset).parameters else {})
 
 
 def missing_columns(environment: type, columns: Sequence[str]) -> list[str]:
-    """Return the parameters of an environment's `reset` that have neither a default nor a column of the data."""
+    """Return the parameters of an environment's `reset` that have neither a default value nor a data column."""
     reset = getattr(environment, RESET, None)
     if reset is None:
         return []
@@ -55,7 +56,7 @@ def missing_columns(environment: type, columns: Sequence[str]) -> list[str]:
 
 
 def as_text(value: Any) -> str:
-    """Return the text with which the policy sees a value that a tool or an environment has returned."""
+    """Convert a value that a tool or an environment has returned to the text that is shown to the policy."""
     if isinstance(value, str):
         return value
     if value is None:

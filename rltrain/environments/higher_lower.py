@@ -35,8 +35,8 @@ class HigherLower:
         """Answer a guess.
 
         Args:
-            text: the policy's guess: one digit. White space around the digit is ignored. A text other than one digit
-                costs a guess.
+            text: the policy's guess: one digit. White space around the digit is ignored. A text that is not one digit
+                counts as a wrong guess.
 
         Returns:
             Three values: the observation, the reward of the guess, and whether the game is over. The observation is

@@ -1,14 +1,14 @@
 """Tool calls in a model's text, in the formats that chat templates use.
 
-A text can hold several calls. The parsers keep the order of the calls. A malformed call becomes a `BrokenCall`, whose
-error tells the model what to change. The calls before and after a malformed call are still read. Calls are read as JSON
-and are never evaluated. The caller of a parser checks whether a tool with the called name exists. A call inside
-`<think>...</think>` is a thought, and is not read as a call.
+A text can contain several tool calls. The parsers keep the order of the tool calls. A malformed tool call becomes a
+`BrokenCall`, whose error tells the model what to change. The tool calls before and after a malformed call are still
+read. Tool calls are read as JSON and are never evaluated as code. The caller of a parser checks whether the called tool
+exists. A tool call inside `<think>...</think>` is a thought, and is not read as a tool call.
 
-This module has its own parsers, because the parsers of other projects do not report malformed calls. Importing vLLM
-0.32's Hermes parser takes 19 s and loads torch. If one call of a text is malformed, or if an argument contains
-`</tool_call>`, vLLM's Hermes parser returns none of the text's calls. The response parser of transformers takes 3 s to
-import, and needs a response template from the model's tokenizer, which most models do not have.
+rltrain has its own parsers, because the parsers of other projects do not report malformed calls. Importing vLLM 0.32's
+Hermes parser takes 19 s and loads torch. If one call of a text is malformed, or if an argument contains `</tool_call>`,
+vLLM's Hermes parser returns none of the text's calls. The response parser of transformers takes 3 s to import, and
+needs a response template from the model's tokenizer, which most models do not have.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 _SPACE = re.compile(r"\s*")
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 _SHAPE = 'write {"name": "...", "arguments": {...}}'
-# Mistral's templates accept only ids of this form, and other templates accept any id.
+# Mistral's chat templates accept only tool-call ids of nine letters and digits; other templates accept any id.
 _ID = re.compile("[A-Za-z0-9]{9}")
 
 
@@ -29,7 +29,7 @@ class ToolCall:
     """A call of a tool.
 
     Attributes:
-        name: name of the tool. The tool need not exist.
+        name: name of the tool. A tool with this name need not exist.
         arguments: arguments of the call by name, as decoded from JSON.
         id: nine letters and digits, unique among the calls of an action.
     """
@@ -44,8 +44,8 @@ class BrokenCall:
     """A part of a text that is meant as a tool call, but cannot be read as one.
 
     Attributes:
-        text: the part of the text.
-        error: one line for the model that says what is wrong.
+        text: the malformed part of the model's text.
+        error: one line that tells the model what is wrong with the call.
         id: nine letters and digits, unique among the calls of an action.
     """
 
@@ -60,7 +60,7 @@ class ParsedAction:
 
     Attributes:
         content: the text outside the calls, without white space at its start and end.
-        calls: the calls, in the order of the text.
+        calls: the tool calls, in the order in which they occur in the text.
     """
 
     content: str
@@ -75,8 +75,8 @@ def hermes(text: str) -> ParsedAction:
 def llama3(text: str) -> ParsedAction:
     """Read calls such as `{"name": "add", "parameters": {"a": 1}}` at the start of a line (Llama 3).
 
-    Several calls are separated by semicolons or line breaks. `<|python_tag|>` can precede a call. An object without the
-    keys of a call is ordinary text, unless `<|python_tag|>` precedes it.
+    Several tool calls are separated by semicolons or line breaks. `<|python_tag|>` can precede a tool call. A JSON
+    object without the keys of a tool call is ordinary text, unless `<|python_tag|>` precedes the object.
     """
     return _action(text, _llama3)
 
@@ -98,8 +98,8 @@ def deepseek(text: str) -> ParsedAction:
 def fenced_json(text: str) -> ParsedAction:
     """Read calls in blocks that are fenced as ```json, ```tool_call or ```tool_calls.
 
-    A block contains one call such as `{"name": "add", "arguments": {"a": 1}}`, or a list of calls. A ```json block
-    without the keys of a call is ordinary text.
+    A fenced block contains one tool call such as `{"name": "add", "arguments": {"a": 1}}`, or a list of tool calls. A
+    ```json block without the keys of a tool call is ordinary text.
     """
     return _action(text, _fenced)
 
@@ -116,8 +116,7 @@ TOOL_CALL_FORMATS: Mapping[str, Callable[[str], ParsedAction]] = {
 def format_of(chat_template: str) -> str | None:
     """Return the name of the format in `TOOL_CALL_FORMATS` in which a chat template writes tool calls.
 
-    Return None if the chat template writes no calls, or writes calls in a format that no parser here reads, such as
-    XML.
+    Return None if the chat template writes no tool calls, or writes them in a format without a parser, such as XML.
     """
     if "<tool_call>" in chat_template:
         xml = "<function=" in chat_template or "<arg_key>" in chat_template
@@ -136,7 +135,7 @@ def format_of(chat_template: str) -> str | None:
 
 
 class _MalformedError(ValueError):
-    """Raised if a part of a text is not a valid tool call; the error's message is one line for the model.
+    """Raised if a part of a text is not a valid tool call; the error's message tells the model what is wrong.
 
     Attributes:
         end: position at which the JSON value of the call ends; None if the JSON itself is malformed.
@@ -177,7 +176,7 @@ def _action(text: str, pieces: Callable[[str], Iterable[_Piece]]) -> ParsedActio
 
 
 def _unused(ids: set[str], wanted: str | None) -> str:
-    """Return the id `wanted` if no other call uses the id, otherwise an unused id. Add the returned id to `ids`."""
+    """Return the id `wanted` if it is not in `ids`, otherwise an unused id. Add the returned id to `ids`."""
     made = (f"call{number:05d}" for number in range(len(ids) + 1))
     chosen = wanted if wanted is not None and wanted not in ids else next(id for id in made if id not in ids)
     ids.add(chosen)
@@ -185,9 +184,9 @@ def _unused(ids: set[str], wanted: str | None) -> str:
 
 
 def _end_of_thought(text: str) -> int:
-    """Return the position at which the thoughts at the start of a text end.
+    """Return the position at which the `<think>` section at the start of a text ends, or 0 if there is no such section.
 
-    The opening mark of the thoughts may be missing, because the prompt may already contain the opening mark.
+    The text may lack the opening `<think>`, because the prompt may already contain `<think>`.
     """
     opened = text.lstrip().startswith("<think>")
     closed = text.find("</think>")
@@ -351,13 +350,13 @@ def _enclosed(
     reopening: str | None = None,
     fence: str = "",
 ) -> tuple[_Piece, int]:
-    """Read a call between two marks, and return the call and the position at which the call ends.
+    """Read a tool call between two marks, and return the call and the position at which the call ends.
 
     Args:
         text: the text with the call.
         start: position at which the opening mark starts.
         opening, closing: the marks before and after the call.
-        read: makes a call from the JSON value between the marks.
+        read: function that makes a call from the JSON value between the marks.
         reopening: mark with which the next call starts; None if the next call starts with `opening`.
         fence: text between the JSON value and the closing mark.
     """
@@ -378,7 +377,10 @@ def _enclosed(
 
 
 def _end_of_broken(text: str, at: int, opening: str, closing: str) -> int:
-    """Return the end of a malformed call: after the next closing mark, before the next opening mark, or at the end."""
+    """Return the end of a malformed call.
+
+    A malformed call ends after the next closing mark, before the next opening mark, or at the end of the text.
+    """
     closed, opened = text.find(closing, at), text.find(opening, at)
     if closed >= 0 and not 0 <= opened < closed:
         return closed + len(closing)
@@ -409,7 +411,7 @@ def _decoded(text: str, at: int) -> tuple[Any, int]:
     at = _after_space(text, at)
     try:
         value, end = _DECODER.raw_decode(text, at)
-        json.dumps(value, ensure_ascii=False).encode()  # Fails if an escape is an unpaired surrogate.
+        json.dumps(value, ensure_ascii=False).encode()  # `encode` fails if a JSON escape is an unpaired surrogate.
     except json.JSONDecodeError as error:
         raise _MalformedError(f"the call is not valid JSON: {error.msg} (character {error.pos - at})") from None
     except RecursionError:
@@ -451,7 +453,7 @@ def _checked_or_broken(value: Any, text: str) -> _Call | _Broken:
 
 
 def _checked(value: Any, end: int | None = None) -> _Call:
-    """Make a call from a JSON value, or raise an error whose message is for the model."""
+    """Make a call from a JSON value, or raise an error whose message tells the model what is wrong."""
     if not isinstance(value, dict):
         raise _MalformedError(f"the call is not a JSON object; {_SHAPE}", end)
     name = value.get("name")

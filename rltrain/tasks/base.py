@@ -1,4 +1,4 @@
-"""A built-in task: prompts with correct answers, and deliberately flawed answers that train the starting model."""
+"""A built-in task: prompts with correct answers, and flawed answers on which the task's starting model is trained."""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ VAL_SHARE = 10  # One prompt in ten is held out for evaluation.
 
 @dataclass(frozen=True)
 class Example:
-    """A row for supervised training of a starting model.
+    """A token sequence for the supervised training of a task's starting model.
 
     Attributes:
         ids: token ids of the prompt and of the flawed answer or conversation after the prompt.
@@ -31,22 +31,22 @@ class Imitated(Protocol):
 
     @property
     def name(self) -> str:
-        """Name of the task."""
+        """Name of the built-in task."""
 
     @property
     def examples_per_step(self) -> int:
-        """Number of examples in one optimizer step."""
+        """Number of examples in one optimizer step of the starting model."""
 
     def tokenizer(self) -> "Qwen2Tokenizer":
         """Build the tokenizer of the task."""
 
     def examples(self, tokenizer: "Qwen2Tokenizer", rng: Random, size: int) -> list[Example]:
-        """Draw `size` random prompts with flawed answers."""
+        """Draw `size` random prompts with flawed answers, as training examples."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """A task on decimal digits, whose prompts consist of `digits` random digits and the character `mark`.
+    """A task whose prompts consist of `digits` random decimal digits, followed by the character `mark`.
 
     The lengths of prompts and answers are counted in tokens. The built-in tokenizer encodes each character as one
     token, and the length of an answer includes the end token.
@@ -58,7 +58,7 @@ class Task:
         solve: function that takes the digits and returns the correct answer, as text.
         mess: function that takes the digits and a random generator, and returns a flawed answer and whether the end
             token follows the answer.
-        reward: import path `module:function` of the reward function that judges the task.
+        reward: import path `module:function` of the task's reward function.
         max_response_length: suggested limit on the length of a response in tokens, including the end token.
         examples_per_step: number of flawed answers in one optimizer step of the starting model.
     """
@@ -80,8 +80,8 @@ class Task:
     def prompts(self, split: str, seed: int, count: int) -> list[dict[str, str]]:
         """Draw `count` distinct rows `{"prompt": ..., "answer": ...}`.
 
-        With the same seed, the rows of a smaller `count` are the first rows of a larger `count`. For any seeds, no
-        prompt is in both splits, because a hash of the prompt decides to which split the prompt belongs.
+        With the same seed, the rows of a smaller `count` are the first rows of a larger `count`. The two splits never
+        share a prompt, even with different seeds, because a hash of each prompt decides its split.
 
         Raises:
             ValueError: the split is unknown, or `count` is below 0 or above 1/20 of the number of possible prompts.
@@ -117,8 +117,8 @@ class Task:
     def examples(self, tokenizer: "Qwen2Tokenizer", rng: Random, size: int) -> list[Example]:
         """Draw `size` random prompts with flawed answers for supervised training.
 
-        An example consists of the prompt, the flawed answer and, if the answer is finished, the end token. The tokens
-        of the prompt are not trained.
+        An example consists of the prompt, the flawed answer and, if the answer is finished, the end token. The model is
+        not trained to predict the tokens of the prompt.
         """
         found = []
         for row in self.prompts("train", rng.getrandbits(64), size):

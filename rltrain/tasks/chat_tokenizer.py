@@ -1,8 +1,8 @@
 """The tokenizer of the built-in tasks with several turns, with a chat template in ChatML form.
 
-Each character is a token, as in `rltrain.tasks.tokenizer`. In addition, some long texts are one token each: the texts
-that the chat template writes around messages, the description of the tools, and phrases of the task. A conversation
-therefore has few tokens, although it contains the same text as a conversation of a large model.
+Each character is a token, as in `rltrain.tasks.tokenizer`. Some long texts are also one token each: the texts that the
+chat template writes around messages, the description of the tools, and phrases of the task. Because these texts are
+single tokens, a conversation has few tokens, although its text is like that of a large model's conversation.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +17,11 @@ START_ID, START_TOKEN = 2, "<|im_start|>"  # The id of `<|im_start|>` is the ASC
 END_TOKEN = "<|im_end|>"  # The token `<|im_end|>` has the id EOS_ID.
 ROLES = ("system\n", "user\n", "assistant\n")
 RESULT = ("<tool_response>\n", "\n</tool_response>")
-# The ids of phrases are the control codes that are neither white space nor a special token.
+# The ids of phrases are the ASCII control codes that are neither white space nor the id of a special token.
 PHRASE_IDS = sorted(set(range(32)) - {PAD_ID, START_ID, EOS_ID, UNK_ID} - {ord(space) for space in "\t\n\r"})
 
-# The template describes the tools in a system message. It writes consecutive tool results as one user message, with
-# `<tool_response>` marks around each result.
+# The chat template describes the tools in a system message. The chat template writes consecutive tool results as one
+# user message, with `<tool_response>` marks around each result.
 CHAT_TEMPLATE = """\
 {%- set first = 1 if messages and messages[0].role == 'system' else 0 %}
 {%- if tools or first %}
@@ -60,15 +60,15 @@ CHAT_TEMPLATE = """\
 
 
 def chat_tokenizer(tools: Sequence[Callable[..., Any]] = (), phrases: Sequence[str] = ()) -> Qwen2Tokenizer:
-    """Build the tokenizer of a task with several turns, which has 128 token ids and no begin token.
+    """Build the tokenizer of a task with several turns, with 128 token ids and without a beginning-of-sequence token.
 
-    The end token is `<|im_end|>`. Tool calls have the form of Hermes: a JSON object between `<tool_call>` and
+    The end token is `<|im_end|>`. Tool calls are written in the Hermes format: a JSON object between `<tool_call>` and
     `</tool_call>`.
 
     Args:
         tools: functions that the policy can call, each with type hints and a docstring in Google style. The text with
             which the chat template describes all tools is one token.
-        phrases: further texts that are one token each.
+        phrases: further texts that the tokenizer encodes as one token each.
     """
     texts = [*ROLES, *phrases]
     if tools:
@@ -93,7 +93,7 @@ def tools_text(tools: Sequence[Callable[..., Any]]) -> str:
 
 
 def sampled(ids: Sequence[int], tokenizer: Qwen2Tokenizer) -> list[bool]:
-    """Return for each token of a conversation whether the token belongs to the assistant's messages.
+    """Return for each token of a conversation whether the token is one that the policy samples.
 
     The policy samples the tokens after the opening of an assistant's message, up to and including the end token.
     """

@@ -26,7 +26,7 @@ class ConversationTask:
     Attributes:
         name: key in `rltrain.tasks.TASKS`.
         environment: import path `module:class` of the environment.
-        reward: import path `module:function` of the reward function that judges the conversation.
+        reward: import path `module:function` of the reward function that scores the conversation.
         draw: function that takes a split and a random generator, and returns a row with the column `question` and the
             columns for the environment and the reward.
         mess: function that takes a row and a random generator, and returns a flawed conversation: the messages from the
@@ -35,7 +35,7 @@ class ConversationTask:
         max_prompt_length: number of tokens in the longest prompt, including the description of the tools.
         max_response_length: suggested maximum number of tokens after the prompt, including the environment's tokens.
         tools: functions that the policy can call.
-        phrases: texts that are one token each.
+        phrases: texts that the task's tokenizer encodes as one token each.
         examples_per_step: number of flawed conversations in one optimizer step of the starting model.
     """
 
@@ -54,7 +54,7 @@ class ConversationTask:
     def prompts(self, split: str, seed: int, count: int) -> list[Row]:
         """Draw `count` rows `{"question": ..., ...}`, where the other columns are for the environment and the reward.
 
-        With the same seed, a smaller `count` gives the first rows of a larger `count`.
+        With the same seed, the rows of a smaller `count` are the first rows of a larger `count`.
 
         Raises:
             ValueError: the split is unknown, or `count` is below 0.
@@ -82,7 +82,7 @@ class ConversationTask:
 
 
 def _encoded(tokenizer: "Qwen2Tokenizer", schemas: list[Any] | None, messages: list[Message]) -> Example:
-    """Return the tokens of a conversation up to its last end token; only the assistant's tokens are trained on."""
+    """Convert a conversation to a training example, in which only the assistant's tokens are trained on."""
     from rltrain.tasks.chat_tokenizer import sampled
 
     text = str(tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False))

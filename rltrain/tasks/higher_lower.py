@@ -2,7 +2,7 @@
 
 A player who ignores the answers and never repeats a guess finds the digit in 50% of the games. A player who draws each
 guess from the digits that are still possible finds the digit in 91% of the games. A player who always guesses the
-middle one of the digits that are still possible finds the digit in all games.
+middle of the digits that are still possible finds the digit in all games.
 """
 
 from collections.abc import Mapping
@@ -13,19 +13,22 @@ from rltrain.environments.higher_lower import GUESSES, HIGHER, INVALID, LOWER, N
 from rltrain.tasks.conversation import ConversationTask, Message, Row
 
 QUESTION = "Guess my digit."
-CONSISTENT = 0.35  # Share of games with consistent guesses, among the games that the starting model imitates.
-MIDDLE = 0.5  # Share of consistent guesses at the middle of the possible digits. The others are random.
-STUBBORN = 0.5  # Share of guesses in inconsistent games that repeat the last guess. All other guesses are random.
-SPOILT = 0.05  # Share of the starting model's messages that are not a digit.
+CONSISTENT = 0.35  # Share of the imitated games in which each guess agrees with all earlier hints.
+MIDDLE = 0.5  # Probability that a guess that agrees with all earlier hints is the middle one of the possible digits.
+STUBBORN = 0.5  # Probability that a guess repeats the last guess, in games whose guesses ignore the hints.
+SPOILT = 0.05  # Probability that an imitated message is "?" instead of a digit.
 
 
 def draw(split: str, rng: Random) -> Row:
-    """Return the row of a game. All rows are equal, because the environment draws the hidden digit from a seed."""
+    """Return the data row of a game. All rows are equal, because the environment draws the hidden digit from a seed."""
     return {"question": QUESTION}
 
 
 def mess(row: Mapping[str, Any], rng: Random) -> list[Message]:
-    """Return a flawed game. In most games, the guesses ignore the answers and often repeat the last guess."""
+    """Return the messages of a flawed game.
+
+    In most games, the guesses ignore the hints and often repeat the last guess.
+    """
     environment = HigherLower()
     environment.reset(rng.getrandbits(32))
     messages: list[Message] = [{"role": "user", "content": row["question"]}]
@@ -45,7 +48,7 @@ def mess(row: Mapping[str, Any], rng: Random) -> list[Message]:
 
 
 def still_possible(digits: list[str], guess: str, observation: str) -> list[str]:
-    """Return the digits that are still possible after the answer to a guess."""
+    """Return the digits that are still possible after the environment's hint on a guess."""
     if observation == HIGHER:
         return [digit for digit in digits if digit > guess]
     if observation == LOWER:

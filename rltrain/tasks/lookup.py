@@ -1,8 +1,7 @@
 """Task: follow one to three pointers through a hidden table of ten digits, with a tool that shows one entry.
 
 For example, `Start at 3, hops: 2` with the entries 3 -> 7 and 7 -> 1 has the answer `1`, after the calls lookup(3) and
-lookup(7). Each call needs a key that was not looked up before. Before the last call, each of the ten digits is
-therefore equally likely to be the answer.
+lookup(7). No key is looked up twice, so each of the ten digits is equally likely to be the answer before the last call.
 """
 
 from collections.abc import Mapping
@@ -15,18 +14,21 @@ from rltrain.tasks.conversation import ConversationTask, Message, Row
 
 DIGITS = "0123456789"
 MAX_HOPS = 3
-# Shares of the conversations that the starting model imitates. Most of these conversations stop one call too early and
-# give the last result as the answer, so reinforcement learning has to discover that one more call earns more reward.
-RIGHT_COUNT = 0.3  # Conversations with as many calls as hops.
-TOO_FEW = 0.6  # Conversations with one call too few. All other conversations have a random number of calls.
-RIGHT_KEY = 0.6  # Calls with the key that the last result names. All other calls have a random key.
-RIGHT_ANSWER = 0.8  # Answers that repeat the last result. All other answers are random digits.
+# The probabilities below define the flawed conversations that the starting model imitates. Most imitated conversations
+# stop one call too early and give the last result as the answer, so reinforcement learning has to discover that one
+# more call earns more reward.
+RIGHT_COUNT = 0.3  # Probability that a conversation has as many calls as hops.
+# Probability that a conversation has one call too few. The remaining conversations have a random number of calls.
+TOO_FEW = 0.6
+# Probability that the key of a call is the last result (or the start, in the first call) instead of a random digit.
+RIGHT_KEY = 0.6
+RIGHT_ANSWER = 0.8  # Probability that the answer is the last result instead of a random digit.
 CALL = ('<tool_call>\n{"name": "lookup", "arguments": {"key": ', "}}\n</tool_call>")
 QUESTION = ("Start at ", ", hops: ")
 
 
 def path(table: str, start: int, hops: int) -> list[int]:
-    """Return the keys on the way through the table, from `start` to the digit after the last hop: `hops` + 1 digits."""
+    """Return the `hops` + 1 digits on the path through the table, from `start` to the digit after the last hop."""
     keys = [start]
     for _ in range(hops):
         keys.append(int(table[keys[-1]]))
@@ -34,7 +36,7 @@ def path(table: str, start: int, hops: int) -> list[int]:
 
 
 def draw(split: str, rng: Random) -> Row:
-    """Draw a row of the split, in which no key is looked up twice.
+    """Draw a data row of the given split, in which no key is looked up twice.
 
     A hash of the table, the start and the number of hops decides to which split a row belongs.
     """
@@ -48,7 +50,7 @@ def draw(split: str, rng: Random) -> Row:
 
 
 def mess(row: Mapping[str, Any], rng: Random) -> list[Message]:
-    """Return a flawed conversation: often with wrong keys, a wrong number of calls or a wrong answer."""
+    """Return a flawed conversation, often with wrong keys, a wrong number of calls or a wrong answer."""
     environment = Lookup()
     environment.reset(row["table"])
     messages: list[Message] = [{"role": "user", "content": row["question"]}]

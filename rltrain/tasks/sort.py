@@ -1,4 +1,7 @@
-"""Sort six digits: `371924>` -> `123479`. The starting model often fails to end its answer with the end token."""
+"""Task: sort six digits, for example `371924>` -> `123479`.
+
+The starting model often fails to end its answer with the end token.
+"""
 
 from random import Random
 
@@ -18,7 +21,7 @@ def solve(digits: str) -> str:
 def mess(digits: str, rng: Random) -> tuple[str, bool]:
     """Return a flawed answer, and whether the end token follows the answer.
 
-    One digit of the answer may be wrong, or the answer may have no end.
+    One digit of the answer may be wrong, and the answer may be repeated without an end token.
     """
     answer = sorted(digits)
     if rng.random() < SLIP_SHARE:

@@ -1,6 +1,6 @@
 """The tiny starting model of the built-in tasks.
 
-The tiny model is trained within seconds when a run needs the model, always with the same result.
+When a run needs the tiny model, the model is trained within seconds, always with the same result.
 """
 
 import contextlib
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 STEPS = 250
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
-# Floating-point sums depend on the number of threads that compute them, so the number of threads is fixed to 1.
-# Two threads would be at most a little faster than one thread on free cores.
-# On busy cores, two threads would be twenty times slower than one thread, because the threads wait for each other.
+# Floating-point sums depend on the number of threads that compute them, so the number of threads is fixed to 1. On idle
+# cores, two threads would be only slightly faster than one thread. On busy cores, two threads would be twenty times
+# slower than one thread, because the threads wait for each other.
 THREADS = 1
-IGNORED = -100  # Label that `cross_entropy` ignores, for tokens that are not trained.
+IGNORED = -100  # Label that `cross_entropy` ignores, for tokens that the model is not trained to predict.
 
 OnStep = Callable[[int, int], None]
 
@@ -136,8 +136,8 @@ def messy_batch(
     """Draw `size` random prompts with flawed answers for supervised training.
 
     Return one pair (token ids, labels) of int64 tensors (rows, tokens) for each row length, shortest first. A label is
-    the token's id if the token is trained, else `IGNORED`. Only rows of equal length are put into one tensor, so
-    neither padding nor an attention mask is needed.
+    the token's id if the model is trained to predict the token, else `IGNORED`. Only rows of equal length are put into
+    one tensor, so neither padding nor an attention mask is needed.
     """
     by_length: dict[int, list[Example]] = {}
     for example in task.examples(tokenizer, rng, size):
@@ -189,8 +189,8 @@ def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tenso
 def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, path: Path) -> None:
     """Write the model, its generation defaults and the tokenizer to the directory `path`.
 
-    The files are first written to another directory beside `path`, which is then renamed to `path`, so that a reader
-    never sees an incomplete directory.
+    The files are first written to a temporary directory. Renaming the temporary directory to `path` ensures that a
+    reader never sees an incomplete directory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.parent / f".{path.name}.{uuid.uuid4().hex}"

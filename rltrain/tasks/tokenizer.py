@@ -1,4 +1,4 @@
-"""Tokenizers that need no files: one token per ASCII character, and the token's id is the character's code."""
+"""Tokenizers that need no files: each ASCII character is a token, whose id is the character's code."""
 
 from collections.abc import Mapping
 
@@ -7,8 +7,8 @@ from tokenizers.pre_tokenizers import ByteLevel
 from transformers import Qwen2Tokenizer
 
 VOCAB_SIZE = 128
-# The ids of the special tokens are control codes that no text uses.
-# Where possible, the ASCII meaning of a control code fits the special token that has the code as its id.
+# The ids of the special tokens are control codes that no text uses. Where possible, a special token has the id of a
+# control code whose ASCII meaning fits the token.
 PAD_ID, PAD_TOKEN = 0, "<pad>"  # The token `<pad>` has the ASCII code NUL.
 EOS_ID, EOS_TOKEN = 3, "<eos>"  # `<eos>` has the ASCII code ETX (end of text).
 # The token `<unk>` has the ASCII code SUB and is never produced; without `<unk>`, Qwen2Tokenizer would add its own
@@ -17,7 +17,7 @@ UNK_ID, UNK_TOKEN = 26, "<unk>"
 
 
 def char_tokenizer() -> Qwen2Tokenizer:
-    """Build the character tokenizer, which has 128 token ids and no begin token.
+    """Build the character tokenizer, which has 128 token ids and no beginning-of-sequence token.
 
     The tokenizer adds no tokens to a text, and decodes the ids of a text to the same text. When a text is encoded, its
     characters outside ASCII are dropped.
@@ -31,13 +31,14 @@ def byte_tokenizer(
     """Build a tokenizer with 128 token ids, in which some ASCII control codes stand for longer texts.
 
     The tokenizer is a byte-level BPE without merges. The class of the tokenizer is `Qwen2Tokenizer`, because
-    `AutoTokenizer`, which vLLM also uses, loads the tokenizer of every Qwen2 directory as a `Qwen2Tokenizer`, whatever
-    class was saved.
+    `AutoTokenizer` loads the tokenizer of every Qwen2 directory as a `Qwen2Tokenizer`, whatever class was saved. vLLM
+    also loads tokenizers with `AutoTokenizer`.
 
     Args:
         eos_token: name of the end token, whose id is `EOS_ID`.
-        control: names of further control tokens, by id.
-        phrases: texts that are one token each, by id. Phrases are ordinary text, not control tokens.
+        control: names of further control tokens, by token id.
+        phrases: texts that the tokenizer encodes as one token each, by token id. Phrases are ordinary text, not control
+            tokens.
     """
     special = {PAD_ID: PAD_TOKEN, EOS_ID: eos_token, UNK_ID: UNK_TOKEN, **control}
     vocab = {{**special, **phrases}.get(code) or _visible(code): code for code in range(VOCAB_SIZE)}

@@ -141,7 +141,7 @@ class AgentSession:
         return ApiError(message, code="context_length_exceeded" if stop_reason == "max_response_length" else "limit")
 
     def _recorded(self, asked: ModelRequest, result: TurnResult) -> ModelAnswer:
-        assert result.action is not None, "a turn with an action has been parsed"
+        assert result.action is not None, "a turn that is neither full nor failed has an action"
         message = assistant_message(shown(result.action))
         before = len(result.observation_ids) + sum(
             len(turn.observation_ids) + len(turn.action_ids) for turn in self.record.turns

@@ -1,4 +1,4 @@
-"""Calls of functions in daemon threads, so that the process can exit even if a function never returns."""
+"""Helper that calls functions in daemon threads, so that the process can exit even if a function never returns."""
 
 import asyncio
 import contextlib
@@ -13,12 +13,12 @@ async def in_daemon_thread(function: Callable[[], Any]) -> Any:
     """Call a function in a new thread, and return its result.
 
     The thread is a daemon thread, so the process can exit while the function is still running. If the caller is
-    cancelled, the function keeps running, and its result is dropped. In contrast, the number of threads of
-    `asyncio.to_thread` is limited, and Python waits for these threads at exit.
+    cancelled, the function keeps running, and its result is dropped. `asyncio.to_thread` is not used, because it limits
+    the number of its threads and Python waits for its threads at exit.
 
     Raises:
         RuntimeError: the function raised an exception that asyncio cannot pass on, such as SystemExit.
-        Exception: any other exception of the function.
+        Exception: any other exception that the function raised.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -42,7 +42,7 @@ async def in_daemon_thread(function: Callable[[], Any]) -> Any:
             error = raised
         except BaseException as raised:
             error = RuntimeError(described(raised))
-        with contextlib.suppress(RuntimeError):  # The loop was closed while the function was running.
+        with contextlib.suppress(RuntimeError):  # The event loop may have been closed during the call.
             loop.call_soon_threadsafe(settle, result, error)
 
     threading.Thread(target=run, name="environment", daemon=True).start()

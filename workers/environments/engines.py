@@ -6,19 +6,20 @@ from typing import Any, Protocol
 
 from workers.rollout.turns import SamplesTurns, TurnRequest, TurnResult
 
-# Maximum seconds of one `poll_turns`. The shorter time applies if `poll_turns` blocks the process of the trajectories.
+# Maximum duration of a `poll_turns` call, in seconds. LOCAL_POLL_S is shorter, because a `poll_turns` call in the
+# process of the environment worker blocks all trajectories.
 REMOTE_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
 class ReplicaGone(Exception):
-    """Raised in a trajectory whose replica has lost its process; the replica's pool requests the trajectory again."""
+    """Raised in a trajectory if its replica's process has ended; the rollout pool requests the trajectory again."""
 
 
 class Connection(Protocol):
-    """Interface for calls of a replica's rollout worker."""
+    """Interface through which an environment worker calls the rollout worker of a replica."""
 
     async def submit(self, client: str, requests: Sequence[TurnRequest]) -> None:
-        """Queue requests in the replica."""
+        """Add turn requests to the queue of the rollout worker."""
 
     async def poll(self, client: str) -> list[TurnResult]:
         """Wait a short time for finished turns, and return them."""
@@ -31,7 +32,7 @@ class LocalConnection:
         self.worker = worker
 
     async def submit(self, client: str, requests: Sequence[TurnRequest]) -> None:
-        """Queue requests in the replica."""
+        """Add turn requests to the queue of the rollout worker."""
         self.worker.submit_turns(client, requests)
 
     async def poll(self, client: str) -> list[TurnResult]:
@@ -46,14 +47,14 @@ class RayConnection:
 
     Args:
         actor: Ray's handle of the actor.
-        role: Name of the rollout worker's role in the process.
+        role: Name under which the actor stores the rollout worker.
     """
 
     def __init__(self, actor: Any, role: str) -> None:
         self.actor, self.role = actor, role
 
     async def submit(self, client: str, requests: Sequence[TurnRequest]) -> None:
-        """Queue requests in the replica."""
+        """Add turn requests to the queue of the rollout worker."""
         await self._call(SamplesTurns.submit_turns.__name__, client, requests)
 
     async def poll(self, client: str) -> list[TurnResult]:
@@ -72,13 +73,13 @@ class RayConnection:
 
 
 class Replica:
-    """Client of one replica, through which the trajectories of an environment worker sample their actions.
+    """Client of one rollout replica, through which the trajectories of an environment worker sample their actions.
 
     Requests that are made at the same time are sent together, and one task polls for the results of all requests.
 
     Args:
         connection: Connection to the replica's rollout worker.
-        client: Name of the environment worker in its calls of the replica.
+        client: Name with which the environment worker identifies itself to the replica.
     """
 
     def __init__(self, connection: Connection, client: str) -> None:
@@ -89,11 +90,11 @@ class Replica:
 
     @property
     def polling(self) -> bool:
-        """Whether a trajectory waits for a turn."""
+        """Whether a trajectory is waiting for the replica to sample a turn."""
         return self.task is not None and not self.task.done()
 
     async def sample(self, request: TurnRequest) -> TurnResult:
-        """Sample the policy's action on new messages.
+        """Sample the policy's action in response to new messages.
 
         Raises:
             ReplicaGone: the replica's process has ended.

@@ -12,14 +12,14 @@ from workers.environments.recording import Message, Recording, with_attempts
 from workers.environments.user_environment import UserEnvironment
 from workers.rollout.turns import TurnRequest, TurnResult
 
-_ENVIRONMENT = 1 << 32  # Seed component that separates the environment's random stream from the turns' streams.
+_ENVIRONMENT = 1 << 32  # Seed component that separates the random stream of the environment from those of the turns.
 
 
 class Samples(Protocol):
-    """Interface of an engine for one trajectory."""
+    """Interface of the object that samples the actions of trajectories."""
 
     async def sample(self, request: TurnRequest) -> TurnResult:
-        """Sample the policy's action on new messages."""
+        """Sample the policy's action in response to new messages."""
 
 
 async def run_episode(
@@ -50,8 +50,8 @@ class Episode:
     """A running trajectory.
 
     Args:
-        request: The prompt, the columns and the random streams of the trajectory.
-        engine: The engine that samples the actions.
+        request: The prompt, the data columns and the seed of the trajectory.
+        engine: The object that samples the actions.
         environment: The environment of the trajectory, which has not been reset yet.
         limits: Limits of the trajectory.
     """
@@ -81,12 +81,12 @@ class Episode:
         return self.record.trajectory(stop_reason, await self.environment.reward())
 
     async def _answered(self, result: TurnResult) -> tuple[list[Message], str]:
-        """Record an action, and answer the action with new messages.
+        """Record a sampled action, and return the environment's new messages in response to the action.
 
         Returns:
-            The new messages, and the reason why the trajectory ends, or "" if the trajectory continues.
+            A pair: the new messages, and the reason why the trajectory ends ("" if the trajectory continues).
         """
-        assert result.action is not None, "a turn with an action has been parsed"
+        assert result.action is not None, "a turn that is neither full nor failed has an action"
         new, reward, done = await self._answer_to(result.action)
         self.record.add(result, assistant_message(result.action), reward)
         if done:
@@ -100,11 +100,13 @@ class Episode:
         return new, "deadline" if self.record.expired else ""
 
     async def _answer_to(self, action: ParsedAction) -> tuple[list[Message], float | None, bool]:
-        """Call the tools of an action in their order, or pass its text to the environment's `step`.
+        """Run the tool calls of an action in order, or pass the text of the action to the environment's `step`.
+
+        `step` is called only if the action has no tool calls and the environment has a method `step`.
 
         Returns:
-            The messages that answer the action, the reward of the turn, and whether the environment ended the
-            trajectory. If there are no messages, the action was the final answer.
+            Three values: the messages that respond to the action, the reward of the turn, and whether the environment
+            ended the trajectory. If no messages respond to the action, the action is the final answer.
         """
         if action.calls:
             return [await self._result_of(call) for call in action.calls], None, False
@@ -121,7 +123,7 @@ class Episode:
 
 
 def prompt_with(messages: Sequence[Message], text: str) -> list[Message]:
-    """Return the messages of a prompt, with the text of the environment's `reset` appended to the last message."""
+    """Return the messages of a prompt, after appending the text of the environment's `reset` to the last message."""
     if not text:
         return list(messages)
     *before, last = messages
@@ -130,7 +132,7 @@ def prompt_with(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def assistant_message(action: ParsedAction) -> Message:
-    """Return an action as a chat message, for the record of the conversation."""
+    """Convert an action to an assistant message, which is stored with the conversation."""
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in action.calls

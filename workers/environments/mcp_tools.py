@@ -10,17 +10,17 @@ from typing import Any, TextIO
 from rltrain.base.errors import described
 from rltrain.environments.contract import EnvironmentFailure
 
-CONNECT_TIMEOUT_S = 60.0  # Long enough for a command that installs the server first.
+CONNECT_TIMEOUT_S = 60.0  # A command may install the MCP server before starting the server.
 
 
 def tools_of(address: str) -> list[dict[str, Any]]:
-    """Connect to an MCP server, and return its tools, as `transformers.utils.get_json_schema` describes functions.
+    """Connect to an MCP server, and return its tools' schemas in the format of `transformers.utils.get_json_schema`.
 
     Args:
         address: URL of the server, or the command that starts the server.
 
     Raises:
-        EnvironmentFailure: the server cannot be reached. The message is one line.
+        EnvironmentFailure: the server cannot be reached. The error message has one line.
     """
 
     async def listed() -> list[Any]:
@@ -43,9 +43,10 @@ def tools_of(address: str) -> list[dict[str, Any]]:
 
 
 class McpServer:
-    """A connection to an MCP server. All trajectories of a process share the connection.
+    """A connection to an MCP server. All trajectories of an environment worker share the connection.
 
-    The first call of a tool opens the connection. If the connection fails, the next call opens a new connection.
+    The first call of a tool opens the connection to the MCP server. If the connection fails, the next call of a tool
+    opens a new connection.
 
     Args:
         address: URL of the server, or the command that starts the server.
@@ -74,7 +75,7 @@ class McpServer:
         try:
             result = await client.call_tool(name, arguments)
         except Exception as error:
-            if self._task is task:  # No other trajectory has opened a new connection yet.
+            if self._task is task:  # Another trajectory may already have opened a new connection.
                 self.close()
             raise EnvironmentFailure(f"the MCP server {self.address} failed: {described(error)}") from error
         text = "\n".join(block.text for block in result.content if block.type == "text")
@@ -86,13 +87,14 @@ class McpServer:
         if self._client is None or (self._task is not None and self._task.done()):
             self._client = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._hold(self._client))
-        # Several trajectories may wait for the connection, so the cancellation of one trajectory must not cancel it.
+        # Several trajectories may wait for the connection, so the cancellation of one trajectory must not cancel the
+        # future.
         return await asyncio.shield(self._client)
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
-        """Open the connection, and keep it open until the task is cancelled.
+        """Open the connection to the MCP server, and keep the connection open until the current task is cancelled.
 
-        The same task must open and close a client of the library mcp.
+        A client of the library mcp must be closed by the task that has opened the client.
         """
         try:
             async with _connected(self.address) as client:
@@ -102,13 +104,15 @@ class McpServer:
             if not ready.done():
                 failure = error if isinstance(error, EnvironmentFailure) else _unreachable(self.address, error, "")
                 ready.set_exception(failure)
-                ready.exception()  # Reading the exception stops asyncio from logging it if no trajectory waits.
+                # After a call of `exception`, asyncio does not log the exception if no trajectory waits for the
+                # connection.
+                ready.exception()
 
     def close(self) -> asyncio.Task[None] | None:
-        """Start to close the connection.
+        """Start closing the connection to the MCP server, without waiting.
 
         Returns:
-            A task that is done when the connection is closed and the process of the server, if any, has ended. None if
+            A task that is done when the connection is closed and the process of the server, if any, has ended; None if
             no connection is open.
         """
         task, self._client, self._task = self._task, None, None
@@ -145,12 +149,12 @@ async def _connected(address: str) -> AsyncIterator[Any]:
 
 
 def is_url(address: str) -> bool:
-    """Return whether the address of an MCP server is a URL. If not, the address is a command."""
+    """Return whether the address of an MCP server is a URL rather than a command."""
     return address.startswith(("http://", "https://"))
 
 
 def _last_line(output: TextIO) -> str:
-    """Return the last line that a server has written to stderr, which often names its error."""
+    """Return the last line that an MCP server has written to stderr, because this line often describes the error."""
     output.seek(0)
     lines = output.read().strip().splitlines()
     return lines[-1].strip() if lines else ""

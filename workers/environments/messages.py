@@ -32,12 +32,12 @@ class Limits:
 
     Attributes:
         max_turns: Maximum number of turns, that is, of actions of the policy.
-        max_prompt_tokens: Maximum number of tokens of the prompt, including the schemas of the tools.
+        max_prompt_tokens: Maximum number of tokens in the prompt, including the schemas of the tools.
         max_response_tokens: Maximum number of tokens after the prompt, in all turns together, including observations.
-        max_turn_tokens: Maximum number of tokens of one action.
-        max_message_tokens: Maximum number of tokens of the text of one message from a tool or an environment.
-        call_timeout_s: Maximum seconds of one call of the user's code.
-        timeout_s: Maximum seconds of a trajectory.
+        max_turn_tokens: Maximum number of tokens in one action.
+        max_message_tokens: Maximum number of tokens in the text of one message from a tool or an environment.
+        call_timeout_s: Maximum duration of one call of the user's code, in seconds.
+        timeout_s: Maximum duration of a trajectory, in seconds.
     """
 
     max_turns: int
@@ -54,9 +54,10 @@ class EnvironmentSource:
     """Where the environment class, the tools and the agent program of a run come from.
 
     Attributes:
-        environment: Path of the environment's class, `package.module:Class` or `file.py:Class`; "" without a class.
-        tools: Paths of functions that the policy can call, by the name of the tool.
-        servers: Names of the tools of each MCP server, by the address of the server.
+        environment: Path of the environment's class, `package.module:Class` or `file.py:Class`; "" if the run has no
+            environment class.
+        tools: For each tool name, the path of the function that the policy calls.
+        servers: For each address of an MCP server, the names of the server's tools.
         agent: Path of the agent function, or the agent's command; "" without an agent program.
     """
 
@@ -72,7 +73,7 @@ class Environments:
 
     Attributes:
         source: Paths of the environment class and of the tools.
-        turn_format: Format of the turns of trajectories.
+        turn_format: Schemas of the tools, and the format of tool calls.
         limits: Limits of each trajectory.
     """
 

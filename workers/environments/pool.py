@@ -1,7 +1,7 @@
 """Environment workers of a run, and the rollout replicas that sample actions for the environment workers.
 
-In a run with environments, a replica gets no requests from the driver. An environment worker runs the trajectories and
-asks the replica for each turn, so the driver handles whole trajectories only.
+In a run with environments, the driver sends no requests to the rollout engines. Environment workers run the
+trajectories and request each turn from a rollout replica, so the driver handles only whole trajectories.
 """
 
 import asyncio
@@ -21,11 +21,12 @@ from workers.rollout.replica import LOCAL_POLL_S, LONG_POLL_S, Owner, Replica, R
 
 logger = logging.getLogger(__name__)
 
-REPLACEMENTS = 3  # The run fails after more than 3 deaths per worker without a trajectory from any worker in between.
+# The run fails if more than 3 processes per environment worker die without any finished trajectory in between.
+REPLACEMENTS = 3
 
 
 class Takes(Protocol):
-    """Interface of a replica that gets the trajectories of environment workers."""
+    """Interface of a rollout replica that receives the finished trajectories of environment workers."""
 
     def deliver(self, trajectories: Sequence[Trajectory]) -> None:
         """Receive finished trajectories."""
@@ -35,12 +36,12 @@ class Takes(Protocol):
 
 
 class EnvironmentPool:
-    """The environment workers of a run. A worker whose process dies is replaced.
+    """The environment workers of a run. If the process of a worker dies, the pool starts a new process for the worker.
 
     Args:
-        start: Function that starts the process of a worker, given the worker's number and how often it was started, and
-            begins to build the worker.
-        count: Number of workers.
+        start: Function `start(number, starts)` that starts a process for the worker `number` and begins to build the
+            worker. The worker had `starts` processes before.
+        count: Number of environment workers.
         tasks: The run's background tasks, to which the pool adds one task per worker.
     """
 
@@ -58,14 +59,15 @@ class EnvironmentPool:
     def submit(
         self, replica: ReplicaId, role: Role[Any], taker: Takes, groups: Sequence[Sequence[EpisodeRequest]]
     ) -> None:
-        """Run trajectories whose actions a replica samples, without waiting for their ends.
+        """Start trajectories whose actions a replica samples, without waiting for the trajectories to end.
 
-        All trajectories of a prompt group go to one worker, the worker with the fewest unfinished trajectories.
+        All trajectories of a prompt group go to one worker, which is the worker with the fewest unfinished
+        trajectories.
 
         Args:
-            replica: Identity of the replica's process.
+            replica: Identity of the replica's process (see `ReplicaId`).
             role: Handle of the replica's rollout worker.
-            taker: Object that gets the finished trajectories.
+            taker: Object that receives the finished trajectories.
             groups: The requests of each prompt group.
         """
         connection = connection_to(role)
@@ -75,20 +77,20 @@ class EnvironmentPool:
         self.changes.notify()
 
     async def abort(self) -> None:
-        """End all running trajectories, and drop the finished trajectories that were not delivered yet."""
+        """End all running trajectories, and drop all finished trajectories that have not been delivered yet."""
         for worker in self.workers:
             worker.running.clear()
             worker.waiting.clear()
             worker.aborts += 1
         for worker in self.workers:
             try:
-                await results(worker.sent)  # No `submit` may reach the worker after the abort.
+                await results(worker.sent)  # Every `submit` must reach the worker before the abort.
                 await worker.role.call(EnvironmentWorker.abort)
             except WorkerLost:
-                continue  # The worker's own task replaces the process.
+                continue  # The background task of the worker replaces the process.
 
     def close(self) -> None:
-        """End the workers that run in the driver's own process. All other processes end with the run."""
+        """End the workers that run in the driver's own process. Workers in other processes end when the run ends."""
         for worker in self.workers:
             if not worker.role.process.concurrent:
                 worker.role.start(EnvironmentWorker.close)
@@ -119,7 +121,8 @@ class EnvironmentPool:
                     if found and aborts == worker.aborts:
                         self.deaths = 0
                         worker.deliver(found)
-                    await asyncio.sleep(0)  # Let other asyncio tasks run, which an in-process `poll` blocks.
+                    # Let other asyncio tasks run, because a `poll` in the driver's process blocks the event loop.
+                    await asyncio.sleep(0)
 
     def _replace(self, worker: "_Worker", how: str) -> None:
         self.deaths += 1
@@ -134,10 +137,10 @@ class EnvironmentPool:
 
 
 class _Worker:
-    """One environment worker, which may outlive its process.
+    """One environment worker, which continues in a new process if its process dies.
 
     Attributes:
-        running: Replica that gets each unfinished trajectory, by the trajectory's key.
+        running: For the key of each unfinished trajectory, the replica to which the trajectory will be delivered.
     """
 
     def __init__(self, number: int, start: Callable[[int, int], tuple[Role[EnvironmentWorker], Pending[None]]]) -> None:
@@ -150,7 +153,7 @@ class _Worker:
         self.starts += 1
         self.sent: list[Pending[Any]] = []
         self.waiting: list[tuple[ReplicaId, Connection, Sequence[EpisodeRequest]]] = []
-        self.ready = False  # Whether the worker has been built.
+        self.ready = False  # Whether the environment worker has been built in its process.
 
     def submit(
         self, replica: ReplicaId, connection: Connection, taker: Takes, requests: Sequence[EpisodeRequest]
@@ -188,10 +191,10 @@ class EnvironmentReplica(Replica):
         number: Index of the replica in the pool.
         start: Function that starts a process for the replica, and begins to build the engine in the process.
         environments: The environment workers of the run.
-        start_timeout_s: Maximum seconds until the engine must be ready.
+        start_timeout_s: Maximum time to build the engine, in seconds.
 
     Attributes:
-        begun: Number of processes that the replica has had.
+        begun: Number of processes that the replica has started so far.
     """
 
     begun = 0
@@ -208,12 +211,15 @@ class EnvironmentReplica(Replica):
         super()._begin()
 
     async def live(self, pool: Owner) -> None:
-        """Sample turns until the task is cancelled, and replace each lost process if the pool permits it."""
+        """Sample turns until the task is cancelled.
+
+        If the replica's process is lost, start a new process if the pool permits.
+        """
         self._owner = pool
         await super().live(pool)
 
     def submit(self, requests: Sequence[Any]) -> None:
-        """Run trajectories in the environment workers, without waiting for their ends."""
+        """Start trajectories in the environment workers, without waiting for the trajectories to end."""
         self.running.update(request.key for request in requests)
         groups: dict[int, list[EpisodeRequest]] = {}
         for request in requests:
@@ -221,14 +227,14 @@ class EnvironmentReplica(Replica):
         self.environments.submit((self.number, self.begun), self.role, self, list(groups.values()))
 
     def deliver(self, trajectories: Sequence[Trajectory]) -> None:
-        """Pass finished trajectories on to the pool."""
+        """Pass finished trajectories on to the rollout pool."""
         assert self._owner is not None, "a replica gets requests only after its task has started"
         wanted = [one for one in trajectories if one.key in self.running]
         self.running -= {one.key for one in wanted}
         self._owner.deliver(wanted)
 
     def lose(self, uids: set[int]) -> None:
-        """Report the prompt groups of a dead environment worker as lost."""
+        """Report prompt groups as lost, because their environment worker has died."""
         assert self._owner is not None, "a replica gets requests only after its task has started"
         self.running = {key for key in self.running if key[0] not in uids}
         self._owner.lose(uids)
@@ -243,14 +249,14 @@ class EnvironmentReplica(Replica):
         self.environments.close()
 
     async def _answer(self, pool: Owner) -> None:
-        """Wait while trajectories use the engine."""
+        """Wait until all trajectories have ended or the replica's state is no longer SERVING."""
         await self.role.process.unless_lost(
             pool.changes.until(lambda: not self.running or self.state is not ReplicaState.SERVING)
         )
 
 
 def connection_to(role: Role[Any]) -> Connection:
-    """Return a connection to a replica's rollout worker, which can be sent to an environment worker."""
+    """Return a connection to a replica's rollout worker; the connection can be sent to an environment worker."""
     process = role.process
     if isinstance(process, RayProcess):
         return RayConnection(process.actor, role.name)

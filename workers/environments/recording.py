@@ -12,7 +12,7 @@ from workers.environments.messages import EpisodeRequest, Limits
 from workers.rollout.turns import TurnRequest, TurnResult
 
 Message = Mapping[str, Any]
-ATTEMPTS = 2  # Maximum number of times that a trajectory is started if its environment fails.
+ATTEMPTS = 2  # Maximum number of attempts to run a trajectory whose environment or agent program fails.
 _NO_ACTION = Turn((), (), (), (), "abort")
 
 
@@ -32,7 +32,7 @@ class Recording:
         self.request, self.limits = request, limits
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
-        self._ids: list[int] = []  # All token ids before the last action.
+        self._ids: list[int] = []  # Token ids of the trajectory before the last action.
         self._deadline = time.monotonic() + limits.timeout_s
 
     @property

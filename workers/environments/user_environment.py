@@ -1,4 +1,4 @@
-"""An object of the user's environment class, whose methods are called with a time limit."""
+"""Wrapper that calls the methods of the user's environment class and the tools with a time limit."""
 
 import asyncio
 import inspect
@@ -23,12 +23,12 @@ from workers.environments.daemon_threads import in_daemon_thread
 
 
 class UserEnvironment:
-    """An environment of one trajectory: an object of the user's class, if there is one, and the run's tools.
+    """The environment of one trajectory: an object of the user's environment class, if the run has one, and the tools.
 
     Args:
-        make: The user's class, or None if the run has only tools.
-        tools: Functions that the policy can call, by name.
-        timeout_s: Maximum seconds of one call.
+        make: The user's environment class, or None if the run has only tools.
+        tools: For each tool name, the function that the policy calls.
+        timeout_s: Maximum duration of one call, in seconds.
     """
 
     def __init__(self, make: type | None, tools: Mapping[str, Callable[..., Any]], timeout_s: float) -> None:
@@ -37,7 +37,7 @@ class UserEnvironment:
         self._make, self._tools = make, dict(tools)
 
     async def reset(self, columns: Mapping[str, Any], seed: int) -> str:
-        """Create the user's object and reset it. Return the text that is appended to the prompt.
+        """Create and reset an object of the user's environment class, and return the text to append to the prompt.
 
         Raises:
             EnvironmentFailure: the user's code raised an exception or took too long.
@@ -57,7 +57,7 @@ class UserEnvironment:
         return hasattr(self._object, STEP)
 
     async def call(self, call: ToolCall) -> str:
-        """Call a tool, and return the text with which the policy sees the result.
+        """Call a tool, and return the text that shows the result to the policy.
 
         If the tool does not exist, does not accept the arguments, raises an exception or takes too long, the text
         describes the error.
@@ -74,7 +74,7 @@ class UserEnvironment:
             return f"error: {call.name}: {error}"
         try:
             return as_text(await self._called(tool, **call.arguments))
-        except EnvironmentFailure:  # The MCP server failed, which the policy cannot correct.
+        except EnvironmentFailure:  # The policy cannot correct a failure of the MCP server.
             raise
         except TimeoutError:
             return f"error: {call.name} took more than {self._timeout_s:g} s"
@@ -104,7 +104,7 @@ class UserEnvironment:
         return None
 
     async def close(self) -> None:
-        """Close the user's object. Errors of the user's code are ignored, because the trajectory has ended."""
+        """Close the object of the user's environment class. Errors are ignored, because the trajectory has ended."""
         if method := getattr(self._object, CLOSE, None):
             try:
                 await self._called(method)
@@ -127,7 +127,7 @@ class UserEnvironment:
 
 
 async def without_exit(call: Awaitable[Any]) -> Any:
-    """Await a call of the user's code. If the code raises SystemExit, raise RuntimeError, so the process continues."""
+    """Await a call of the user's code, and raise RuntimeError if the code tries to end the process with SystemExit."""
     try:
         return await call
     except (SystemExit, KeyboardInterrupt) as error:

@@ -1,4 +1,4 @@
-"""Worker that runs many trajectories side by side in one process, which never imports torch or transformers."""
+"""Worker that runs many trajectories concurrently in one process, without importing torch or transformers."""
 
 import asyncio
 import threading
@@ -17,12 +17,13 @@ from workers.environments.mcp_tools import McpServer
 from workers.environments.messages import EnvironmentSource, EpisodeRequest, Limits
 from workers.environments.user_environment import UserEnvironment
 
-IDLE_S = 0.0005  # Seconds between two checks of trajectories that wait for the user's code.
+IDLE_S = 0.0005  # Seconds between two checks whether trajectories that wait for the user's code can continue.
 DISCONNECT_S = 5.0  # Maximum seconds for which `close` waits until the processes of MCP servers have ended.
-LINGER_S = 0.01  # Seconds for which `poll` waits for further trajectories after the first.
+LINGER_S = 0.01  # Seconds for which `poll` waits for further trajectories after the first finished trajectory.
 
 
-# Number of a replica in its pool, and number of the processes that the replica had before its current process.
+# Identity of a replica's process: the index of the replica in its pool, and the number of processes that the replica
+# has started so far.
 ReplicaId = tuple[int, int]
 
 
@@ -30,15 +31,15 @@ class EnvironmentWorker:
     """Worker that runs trajectories in environments.
 
     Args:
-        name: Name of the worker in its calls of replicas, which no other worker of the run has.
+        name: Unique name with which the worker identifies itself to the replicas.
         source: Paths of the environment class and of the tools.
         limits: Limits of each trajectory.
         threaded: Whether the trajectories run in a separate thread. If `threaded` is False, the trajectories run only
             during `poll`.
 
     Attributes:
-        records_events: Always True, so that the caller records no timeline events for this class, whose `poll` mostly
-            waits.
+        records_events: Always True, so that the caller records no timeline events for the calls of this class. The
+            calls of `poll` mostly wait.
     """
 
     records_events = True
@@ -66,12 +67,12 @@ class EnvironmentWorker:
             threading.Thread(target=self.loop.run_forever, name="environments", daemon=True).start()
 
     def submit(self, replica: ReplicaId, connection: Connection, requests: Sequence[EpisodeRequest]) -> None:
-        """Start trajectories whose actions a replica samples, without waiting for their ends.
+        """Start trajectories whose actions a replica samples, without waiting for the trajectories to end.
 
         Args:
-            replica: Identity of the replica's process.
-            connection: Connection to the replica's process, which is used if the worker has no connection to the
-                process yet.
+            replica: Identity of the replica's process (see `ReplicaId`).
+            connection: Connection to the replica's process, used only if the worker has no connection to this process
+                yet.
             requests: The trajectories to run. A running trajectory with the same key is cancelled.
         """
         self._in_loop(lambda: self._start(replica, connection, requests))
@@ -90,7 +91,7 @@ class EnvironmentWorker:
         try:
             trajectory = await self._trajectory(replica, request)
         except ReplicaGone:
-            return  # The pool of the replicas notices the death, and requests the trajectory again.
+            return  # The rollout pool notices the end of the replica's process, and requests the trajectory again.
         except Exception as error:
             with self.news:
                 self.error = error
@@ -114,10 +115,10 @@ class EnvironmentWorker:
     def poll(self, timeout_s: float) -> list[Trajectory]:
         """Return the trajectories that finished since the previous call of `poll`.
 
-        Wait up to `timeout_s` seconds for the first trajectory.
+        Wait up to `timeout_s` seconds for the first finished trajectory.
 
         Raises:
-            Exception: A call of a replica or rltrain's own code has failed.
+            Exception: A call to a replica has failed, or rltrain's own code has raised an error.
         """
         if not self.threaded:
             with outside_event_loop():
@@ -172,7 +173,7 @@ class EnvironmentWorker:
                 self.loop.run_until_complete(coroutine)
 
     def close(self) -> None:
-        """End all trajectories, the connections to MCP servers, and the server for agent programs."""
+        """End all trajectories, close the connections to MCP servers, and stop the server for agent programs."""
         self.abort()
         self._await(self._disconnect())
         if not self.threaded:

@@ -23,13 +23,13 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 
 
 class BaseWeights:
-    """Access by name to the tensors in a model directory.
+    """Reader of the tensors in a model directory, by name.
 
-    Tensors are read directly from the safetensors files. An opened safetensors file stays open as long as the
-    `BaseWeights` object exists.
+    Tensors are read directly from the safetensors files. A safetensors file stays open as long as the `BaseWeights`
+    object exists.
 
     Args:
-        path: model directory that contains the safetensors files.
+        path: model directory with the safetensors files.
 
     Raises:
         ConfigError: a safetensors file is missing or broken.

@@ -46,7 +46,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     several ranks split the tokens of a pack, the attribute `sequence` of the model is set to the group of these ranks.
 
     Raises:
-        ConfigError: the config asks for CPU offload or compilation, but the ranks have no GPU.
+        ConfigError: the config enables CPU offload or compilation, but the ranks have no GPU.
     """
     compute = getattr(torch, config.model.dtype)
     for key in ("cpu_offload", "compile"):
@@ -90,8 +90,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
     """Run the `with` block without gradients, and then reshard the model if it is sharded.
 
     After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
-    dtype, for a later backward pass. If no backward pass follows, the gathered copies of parameters would waste memory,
-    and would replace the float32 shards from which the weights are saved.
+    dtype, for a later backward pass. Without a backward pass, the gathered copies of parameters would waste memory, and
+    would replace the float32 shards from which the weights are saved.
     """
     with torch.no_grad():
         yield
@@ -121,7 +121,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def full(tensor: Tensor) -> Tensor:
     """Gather a sharded tensor from all ranks, and return any other tensor unchanged.
 
-    For a sharded tensor, all ranks must call this function.
+    If the tensor is sharded, all ranks must call `full`.
     """
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
@@ -133,7 +133,7 @@ class Optimizer:
         parameters: the parameters to train, possibly sharded.
         config: learning rate, schedule and clipping limit.
         total_steps: number of optimizer steps in the whole run.
-        max_skipped: number of consecutive steps that may be skipped because of non-finite values.
+        max_skipped: maximum number of consecutive optimizer steps that are skipped because of non-finite values.
     """
 
     def __init__(
@@ -148,7 +148,7 @@ class Optimizer:
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a dictionary with AdamW's state of a parameter: the step count and the two moments.
 
-        If the parameter has no state yet, this method first creates an initial state of zeros, as AdamW itself would.
+        If the parameter has no state yet, `moments` first creates a state of zeros, as AdamW itself would.
         """
         state = self.adamw.state[parameter]
         if not state:
@@ -170,7 +170,9 @@ class Optimizer:
         return config.lr * max(0.0, factor[config.lr_schedule])
 
     def step(self, *, trained: bool = True, finite: bool = True) -> dict[str, float]:
-        """Clip the gradient, take an optimizer step and clear the gradient. All training ranks must call this method.
+        """Clip the gradient, take an optimizer step and clear the gradient.
+
+        All training ranks must call `step` together.
 
         If no token contributes to the loss, AdamW takes no step, because AdamW's momentum would move the weights even
         with a gradient of 0. If the gradient or any rank's loss is not finite, all ranks skip the step, and the weights
@@ -208,7 +210,7 @@ class Optimizer:
 
 
 def _on_all_ranks(good: bool) -> bool:
-    """Return whether `good` is True on every rank. All training ranks must call this function."""
+    """Return whether `good` is True on every rank. All training ranks must call `_on_all_ranks` together."""
     if dist.get_world_size() == 1:
         return good
     flag = torch.tensor(good, dtype=torch.int32)

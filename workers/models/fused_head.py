@@ -1,8 +1,8 @@
 """A fused last layer, which computes log-probs, entropies and the exact KL of tokens without storing all logits.
 
-With a vocabulary of 152 thousand tokens, the logits of 2,048 positions take 1.2 GB in float32. A last layer that does
-not work in chunks keeps several tensors of the size of all logits in the backward pass. The fused layer keeps only a
-few chunks of bounded size in memory, and recomputes the chunks in the backward pass.
+With a vocabulary of 152 thousand tokens, the logits of 2,048 positions take 1.2 GB in float32. In the backward pass, a
+last layer that does not work in chunks keeps several tensors as large as all logits. The fused layer keeps only a few
+chunks of bounded size in memory, and recomputes the chunks in the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from rltrain.algorithms.chunks import LEAST_LOG, GradientSums, RunningSoftmax, chunks, default_chunk_size, logits
 from rltrain.algorithms.ratio import as_float
 
-PROBE = 64.0  # value of test logits, which show how a model transforms the output of its last layer
+PROBE = 64.0  # value of the test logits, which reveal how a model transforms the output of its last layer
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -42,11 +42,11 @@ def token_log_probs(
     A vocabulary entry with probability 0, such as one whose logit is -inf, adds exactly 0 to the entropy and has no
     gradient.
 
-    If the logits do not fit into one chunk, only a few chunks are in memory at a time, besides inputs and outputs, and
-    the backward pass recomputes the chunks. If the logits fit into one chunk, they are kept for the backward pass.
+    If the logits do not fit into one chunk, only a few chunks of logits are in memory at a time, and the backward pass
+    recomputes the chunks. If the logits fit into one chunk, the logits are kept for the backward pass.
 
-    The logits have the dtype of hidden and head, for example bfloat16. All computation after the logits uses at least
-    float32.
+    The logits have the dtype of hidden and head, for example bfloat16. All computations that follow the logits use at
+    least float32.
 
     Args:
         hidden: (R, H) hidden states, the input of the last layer.
@@ -82,7 +82,7 @@ class _TokenLogProbs(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, head: Tensor, bias: Tensor | None, targets: Tensor, *knobs: Any) -> Any:
         """Compute log-probs and entropies in chunks of logits.
 
-        Besides the inputs, save only one or two numbers per token for the backward pass, not the logits.
+        For the backward pass, save the inputs and one or two numbers per token, but not the logits.
         """
         temperature, entropies, size = knobs
         softmax = RunningSoftmax(hidden, with_mean=entropies)

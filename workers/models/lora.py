@@ -3,7 +3,7 @@
 If a model has adapters, only the adapters are trained and sent to the rollout engines.
 
 peft replaces each adapted layer by a layer that computes W x + alpha / rank B (A x) (arXiv 2106.09685, section 4.1).
-In this module, `X.weight` is the name of the matrix W of layer X, whether or not the layer has an adapter.
+Functions for adapters use the name `X.weight` for the matrix W of layer X, whether or not the layer has an adapter.
 """
 
 import difflib
@@ -21,7 +21,7 @@ from rltrain.data.model_weights import BUILTIN_MODEL, skeleton
 from rltrain.settings.schema import ALL_LINEAR, LoRAConfig
 from workers.models.adapter_weights import A, B, BaseWeights
 
-NAME = "default"  # peft's default adapter name; an adapted layer has only one adapter, with this name
+NAME = "default"  # peft's default adapter name, which the only adapter of each adapted layer has
 WRAPPED, HALVES = ".base_layer.", (".lora_A.", ".lora_B.")
 
 
@@ -41,7 +41,7 @@ class Adapter:
 
 
 def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTrainedModel:
-    """Freeze a causal language model and add adapters to its target layers, in place.
+    """Freeze a causal language model and add adapters to its target layers, both in place.
 
     The matrix A of each adapter is random, depends only on `seed`, and is the same on every rank. The matrix B starts
     at 0, so the adapters do not change the model's outputs before training.
@@ -65,9 +65,9 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTraine
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model)  # this call changes `model` in place
+        inject_adapter_in_model(settings, model)  # peft changes `model` in place
     found = {name.removesuffix(".weight") for name in adapters_of(model)}
-    assert found == set(layers), f"peft adapted other layers than the checked ones: {found ^ set(layers)}"
+    assert found == set(layers), f"peft has adapted layers that differ from the checked layers: {found ^ set(layers)}"
     return model
 
 
@@ -98,7 +98,7 @@ def adapted_layers(model: PreTrainedModel, config: LoRAConfig) -> list[str]:
 
 
 def _refusal(target: str, bad: str | None, modules: Mapping[str, nn.Module], linear: list[str], head: nn.Module) -> str:
-    """Return the error message for a target that cannot be adapted."""
+    """Return the error message for a target of `model.lora.targets` that cannot be adapted."""
     known = sorted({name.rpartition(".")[2] for name in linear})
     if bad is None:
         near = difflib.get_close_matches(target, known, n=1, cutoff=0.0)
@@ -160,5 +160,5 @@ def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 
 def is_adapter(name: str) -> bool:
-    """Return whether a parameter with this name is part of an adapter."""
+    """Return whether the parameter `name` is part of an adapter."""
     return any(half in name for half in HALVES)

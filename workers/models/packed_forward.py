@@ -1,10 +1,10 @@
 """Packed forward passes: log-probs, entropies and values of response tokens, without padding in any linear layer.
 
-A pack concatenates rows into one sequence of N tokens. This module registers an attention function for packs in
-transformers, under the name `PACKED`. On GPUs and with 16-bit dtypes, one call of an attention kernel computes the
-attention of all rows. If no attention kernel is usable, rows of similar length form an attention batch, which is padded
-on the right and computed by one causal sdpa call. No attention mask is ever built, and no row can attend to another
-row. All layers other than attention process the N tokens without padding.
+A pack concatenates rows into one sequence of N tokens. An attention function for packs is registered in transformers
+under the name `PACKED`. On GPUs and with 16-bit dtypes, one call of an attention kernel computes the attention of all
+rows. If no attention kernel is usable, rows of similar length form an attention batch, which is padded on the right and
+computed by one causal sdpa call. Attention masks are never built, and a row cannot attend to another row. All layers
+other than attention process the N tokens without padding.
 """
 
 import functools
@@ -37,7 +37,7 @@ from workers.models.sequence_parallel import (
 from workers.models.varlen_attention import kernel_for
 
 PACKED = "rltrain_packed"
-# Names of the batch columns that packs hold without padding.
+# Names of the batch columns that are used without padding, so `microbatch` does not pad these columns.
 PACKED_COLUMNS = ("responses", "ref_hidden", "teacher_hidden")
 SLACK = 0.75  # In an attention batch, the shortest row has at least this fraction of the longest row's tokens.
 
@@ -48,7 +48,7 @@ class AttentionBatch:
 
     Attributes:
         index: (rows, L) position of each token in the pack, where L is the length of the longest row.
-        real: (rows, L) bool, False where the entry of `index` is padding.
+        real: (rows, L) bool, False for entries of `index` that are padding.
     """
 
     index: Tensor
@@ -72,7 +72,7 @@ class RowLayout:
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
         """Return the attention batches, which are needed only if no attention kernel is usable.
 
-        The attention batches are computed on first access.
+        The attention batches are computed when they are first accessed.
         """
         return _attention_batches(self.lengths, self.device)
 
@@ -107,7 +107,7 @@ class Pack:
 def pack(batch: DataProto) -> Pack:
     """Pack all rows of a batch.
 
-    A row without response tokens contributes its prompt tokens to the pack, but no token to predict.
+    The pack includes the prompt tokens of a row without response tokens, but no token is predicted for the row.
     """
     prompt_lengths, response_lengths = batch.lengths("prompts"), batch.lengths("responses")
     lengths = prompt_lengths + response_lengths.clamp(min=1) - 1
@@ -258,7 +258,7 @@ def load_model(
             kind, path, where, new_head=new_head, dtype=torch.float32, attn_implementation=PACKED, **kwargs
         )
         return model
-    except KeyError as error:  # raised by an architecture that looks up attention functions in a table of its own
+    except KeyError as error:  # some architectures look up attention functions in a table of their own
         if PACKED not in error.args:
             raise
         raise ConfigError(
@@ -272,10 +272,10 @@ class TeacherStates:
     """Outputs of the teachers for the R response tokens of a pack, from which the exact KL is computed.
 
     Attributes:
-        numbers: (R,) int64, on the CPU: number of each token's teacher; -1 for a token without a teacher.
+        numbers: (R,) int64, on the CPU: index of each token's teacher; -1 for a token without a teacher.
         hidden: (R, H') last hidden state of the teacher at each token. H' is the width of the widest teacher.
-        heads: output head (V, H_k) of each teacher. For the logits of teacher k, the first H_k <= H' numbers of a
-            hidden state are multiplied by the head.
+        heads: output head (V, H_k) of each teacher. The logits of teacher k are computed from the first H_k <= H'
+            numbers of a hidden state.
     """
 
     numbers: Tensor
@@ -283,7 +283,7 @@ class TeacherStates:
     heads: list[Tensor]
 
     def at(self, tokens: Tensor) -> "TeacherStates":
-        """Return the outputs for the response tokens that a bool mask (R,) selects."""
+        """Return the teachers' outputs for the response tokens that a bool mask (R,) selects."""
         return TeacherStates(self.numbers[tokens.cpu()], self.hidden[tokens], self.heads)
 
     def kl(self, states: Tensor, head: Tensor, **knobs: Any) -> Tensor:
@@ -388,7 +388,7 @@ def policy_output(
 
 
 def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
-    """Return the critic's values (R,) in float32, one for the state before each response token."""
+    """Return the critic's value (R,), in float32, of the state before each response token."""
     whole, sequence = packed, sequence_group_of(model)
     if sequence is not None:
         packed, _ = split(whole, sequence)
@@ -404,7 +404,7 @@ def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:
-    """Arrange the values (R,) of response tokens differentiably as a padded tensor (B, T) with one row per response.
+    """Arrange values (R,) of response tokens as a padded tensor (B, T) with one row per response, differentiably.
 
     `mask` (B, T) is True at response tokens. The returned tensor is 0 at padding.
     """
@@ -412,17 +412,17 @@ def unpack(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def stand_in(batch: DataProto) -> list[int]:
-    """Return a list with the index of the batch's shortest row, as the micro-batch of a rank without any rows."""
+    """Return the micro-batch of a rank without rows: a list with only the index of the batch's shortest row."""
     return [int((batch.lengths("prompts") + batch.lengths("responses")).argmin())]
 
 
 def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
-    """Return the given rows of a batch, the pack of the rows, and their response columns, padded to (B, T).
+    """Return the given rows of a batch, the pack of the rows, and the rows' response columns, padded to (B, T).
 
     The returned pack and columns are on this rank's device. The returned columns include `mask`, which is True at
-    response tokens, and `response_mask`, which is True at trained tokens. If `rows` is empty, the shortest row of the
-    batch is used as a row without trained tokens, so that this rank takes part in the collectives and adds exactly zero
-    to the gradient.
+    response tokens, and `response_mask`, which is True at trained tokens. If `rows` is empty, the micro-batch is the
+    shortest row of the batch, without trained tokens. With this micro-batch, the rank takes part in the collectives and
+    adds exactly zero to the gradient.
     """
     tick()
     part = batch[rows or stand_in(batch)]
@@ -448,7 +448,8 @@ def row_pass(
 
     Args:
         model: the model that the function runs.
-        function: maps rows and their pack to columns (R, ...) with one value for each response token.
+        function: function that maps rows and the pack of the rows to columns (R, ...) with one value per response
+            token.
         batch: the batch that contains the rows.
         microbatches: row indices of each forward pass. If a list of row indices is empty, the shortest row of the batch
             is processed, and the results are dropped.

@@ -5,9 +5,8 @@ tokenizer's files are small and are collected before the weights are written. Th
 checkpoint into safetensors files. Adapters are merged into the base weights, and are also saved separately in peft's
 format.
 
-This module writes safetensors files itself, because the safetensors library takes all tensors of a file at once and
-writes to local paths only. PyTorch's consolidation of safetensors files also needs local paths, and writes every tensor
-twice.
+The export does not use the safetensors library, because the library needs all tensors of a file at once and writes to
+local paths only. PyTorch's consolidation of safetensors files also needs local paths, and writes every tensor twice.
 """
 
 import copy
@@ -127,7 +126,7 @@ def _reading(state: StateFiles, name: str) -> Callable[[], Tensor]:
 def _as_in_files(state: StateFiles, name: str, model: Any) -> Iterator[_Part]:
     """Yield the tensors that represent a parameter in Hugging Face files.
 
-    In Hugging Face files, a parameter may have another name than in the model, or be split into several tensors.
+    In Hugging Face files, a parameter may have a different name than in the model, or be split into several tensors.
     """
 
     def reverted(tensor: Tensor) -> dict[str, Tensor]:

@@ -1,9 +1,9 @@
 """Check that a model computes each row of a pack independently of the other rows.
 
-Packed forward passes (`workers.models.packed_forward`) are correct only for models in which tokens interact through the
-registered packed attention alone, and positions come from `position_ids` alone. A convolution, a recurrent state or a
-custom attention would leak information from one packed row into the next without raising an error. This module tests
-a model by running it, because no list of supported architectures could be complete.
+Packed forward passes (`workers.models.packed_forward`) are correct only for models in which tokens interact only
+through the registered packed attention, and positions come only from `position_ids`. A convolution, a recurrent state
+or a custom attention would leak information from one packed row into the next without raising an error. A model is
+tested by running the model, because a list of supported architectures would never be complete.
 """
 
 from collections.abc import Callable
@@ -46,9 +46,9 @@ def load_policy(path: str, where: str = "") -> PreTrainedModel:
 def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], where: str) -> None:
     """Raise ConfigError if packed rows influence each other, or if the model fails in a packed forward pass.
 
-    This function runs two or four forward passes without gradients, each over 11 random tokens. With a model of 10^10
-    parameters in float32 on a CPU, this function takes a few seconds. This function changes neither the model nor the
-    global random state.
+    The check runs two or four forward passes without gradients, each over 11 random tokens. With a model of 10^10
+    parameters in float32 on a CPU, the check takes a few seconds. The check changes neither the model nor the global
+    random state.
 
     Args:
         model: the model in evaluation mode, before sharding.
@@ -99,7 +99,7 @@ def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], 
 
 
 def _rows(words: int, seed: int) -> DataProto:
-    """Return rows of random token ids in which every token of the pack predicts a response token."""
+    """Return rows of random token ids, such that every token in the pack of the rows predicts a response token."""
     source = torch.Generator().manual_seed(seed)
     ids = [torch.randint(words, (length + 1,), generator=source).tolist() for length in LENGTHS]
     return DataProto.from_dict(

@@ -1,9 +1,9 @@
 """Sequence parallelism: the ranks of a sequence group split the tokens of each pack (Ulysses, arXiv:2309.14509).
 
-Every rank of the group receives the whole pack, and computes the token-wise layers for its own slice of the tokens.
-Attention needs all tokens of a row. Before attention, an all-to-all changes the split by tokens into a split by heads,
-so that each rank has all tokens for some of the heads. A second all-to-all after attention restores the split by
-tokens.
+Every rank of a sequence group receives the whole pack, and computes the token-wise layers for its own slice of the
+tokens. Attention needs all tokens of a row. Before attention, an all-to-all changes the split by tokens into a split by
+heads, in which each rank has all tokens for some of the heads. A second all-to-all after attention restores the split
+by tokens.
 
 The model's outputs for the response tokens are gathered, so that every rank of the group computes the same loss. The
 backward pass of each rank covers only that rank's slice of the tokens. The sum of the gradients over the ranks of the
@@ -49,7 +49,7 @@ class Sequence:
 def sequence_group(size: int) -> Sequence | None:
     """Return the group of `size` neighbouring ranks that includes this rank, or None if `size` is 1.
 
-    All training ranks must call this function together when they first use a given `size`.
+    All training ranks must call `sequence_group` together when a given `size` is first used.
     """
     if size == 1:
         return None
@@ -92,7 +92,7 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
     heads = tensor.size(1)
     if heads % sequence.size:
         tensor = tensor.repeat_interleave(sequence.size // heads, dim=1)
-    parts = tensor[0].unflatten(0, (sequence.size, -1))  # `parts` has the shape (ranks, H', n, D)
+    parts = tensor[0].unflatten(0, (sequence.size, -1))  # the shape of `parts` is (ranks, H', n, D)
     received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]  # part r of `received` came from rank r
     return received.transpose(0, 1).flatten(1, 2)[None, :, : sequence.tokens]
 

@@ -1,8 +1,8 @@
 """Code that reads tensors from untrusted checkpoints, without executing code that a checkpoint contains.
 
-PyTorch's distributed checkpoint format stores its index of tensors, the file `.metadata`, as a pickle. This module
-unpickles only the classes that an index needs, and validates the contents of the index. The tensors are read with
-`torch.load(..., weights_only=True)`, which executes no code that a checkpoint contains.
+PyTorch's distributed checkpoint format stores its index of tensors, the file `.metadata`, as a pickle. rltrain
+unpickles only the classes that an index of tensors needs, and validates the contents of the index. The tensors are read
+with `torch.load(..., weights_only=True)`, which executes no code that a checkpoint contains.
 
 PyTorch's own reader is not safe, because it unpickles any class. PyTorch's `HuggingFaceStorageWriter` needs no pickle,
 but it writes to local paths only, and takes 2.4 times as long as the distributed checkpoint format (0.57 s instead of
@@ -40,7 +40,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 def _member(kind: Any, name: str) -> dcp._MEM_FORMAT_ENCODING:
-    """Return the member `name` of the enum `kind`. The unpickler calls this function in place of `getattr`.
+    """Return the member `name` of the enum `kind`. The unpickler calls `_member` in place of `getattr`.
 
     Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(kind, name)`.
     """

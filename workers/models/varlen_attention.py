@@ -22,7 +22,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
 
 
 def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
-    """Return an attention kernel with a backward pass for `query` and `value`, or None if no kernel supports them.
+    """Return an attention kernel with a backward pass for `query` and `value`, or None if no kernel is usable.
 
     Shapes: query (N, H, D), value (N, K, D).
     """

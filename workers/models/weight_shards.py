@@ -6,13 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-GROUP_NUMBERS = 1 << 24  # Maximum numbers in a group of weights, over all ranks; a larger weight forms its own group.
+# Maximum number of elements in a group of weights, over all ranks. A larger weight forms its own group.
+GROUP_NUMBERS = 1 << 24
 
 
 def weight_groups(model: nn.Module) -> list[list[str]]:
-    """Divide the names of a model's parameters, in their order, into groups of at most `GROUP_NUMBERS` numbers.
+    """Divide the names of a model's parameters, in order, into groups with at most `GROUP_NUMBERS` parameter elements.
 
-    The groups depend only on the whole shapes of the parameters, so all ranks and roles of a model have equal groups.
+    The groups depend only on the unsharded shapes of the parameters, so all ranks and roles of a model have the same
+    groups.
     """
     groups: list[list[str]] = []
     room = 0
@@ -34,9 +36,9 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def whole_of(shard: Tensor, like: Tensor) -> Tensor:
-    """Gather a whole tensor from the shards of all ranks; the tensor is sharded in the same way as `like`.
+    """Gather a whole tensor from the shards of all ranks; `like` is a tensor that is sharded in the same way.
 
-    If `like` is sharded, all ranks must call this function. If `like` is not sharded, `shard` is the whole tensor.
+    If `like` is sharded, all ranks must call `whole_of`. If `like` is not sharded, `shard` is the whole tensor.
     """
     if not isinstance(like, DTensor):
         return shard

@@ -83,7 +83,7 @@ class RoomyLayer(DynamicLayer):
         return self.keys, self.values
 
     def join(self, other: "RoomyLayer") -> None:
-        """Append the rows of `other` along the batch dimension.
+        """Append the rows of another batch, `other`, along the batch dimension.
 
         The shorter of the two batches is padded on the left, so that all rows end in the same column.
         """
@@ -101,15 +101,15 @@ class RoomyLayer(DynamicLayer):
 class Batch:
     """A batch of answers to decode, with one row per answer (B rows) and one column per token position (W columns).
 
-    All rows end in the same column, so shorter rows are padded on the left. Until `take` drops a finished row from the
-    batch, the model still processes the row, but the row's outputs are ignored.
+    All rows of the batch end in the same column, so shorter rows are padded on the left. Until `take` drops a finished
+    row from the batch, the model still processes the row, but the row's outputs are ignored.
 
     Attributes:
         requests: Requests of the answers, one request per row.
         ids: (B, W) token ids of prompts and answers.
         log_probs: (B, W) float32 log-probabilities of sampled tokens, and 0 for all other tokens and padding.
-        versions: For each column, the version of the weights that sampled the column's tokens. All tokens of a column
-            are sampled in the same step.
+        versions: For each column, the version of the weights that sampled the column's tokens. All tokens of one column
+            are sampled in the same generation step.
         rows: (B, 4) int64: first column of the prompt, first column of the answer, maximum tokens of the answer, seed.
         temperatures: (B,) float32 sampling temperatures.
         live: (B,) bool, False for finished answers.
@@ -143,7 +143,7 @@ class Batch:
         return real[:, None, None] if first == self.width - 1 else real.long()
 
     def positions(self, first: int) -> Tensor:
-        """Return the position ids of the columns from `first` on.
+        """Return the position ids of the columns from index `first` on.
 
         The position ids have shape (B, W - first), or (1, W - first) if no row is padded.
         """
@@ -160,7 +160,7 @@ class Batch:
         self.versions.append(version)
 
     def finish(self, stops: Tensor, strings: StopStrings | None = None) -> list[Completion]:
-        """Mark the answers that end in the last column as finished, and return them.
+        """Mark the answers that end in the last column as finished, and return these answers.
 
         An answer ends in the last column if one of three conditions holds: its token in the last column is in `stops`
         (S,), that token completes a stop string of `strings`, or the answer has its maximum length.
@@ -209,7 +209,7 @@ class Batch:
             layer.batch_select_indices(rows, first)
 
     def join(self, other: "Batch") -> None:
-        """Append the rows of `other` along the batch dimension, so that all rows end in the same column.
+        """Append the rows of another batch, `other`, so that all rows end in the same column.
 
         The key-value caches of this batch and of `other` must hold the keys and values of all columns.
         """
@@ -256,7 +256,7 @@ def new_batch(requests: Sequence[Request], device: torch.device) -> Batch:
 
 
 def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
-    """Return a list with one request per distinct prompt, and for each of `requests` its index in the returned list."""
+    """Return a list with one request per distinct prompt, and for each request the index of its prompt in the list."""
     numbers: dict[tuple[int, ...], int] = {}
     which = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
     firsts = dict(zip(reversed(which), reversed(requests), strict=True))
@@ -266,8 +266,8 @@ def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[
 def _stacked(above: Tensor, below: Tensor, axis: int = 1, room: int = 0) -> Tensor:
     """Concatenate two tensors along axis 0, after padding them to equal lengths along `axis`.
 
-    The tensor that is shorter along `axis` is padded with zeros on the left. Both of the given tensors are extended by
-    `room` columns of zeros on the right.
+    The tensor that is shorter along `axis` is padded with zeros on the left. Both tensors are extended by `room`
+    columns of zeros on the right.
     """
     width = max(above.size(axis), below.size(axis))
     padding = [(0, 0)] * (above.ndim - 1 - axis)

@@ -35,15 +35,15 @@ from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
 # Dropping or adding rows copies the batch's key-value cache, so several rows are dropped or added at a time. Rows that
-# join a running batch also make its matrices wider, with padding.
-SLACK = 0.1  # Share of finished rows in the batch above which the finished rows are dropped.
+# join a running batch may also need padding, which makes the matrices of the batch wider.
+SLACK = 0.1  # If more than this share of the batch's rows is finished, the finished rows are dropped.
 JOIN = 0.5  # Share of the batch that must be free before requests join, unless all waiting requests fit.
 
 
 class HFEngine:
     """Engine that generates in batches with a transformers model and a key-value cache.
 
-    When few unfinished answers are left in the batch, waiting requests join the batch.
+    Waiting requests join the batch when only few unfinished answers are left in the batch.
 
     Args:
         config: Rollout settings.
@@ -68,7 +68,7 @@ class HFEngine:
         self.strings, self.filters = stop_strings(config.stop, path), distribution_filters(config)
         self.waiting: list[Request] = []
         self.batch: Batch | None = None
-        self.stale = False  # Whether the batch's cache was computed with earlier weights.
+        self.stale = False  # Whether the batch's key-value cache was computed with earlier weights.
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
@@ -115,8 +115,8 @@ class HFEngine:
         If the batch has room for all waiting requests, all waiting requests start. If the batch has room for only some
         of the waiting requests, no request starts until the share `JOIN` of all places in the batch is free. If
         `deterministic` is true, the next prompt group starts when all running answers are finished. If `deterministic`
-        is true and the run has an environment, each request is a batch of its own, because turns do not arrive
-        together.
+        is true and the run has an environment, each batch has only one request, because the turns of a prompt group do
+        not arrive together.
         """
         if not self.waiting:
             return []
@@ -138,7 +138,7 @@ class HFEngine:
         """Run the model once on each distinct prompt of new requests.
 
         Returns:
-            The batch of the new requests, and the logits (B, V) of their first tokens.
+            The batch of the new requests, and the logits (B, V) of the first tokens of the answers.
         """
         prompts, which = different_prompts(requests)
         computed, batch, index = new_batch(prompts, self.device), new_batch(requests, self.device), torch.tensor(which)
@@ -210,7 +210,7 @@ class HFEngine:
     def sleep(self) -> bool:
         """Return False, because the transformers engine never releases its weights.
 
-        The transformers engine is for machines on which no other process needs the memory of the weights.
+        The transformers engine is for machines on which no other process needs the memory that the weights occupy.
         """
         return False
 
@@ -234,12 +234,13 @@ def sample(
         temperatures: (B,) sampling temperatures. If the temperature is 0, the most likely token is selected, and its
             log-prob is computed at temperature 1.
         uniforms: (B,) float64 random numbers, uniformly distributed in [0, 1).
-        filters: Logits processors that set the logits of tokens which must not be sampled to minus infinity. The logits
+        filters: Logits processors that set the logits of tokens that must not be sampled to minus infinity. The logits
             processors are applied to logits that are already divided by the temperature. No logits processor is applied
             to rows with temperature 0.
 
     Returns:
-        The sampled tokens (B,) int64, and their log-probs (B,) float32 under the distribution that was sampled from.
+        The sampled tokens (B,) int64, and their log-probs (B,) float32 under the distribution from which they were
+        sampled.
     """
     greedy = temperatures == 0
     scaled = logits / torch.where(greedy, 1.0, temperatures)[:, None]
@@ -249,8 +250,8 @@ def sample(
         kept = keep(cast(torch.LongTensor, None), cast(torch.FloatTensor, kept))
     probabilities = torch.where(greedy[:, None], scaled, kept).softmax(-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    # The random numbers are scaled by the total probability. Because of rounding, the total may be smaller than 1, and
-    # an unscaled random number could then give an index that is too large.
+    # The random numbers are scaled by the total probability. Because of rounding, the total probability may be smaller
+    # than 1, so an unscaled random number could give an index that is too large.
     drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.size(-1) - 1))
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()
@@ -284,7 +285,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
         model.set_attn_implementation(GROUPED)
     except ConfigError:
         raise
-    except ValueError as error:  # The model's architecture has its own attention code.
+    except ValueError as error:  # An architecture with attention code of its own raises ValueError.
         raise ConfigError(
             f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
             "architecture"

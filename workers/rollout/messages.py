@@ -7,7 +7,10 @@ from rltrain.batch.trajectory import Trajectory
 
 
 class HasKey(Protocol):
-    """A request to a replica. Requests for single answers and for trajectories in environments have the same keys."""
+    """A request to a rollout replica.
+
+    Requests for single answers and requests for trajectories have keys of the same form.
+    """
 
     @property
     def key(self) -> tuple[int, ...]:
@@ -22,7 +25,7 @@ class Request:
         key: (prompt group uid, number of the sample in its group).
         prompt_ids: Token ids of the prompt, which the engine uses unchanged.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
-        max_tokens: Maximum number of tokens of the answer. If an answer is cut off at `max_tokens`, its `finish_reason`
+        max_tokens: Maximum number of tokens in the answer. If an answer is cut off at `max_tokens`, its `finish_reason`
             is "length".
         seed: Seed of the random numbers with which the answer is sampled.
     """

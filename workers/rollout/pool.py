@@ -21,7 +21,7 @@ from workers.sync.weight_sync import Sends, sync
 
 logger = logging.getLogger(__name__)
 
-REPLACEMENTS = 3  # The pool fails after more than 3 deaths per replica without an answer from any replica in between.
+REPLACEMENTS = 3  # The pool fails if more than 3 processes per replica die without any finished answer in between.
 
 
 class RolloutPool:
@@ -35,8 +35,7 @@ class RolloutPool:
             WorkerError.
 
     Attributes:
-        changes: Condition that wakes the waiting coroutines of the pool and its replicas after each change of their
-            state.
+        changes: Condition that wakes the waiting coroutines of the pool and of its replicas after each change of state.
         started: Whether the method `start` has returned.
         asleep: Whether the engines have released their device memory. The method `load` wakes sleeping engines.
     """
@@ -123,13 +122,14 @@ class RolloutPool:
     async def sleep(self) -> None:
         """If the engines can sleep, release their device memory for the training ranks until the next `load`.
 
-        This method first waits until all replacement engines are built, because an engine that is built while the
-        training ranks compute might not find enough memory.
+        `sleep` first waits until all replacement engines are built, because an engine that is built while the training
+        ranks compute might not find enough memory.
         """
         if not self.sleeps or self.asleep:
             return
         assert not self.pending, "engines with unfinished answers must not sleep"
-        # While `_source` is None, no replacement replica gets weights, because new weights wake the replica's engine.
+        # New weights would wake an engine, so `_source` becomes None, which stops sending weights to replacement
+        # replicas.
         async with self._syncing:
             source, self._source = self._source, None
         while True:
@@ -145,9 +145,10 @@ class RolloutPool:
         self.asleep = True
 
     async def hold_weights(self) -> None:
-        """Forbid sending weights to replacement replicas until the next `load`, before the actor's weights change.
+        """Forbid sending weights to replacement replicas until the next `load`.
 
-        If a replacement replica is receiving weights now, this method waits until the transfer ends.
+        The caller must call `hold_weights` before the actor's weights change. If a replacement replica is receiving
+        weights, `hold_weights` waits until the transfer ends.
         """
         async with self._syncing:
             self._source = None
@@ -173,8 +174,8 @@ class RolloutPool:
     async def give_weights(self, replica: Replica) -> None:
         """Send the weights of the last `load` to a replica that waits for weights.
 
-        If `load` sends weights to the replica in the meantime, this method sends nothing. After `hold_weights`, this
-        method waits for the next `load`.
+        If `load` sends weights to the replica in the meantime, `give_weights` sends nothing. After `hold_weights`,
+        `give_weights` waits for the next `load`.
         """
         while replica.state is ReplicaState.WAITING:
             due = self.changes.until(lambda: self._source or replica.state is not ReplicaState.WAITING)
@@ -216,14 +217,14 @@ class RolloutPool:
         await self.changes.until(lambda: not self.asleep)
 
     def deliver(self, answers: Sequence[Answer]) -> None:
-        """Store the finished answers of a replica until `poll` returns them."""
+        """Store the finished answers of a replica until `poll` returns the answers."""
         if answers:
             self._deaths = 0
             self._answers += answers
             self.changes.notify()
 
     def lose(self, uids: set[int]) -> None:
-        """Report prompt groups as lost, which the caller of the pool must submit again."""
+        """Record that prompt groups are lost, so that the caller of the pool submits these prompt groups again."""
         self._lost |= uids
         self.changes.notify()
 
@@ -241,8 +242,8 @@ class RolloutPool:
     ) -> bool:
         """Try once to send the actor's weights to replicas.
 
-        Return False if one of the replicas died during the transfer. After a failed transfer, the surviving replicas
-        generate no answers until another transfer succeeds.
+        Return True if the transfer succeeded, or False if one of the replicas died during the transfer. After a failed
+        transfer, the surviving replicas generate no answers until another transfer succeeds.
         """
         roles = {replica: replica.role for replica in replicas}
         for replica in replicas:
@@ -256,12 +257,13 @@ class RolloutPool:
                 raise
             return False
         for replica, role in roles.items():
-            if replica.role is role and replica.ready:  # The process that received the weights was not replaced.
+            # The process that received the weights may have died or been replaced.
+            if replica.role is role and replica.ready:
                 replica.state, replica.asleep = ReplicaState.SERVING, False
         return True
 
     def _resume(self) -> None:
-        """Wake the tasks of the replicas, and submit the prompt groups that were queued until a replica was ready."""
+        """Wake the tasks of the replicas, and submit the prompt groups that have waited for a ready replica."""
         self.changes.notify()
         if self._queue:
             queued, self._queue = self._queue, []

@@ -1,4 +1,4 @@
-"""The life cycle of one rollout replica, which may outlive its process.
+"""The life cycle of one rollout replica, which continues in a new process if its process dies.
 
 A replica builds its engine, receives weights and answers requests. When the replica's process dies, the replica starts
 a new process.
@@ -18,8 +18,8 @@ from workers.cluster.processes import Pending, Role, progress_required, results,
 from workers.rollout.messages import Answer, Completion, HasKey, Request
 from workers.rollout.worker import RolloutWorker
 
-# Seconds after which `poll` returns even without finished answers. A replica in the driver's process uses the shorter
-# time, because its `poll` blocks the driver.
+# Seconds after which `poll` returns even without finished answers. A replica in the driver's process uses LOCAL_POLL_S,
+# because its `poll` blocks the driver.
 LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
@@ -77,7 +77,7 @@ class Replica:
     Args:
         number: Index of the replica in the pool.
         start: Function that starts a process for the replica, and begins to build the engine in the process.
-        start_timeout_s: Maximum seconds until the engine must be ready.
+        start_timeout_s: Maximum time to build the engine, in seconds.
 
     Attributes:
         running: Keys of the requests that have no answer yet.
@@ -103,7 +103,10 @@ class Replica:
         return self.state in (ReplicaState.WAITING, ReplicaState.SERVING) and not self.role.process.how_lost
 
     async def live(self, pool: Owner) -> None:
-        """Answer requests until the task is cancelled, and replace each lost process if the pool permits it."""
+        """Answer requests until the task is cancelled.
+
+        If the replica's process is lost, start a new process if the pool permits.
+        """
         while True:
             try:
                 await self._serve(pool)
@@ -119,7 +122,7 @@ class Replica:
         self._sent.append(self.role.start(RolloutWorker.submit, cast(Sequence[Request], requests)))
 
     def close(self) -> None:
-        """Release the resources of a replica besides its process. The class `Replica` itself has no such resources."""
+        """Release the resources that a subclass of `Replica` holds in addition to the replica's process."""
 
     def drop(self) -> None:
         """Forget all unfinished requests, so that no answers to these requests are delivered to the pool."""
@@ -133,28 +136,29 @@ class Replica:
         """
         if self.ready:
             try:
-                await results(self._sent)  # No `submit` may reach the engine after the abort.
+                await results(self._sent)  # Every `submit` must reach the engine before the abort.
                 await self.role.call(RolloutWorker.abort)
-                # The running `poll` must end before later requests are submitted, so that it returns no answers to
-                # them.
+                # The running `poll` must end before further requests are submitted, so that the running `poll` does not
+                # return answers to the further requests.
                 await results(self._open)
             except WorkerLost:
                 return  # The task that runs `live` will replace the lost process.
-            except SyncError:  # A weight sync has failed, and the caller of the weight sync gets the error.
+            except SyncError:  # A failed weight sync is reported to the caller of the weight sync.
                 if self.state is ReplicaState.SERVING:
                     raise
 
     async def sleep(self) -> bool | None:
         """Release the engine's device memory.
 
-        Return True if the engine has released its memory, False if it keeps its memory, or None if the engine died.
+        Return True if the engine has released its memory, False if the engine keeps its memory, or None if the engine
+        died.
         """
         role = self.role
         try:
             slept = await role.call(RolloutWorker.sleep)
         except WorkerLost:
             return None
-        if self.role is role:  # The replica's process was not replaced during the call.
+        if self.role is role:  # The replica's process may have been replaced during the call.
             self.asleep = slept
         return slept
 
@@ -171,9 +175,9 @@ class Replica:
         """Wait until the engine is built and can receive weights.
 
         Raises:
-            WorkerLost: The process died, the engine was not ready in time, or, after the pool's start, the engine
-                could not be built. `live` catches WorkerLost and replaces the process.
-            WorkerError: During the pool's start, the engine could not be built.
+            WorkerLost: The process died, the engine was not ready in time, or the engine could not be built after the
+                pool's start. `live` catches WorkerLost and replaces the process.
+            WorkerError: The engine could not be built during the pool's start.
         """
         try:
             await results(self._building.fetched, limit_s=self.start_timeout_s)
@@ -205,7 +209,7 @@ class Replica:
                 except SyncError:
                     if self.state is ReplicaState.SERVING:
                         raise
-                    return  # A weight sync has failed, and the caller of the weight sync gets the error.
+                    return  # A failed weight sync is reported to the caller of the weight sync.
                 finally:
                     self._open = []
                 self._sent = self._sent[len(sent) :]
@@ -213,4 +217,5 @@ class Replica:
                     wanted = [answer for answer in answers if answer.key in self.running]
                     self.running -= {answer.key for answer in wanted}
                     pool.deliver(wanted)
-                await asyncio.sleep(0)  # Let other asyncio tasks run, which `poll` of an in-process engine blocks.
+                # Let other asyncio tasks run, because `poll` in the driver's process blocks the event loop.
+                await asyncio.sleep(0)

@@ -1,8 +1,8 @@
 """Search for stop strings in answers, in the same way for all engines.
 
 The rollout engines do not use vLLM's own option `stop`. Because all engines use the same search, the end and the text
-of an answer depend only on the answer's tokens and not on the engine. vLLM also needs no tokenizer, which might decode
-tokens differently.
+of an answer depend only on the answer's tokens and not on the engine. Without its option `stop`, vLLM needs no
+tokenizer of its own, which might decode tokens differently.
 """
 
 from collections.abc import Sequence
@@ -21,8 +21,8 @@ class StopStrings:
     """Object that searches answers for the stop strings of a run, with the tokenizer of the model.
 
     An answer ends with the first token after which its text contains a stop string. The text of an answer is decoded
-    from its sampled tokens without special tokens. Each search receives all tokens of the answer. A stop string is
-    therefore found even if its tokens were sampled partly before and partly after a weight sync.
+    from its sampled tokens without special tokens. Each search receives all tokens of the answer, so a stop string is
+    found even if its tokens were sampled partly before and partly after a weight sync.
 
     Args:
         stops: The stop strings, each of which must not be empty.
@@ -34,7 +34,7 @@ class StopStrings:
         self.last_characters = {stop[-1] for stop in stops} | {INCOMPLETE}
         # Each token that adds text adds at least one byte, so at most n tokens with text form a stop string of n bytes.
         self.window = max(len(stop.encode()) for stop in stops) + MARGIN
-        self.texts: dict[int, str] = {}  # Texts of tokens, each decoded without other tokens, by token id.
+        self.texts: dict[int, str] = {}  # Text of each token, decoded without other tokens, by token id.
 
     def end(self, ids: Sequence[int]) -> bool:
         """Return whether the last token of an answer completes a stop string.
@@ -86,6 +86,6 @@ def stop_strings(stops: Sequence[str], path: str) -> StopStrings | None:
     """Return a `StopStrings` object with the tokenizer of the model directory `path`, or None if `stops` is empty."""
     if not stops:
         return None
-    from transformers import AutoTokenizer  # Importing transformers is slow, and only needed with stop strings.
+    from transformers import AutoTokenizer  # Importing transformers is slow, and is needed only for stop strings.
 
     return StopStrings(stops, AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False))

@@ -1,8 +1,8 @@
 """Rollout engine that returns the answers of an earlier run instead of generating new ones.
 
 The engine reads the answers from the tables of samples in the earlier run's output folder, with the tokens, log-probs
-and weight versions of that run. A run with the same settings, data and seed therefore repeats all updates of the
-earlier run. A run with another loss, reward or learning rate trains on the same answers.
+and weight versions of that run. A run with the settings, data and seed of the earlier run repeats all updates of the
+earlier run. A run with another loss, reward or learning rate trains on the answers of the earlier run.
 """
 
 import functools
@@ -19,7 +19,7 @@ from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket
 
 _COLUMNS = ["prompt_ids", "response_ids", "rollout_log_probs", "policy_version", "finish_reason"]
-_OPEN_TABLES = 4  # Number of tables that are kept in memory, because requests of several steps may be mixed.
+_OPEN_TABLES = 4  # Number of tables of samples that are kept in memory, because requests of several steps may be mixed.
 
 
 class StoredEngine:

@@ -13,22 +13,22 @@ from rltrain.rewards.loading import import_function
 from workers.rollout.messages import Completion, Request
 from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
 
-Parser = Callable[[str], ParsedAction]  # Finds the tool calls in the text of an action.
+Parser = Callable[[str], ParsedAction]  # Function that finds the tool calls in the text of an action.
 RENDERERS = 64  # Maximum number of cached renderers for tools that requests bring with them.
-CUT = "\n[cut off after {tokens} tokens]"  # Appended to a message whose text was cut off.
+CUT = "\n[cut off after {tokens} tokens]"  # Mark that is appended to a message whose text was cut off.
 
 
 class TurnServer:
-    """Converts turn requests to requests of the engine, and the engine's answers to turn results.
+    """Converter from turn requests to requests of the rollout engine, and from the engine's answers to turn results.
 
     Args:
         tokenizer: Tokenizer of the model.
-        renderer: Converts new messages to the token ids with which a context continues.
+        renderer: Object that converts new messages to the token ids that are appended to a context.
         parse: Function that finds the tool calls in the text of an action.
 
     Attributes:
-        open: For each turn that the engine samples, the client and the unfinished result, by the engine's request key.
-        finished: Finished turns that were not polled yet, by client.
+        open: For the engine's request key of each unfinished turn, the client and the unfinished result.
+        finished: For each client, the finished turns that the client has not polled yet.
     """
 
     def __init__(self, tokenizer: Any, renderer: TurnRenderer, parse: Parser) -> None:
@@ -44,8 +44,8 @@ class TurnServer:
         """Render the messages of the given turns.
 
         Returns:
-            The engine's requests, and the results of the turns that end without an action, because their messages
-            leave no room or cannot be rendered.
+            The engine's requests, and the results of turns without an action. A turn has no action if its messages
+            leave no room for an action or cannot be rendered.
         """
         requests, ended = [], []
         for turn in turns:
@@ -54,19 +54,19 @@ class TurnServer:
             if result.error or result.full:
                 ended.append(result)
                 continue
-            # The number makes the key unique, because a dead client may have left an unfinished request for the same
-            # turn.
+            # The running number makes the engine's request key unique, because a dead client may have left an
+            # unfinished request for the same turn.
             key = (*turn.key[:2], next(self._numbers))
             self.open[key] = client, result
             requests.append(Request(key, prompt_ids, turn.temperature, max_tokens, turn.seed))
         return requests, ended
 
     def store(self, client: str, results: Sequence[TurnResult]) -> None:
-        """Keep finished turns until their client polls them."""
+        """Store finished turns until the given client polls."""
         self.finished.setdefault(client, []).extend(results)
 
     def _begun(self, turn: TurnRequest) -> tuple[TurnResult, list[int], int]:
-        """Return the result of a turn so far, the context of its action, and the action's maximum number of tokens."""
+        """Return a turn's unfinished result, the context of the action, and the action's maximum number of tokens."""
         first, messages = turn.key[2] == 0, list(turn.messages)
         try:
             renderer = self.renderer if turn.tools is None else self._renderer_with(turn.tools)
@@ -102,9 +102,9 @@ class TurnServer:
         return self._renderers[key]
 
     def _shortened(self, message: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
-        """Return a message whose text has at most `limit` tokens; a longer text is cut off, with a mark at its end."""
+        """Return a message with its text cut off after `limit` tokens, and with a mark at the end of a cut-off text."""
         text = message["content"]
-        if len(text) <= limit:  # A token has at least one character.
+        if len(text) <= limit:  # A text has at most as many tokens as characters.
             return message
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= limit:
@@ -113,7 +113,7 @@ class TurnServer:
         return {**message, "content": kept + CUT.format(tokens=limit)}
 
     def deliver(self, completions: Sequence[Completion]) -> None:
-        """Store the engine's answers as finished turns of their clients."""
+        """Convert the engine's answers to finished turns, and store the turns until the clients poll."""
         for one in completions:
             client, result = self.open.pop(one.key, (None, None))
             if client is None or result is None:
@@ -144,7 +144,7 @@ class TurnServer:
 
 
 def turn_server(tokenizer: Any, turn_format: TurnFormat, stop_ids: Sequence[int]) -> TurnServer:
-    """Return the turn server of a rollout worker."""
+    """Return the `TurnServer` of a rollout worker."""
     renderer = TurnRenderer(tokenizer, tools=turn_format.tools, stop_ids=stop_ids)
     return TurnServer(tokenizer, renderer, parser_of(turn_format.tool_format))
 

@@ -31,13 +31,13 @@ class TurnRequest:
         key: (prompt group uid, number of the sample in its group, number of the turn).
         context_ids: Token ids of the trajectory before the last action; empty in the first turn.
         action_ids: Token ids of the last action; empty in the first turn.
-        messages: Chat messages that are new in the context: the prompt in the first turn, and later, for instance, the
-            results of tools.
-        room: Maximum number of tokens of the new messages and the action together. In the first turn, `room` limits
+        messages: New chat messages for the context: the prompt in the first turn, or, for instance, the results of
+            tools in later turns.
+        room: Maximum number of tokens in the new messages and the action together. In the first turn, `room` limits
             only the action.
-        max_prompt_tokens: Maximum number of tokens of the prompt in the first turn.
-        max_tokens: Maximum number of tokens of the action.
-        max_message_tokens: Maximum number of tokens of the text of each new message after the first turn; longer texts
+        max_prompt_tokens: Maximum number of tokens in the prompt of the first turn.
+        max_tokens: Maximum number of tokens in the action.
+        max_message_tokens: Maximum number of tokens in the text of each new message after the first turn; longer texts
             are cut off.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         seed: Seed of the random numbers with which the action is sampled.
@@ -73,7 +73,7 @@ class TurnResult:
         action: The action's text and tool calls.
         messages: The new messages as the model has seen them; long texts are cut off.
         full: Whether the new messages left no room for an action, so that no action was sampled.
-        error: One line that says why the messages cannot be put into the context; "" without an error.
+        error: One line that says why the messages cannot be put into the context; "" if no error occurred.
     """
 
     key: tuple[int, int, int]
@@ -90,7 +90,7 @@ class TurnResult:
 
 
 class SamplesTurns(Protocol):
-    """Interface of a rollout worker for environment processes."""
+    """Interface through which environment processes use a rollout worker."""
 
     def submit_turns(self, client: str, requests: Sequence[TurnRequest]) -> None:
         """Queue requests of an environment process, without waiting for the results."""

@@ -1,6 +1,6 @@
 """Rollout engines that use vLLM: in this process on a CPU, or through AsyncLLM for GPUs and tensor parallelism.
 
-This module needs vLLM 0.25 to 0.33, because the weight-transfer calls used here exist in that range.
+The engines need vLLM 0.25 to 0.33, because these versions have the weight-transfer calls that the engines use.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ T = TypeVar("T")
 # Each request has its own sampling parameters, which are never modified, so vLLM does not need to copy them. In
 # versions of vLLM that have the option `skip_clone`, the option avoids a copy of the sampling parameters.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
-CPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a CPU, unless one sequence can be longer.
+CPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a CPU, unless a single sequence can have more tokens.
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the two kinds of memory that a sleeping engine releases.
 LOOK_S = 1.0  # Seconds between two checks that the engine's processes are alive, while a call waits.
 PROOF_S = 0.5  # Seconds to wait for evidence that a process died, after a vLLM call has failed.
@@ -63,7 +63,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         dtype: Data type of the weights, "float32" or "bfloat16".
         sleeps: Whether the engine must be able to release its memory on a GPU.
     """
-    assert config.vllm is not None, "a config with the vLLM engine has the settings of this engine"
+    assert config.vllm is not None, "a config that selects the vLLM engine has the settings `rollout.vllm`"
     arguments: dict[str, Any] = {
         "model": path,
         "trust_remote_code": False,
@@ -181,7 +181,7 @@ class Growing:
 
 
 class InProcessVLLM:
-    """vLLM's engine in the current process.
+    """Rollout engine that runs vLLM in the current process.
 
     On a CPU, this engine starts faster than AsyncLLM and communicates at lower cost.
 
@@ -207,7 +207,7 @@ class InProcessVLLM:
         self.config, self.stop_ids, self.version = config, list(stop_ids), 0
         self.strings = stop_strings(config.stop, path)
         self.keys: dict[str, tuple[int, ...]] = {}
-        self.growing: dict[str, Growing] = {}  # Unfinished answers by vLLM's request id, if there are stop strings.
+        self.growing: dict[str, Growing] = {}  # Unfinished answers by vLLM's request id, if the run has stop strings.
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
@@ -228,7 +228,7 @@ class InProcessVLLM:
         """Sample one token for every running request, and return the answers that are now finished."""
         found = self.engine.step()
         outputs = [output for output in found if isinstance(output, RequestOutput)]
-        assert len(outputs) == len(found), "all requests ask for generated text"
+        assert len(outputs) == len(found), "every request to vLLM asks for generated text"
         tick()
         if self.strings is not None:
             return self._searched(outputs)
@@ -272,7 +272,7 @@ class InProcessVLLM:
     def start_load(self) -> None:
         """Prepare the engine to receive new weights.
 
-        A sleeping engine gets back only the memory of its weights, not of its KV cache.
+        A sleeping engine gets back the memory of its weights, but not the memory of its KV cache.
         """
         self._wake(WEIGHTS)
         self.engine.collective_rpc("rltrain_reset")
@@ -314,12 +314,14 @@ class Family:
 
     def __init__(self) -> None:
         self.lost, self.dismissed = "", False
-        self.members: dict[int, str] = {}  # Maps a pidfd, which is readable once the process has ended, to its name.
+        # Maps the pidfd of each process to the process's name; a pidfd is readable once its process has ended.
+        self.members: dict[int, str] = {}
         for process in psutil.Process().children(recursive=True):
             # The process may have ended already, or the operating system may not support pidfds.
             with contextlib.suppress(psutil.Error, OSError, AttributeError):
                 name = " ".join(word for word in process.cmdline() if word)
-                if "resource_tracker" not in name:  # The resource tracker belongs to Python's multiprocessing.
+                # The resource tracker of Python's multiprocessing is not a process of the engine.
+                if "resource_tracker" not in name:
                     self.members[os.pidfd_open(process.pid)] = f"{one_line(name, 60)} (pid {process.pid})"
         if self.members:
             threading.Thread(target=self._watch, name="vllm-family", daemon=True).start()
@@ -339,10 +341,10 @@ class Family:
         return error
 
     def reason(self, raised: Exception) -> Exception:
-        """Return the cause of a failed engine call: a WorkerLost error if a process has died, otherwise `raised`.
+        """Return the error to raise after a failed engine call: WorkerLost if a process has died, otherwise `raised`.
 
-        vLLM raises EngineDeadError only after it has noticed the death of a process. Before vLLM has noticed the death,
-        calls of vLLM fail with other exceptions.
+        vLLM raises EngineDeadError only after it has noticed the death of a process. Before vLLM has noticed the death
+        of a process, calls of vLLM fail with other exceptions.
         """
         deadline = time.monotonic() + PROOF_S
         while not self.lost and time.monotonic() < deadline:
@@ -365,7 +367,8 @@ class AsyncVLLM:
         self.keys: dict[str, tuple[int, ...]] = {}  # Maps vLLM's unique request ids to the keys of the requests.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
-        self.pulse: ConcurrentFuture[Any] | None = None  # Pending heartbeat call to the engine core.
+        # Pending call to the engine core, which shows whether the engine core responds.
+        self.pulse: ConcurrentFuture[Any] | None = None
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
         arguments = engine_arguments(config, path, dtype, sleeps=sleep_level > 0)
@@ -384,7 +387,7 @@ class AsyncVLLM:
             try:
                 return future.result(timeout=LOOK_S)
             except TimeoutError:
-                if future.done():  # The result has just arrived, or the coroutine itself raised TimeoutError.
+                if future.done():  # The coroutine has ended after the timeout, or has raised TimeoutError itself.
                     return future.result()
                 if self.family and self.family.lost:
                     raise self.family.error() from None
@@ -436,7 +439,7 @@ class AsyncVLLM:
     def step(self) -> list[Completion]:
         """Return the finished answers, after waiting up to 0.05 s for the first answer.
 
-        If the engine has failed, raise the engine's error unchanged.
+        If the engine has failed, raise the engine's error.
         """
         found: list[Completion] = []
         if self.family and self.family.lost:
@@ -480,7 +483,7 @@ class AsyncVLLM:
     def start_load(self) -> None:
         """Pause generation, and prepare the engine to receive new weights.
 
-        A sleeping engine wakes only its weights, not its KV cache.
+        A sleeping engine gets back the memory of its weights, but not the memory of its KV cache.
         """
         self._sync(self._start_load())
 
@@ -490,7 +493,7 @@ class AsyncVLLM:
         Raises SyncError if the received bytes differ from the bytes that the sender wrote.
         """
         with as_file(bucket) as shared:
-            pickled = pickle.dumps(shared)  # The weights are in a shared file and not in the pickle.
+            pickled = pickle.dumps(shared)  # The weights are in a shared file, not in the pickle.
             self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"pickled": pickled})))
 
     def finish_load(self, version: int) -> None:
@@ -503,7 +506,7 @@ class AsyncVLLM:
     def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             self._run(coroutine)
-        except Exception as error:  # An error from another process names its original type only in its text.
+        except Exception as error:  # The original type of an error from another process is only in the error's text.
             raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
 
     async def _start_load(self) -> None:
@@ -550,7 +553,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
             weights are complete, because vLLM does not report a missing layer.
     """
     check_weights(path, f"model.path={path}")
-    assert config.rollout.vllm is not None, "a config with the vLLM engine has the settings of this engine"
+    assert config.rollout.vllm is not None, "a config that selects the vLLM engine has the settings `rollout.vllm`"
     process = config.rollout.vllm.process
     if process == "auto":
         alone = config.rollout.shards == 1 and not torch.cuda.is_available()
@@ -558,7 +561,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
         return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
-    except (KeyError, ValueError) as error:  # For example, vLLM may not know the name of a tensor.
+    except (KeyError, ValueError) as error:  # For example, vLLM may not know the name of a tensor in the model.
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"model.path={path}: vLLM does not start with this model ({reason}); save the model again with "

@@ -51,7 +51,7 @@ class InitInfo(WeightTransferInitInfo):
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Message that contains one bucket of weights, or that says where the bucket is.
+    """Message that contains one bucket of weights, or the description of a bucket whose bytes are in a shared file.
 
     Within one process, an `UpdateInfo` message contains the bucket itself. Between processes, an `UpdateInfo` message
     contains the pickled bucket, and the bytes of the weights are in a shared file.
@@ -61,7 +61,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
     pickled: bytes | None = None
 
     def read(self) -> Bucket:
-        """Return the bucket of this message."""
+        """Return the bucket of weights that the message contains or describes."""
         if self.bucket is not None:
             return self.bucket
         assert self.pickled is not None, "a message has a bucket or a pickled bucket"
@@ -81,7 +81,10 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Create the object that reads buckets, and the helper thread. No rendezvous with the sender is necessary."""
+        """Create the object that reads buckets of weights, and the helper thread.
+
+        No handshake with the sender is necessary.
+        """
         self.reader = Reader()
         self.helper = ThreadPoolExecutor(1, thread_name_prefix="weight-checks")
 
@@ -97,7 +100,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         initialize_layerwise_reload(self.model)
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        """Verify the bytes of a bucket and load its tensors."""
+        """Verify the bytes of a bucket of weights, and load the tensors of the bucket."""
         bucket = update_info.read()
         data = self.reader.data(bucket)
         self.version, self.dtype = bucket.version, str(self.model_config.dtype).removeprefix("torch.")
@@ -109,7 +112,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._load(tensors_of(bucket, data))
                 keep_unfinished(self.model, data)
         finally:
-            verified.result()  # The sender may overwrite the bucket's bytes when this method has returned.
+            verified.result()  # The sender may overwrite the bucket's bytes after the return.
         probes = bucket.probes()
         names = checkpoint_names(self.model, probes)
         self.probes |= {names[name]: value for name, value in probes.items() if name in names}
@@ -137,13 +140,13 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def check_layers(self) -> None:
         """Raise SyncError unless every layer computes with the weights of the last weight update.
 
-        If the weight update contained no probes, this method checks nothing.
+        If the weight update contained no probes, nothing is checked.
         """
         if self.probes:
             try:
                 outputs = layer_outputs(self.model, products=True)
                 outputs |= self.lookups.result() if self.lookups else layer_outputs(self.model, products=False)
-            except Exception as error:  # The check does not support some layer of this model.
+            except Exception as error:  # A layer of the model may not support the check.
                 raise SyncError(
                     f"weight sync {self.version}: the weights cannot be checked, because a layer of this model cannot "
                     f"be run on its own ({described(error)}); rollout.verify_sync=false turns the check off"
@@ -151,7 +154,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             check_outputs(outputs, self.probes, version=self.version, dtype=self.dtype)
 
     def shutdown(self) -> None:
-        """Do nothing. vLLM's interface requires this method."""
+        """Do nothing; vLLM's interface requires the method `shutdown`."""
 
 
 def repack_heads(model: nn.Module) -> None:
@@ -162,7 +165,7 @@ def repack_heads(model: nn.Module) -> None:
 
 
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
-    """Copy those tensors of a bucket that vLLM keeps until all parts of their fused layer have arrived.
+    """Copy the tensors of a bucket that vLLM does not load until all parts of a fused layer have arrived.
 
     A tensor that is not copied would stay in the bucket's memory, which later buckets overwrite.
     """
@@ -175,7 +178,7 @@ def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
 
 
 def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
-    """Return the name that vLLM gives to each tensor of the checkpoint.
+    """Return a dictionary from the checkpoint name of each tensor to the name that vLLM gives to the tensor.
 
     The parts of a layer that vLLM fuses keep separate names.
 
@@ -194,9 +197,11 @@ if BACKEND not in WeightTransferEngineFactory._registry:
 
 
 class WorkerExtension:
-    """Methods that vLLM adds to its worker class. The declared attributes are attributes of vLLM's worker class.
+    """Methods that vLLM adds to its worker class.
 
-    vLLM finds this class because the engine argument `worker_extension_cls` names it.
+    The attributes that `WorkerExtension` declares are set by vLLM's worker class.
+
+    vLLM finds the class `WorkerExtension` through the engine argument `worker_extension_cls`.
     """
 
     vllm_config: Any
@@ -209,7 +214,7 @@ class WorkerExtension:
     def rltrain_check(self) -> None:
         """Check that the layers of this rank compute with the weights of the last sync.
 
-        Under tensor parallelism, all ranks must call this method.
+        Under tensor parallelism, all ranks must call `rltrain_check`.
         """
         with set_current_vllm_config(self.vllm_config):
             self.weight_transfer_engine.check_layers()
@@ -219,7 +224,7 @@ class WorkerExtension:
 def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
     """Compute the product W v for each weight matrix W of the model, where v is the fixed random probe vector of W.
 
-    Under tensor parallelism, all ranks must call this function, and each rank gets the outputs of the whole layers.
+    Under tensor parallelism, all ranks must call `layer_outputs`, and each rank gets the outputs of the whole layers.
 
     Args:
         model: The model.
@@ -266,7 +271,8 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        parts = [torch.cat(parts)] if len(names) == 1 else parts  # The layer is a single tensor in the checkpoint.
+        # A layer that is a single tensor in the checkpoint has one part.
+        parts = [torch.cat(parts)] if len(names) == 1 else parts
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs
 
@@ -277,7 +283,8 @@ def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> lis
     Return one whole output (or bias) for each checkpoint layer that was fused.
     """
     size = module.tp_size
-    if isinstance(module, RowParallelLinear):  # Each rank has a part of the layer's inputs, and the whole bias.
+    # In a row-parallel layer, each rank has a part of the inputs, and the whole bias.
+    if isinstance(module, RowParallelLinear):
         return [output if is_bias or size == 1 else tensor_model_parallel_all_reduce(output)]
     if not isinstance(module, ColumnParallelLinear):
         return [output]

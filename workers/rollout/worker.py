@@ -25,7 +25,7 @@ ENGINES = {
 # After the first finished answer, `poll` waits for further answers if the engine is busy. The maximum wait is
 # LINGER_SHARE times the time since the last `submit`, but at least LINGER_S and at most LONGEST_LINGER_S seconds.
 LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02
-ENGINE_TRACK = "engine"  # Name of the timeline row that shows the work of the engine's thread.
+ENGINE_TRACK = "engine"  # Name of the timeline's row for the work of the engine's thread.
 T = TypeVar("T")
 
 
@@ -124,8 +124,8 @@ class RolloutWorker:
         """Return the answers that finished since the previous call of `poll`.
 
         Wait up to `timeout_s` seconds for the first answer. If a threaded engine has more work after its first answer,
-        this method waits briefly for further answers and returns all of them together. When the engine has no
-        unfinished requests left, this method returns without delay.
+        `poll` waits briefly for further answers and returns all answers together. When the engine has no unfinished
+        requests left, `poll` returns without delay.
 
         Raises:
             SyncError: The last weight sync failed.
@@ -140,7 +140,7 @@ class RolloutWorker:
             aborts = self.aborts
             patience = timeout_s if self.thread else 0
             self.news.wait_for(lambda: self.finished or self.error or self.aborts != aborts, patience)
-            if self.finished:  # Waiting for further answers saves messages to the driver.
+            if self.finished:  # Waiting for further answers reduces the number of messages to the driver.
                 linger = min(self._linger_s(), patience)
                 self.news.wait_for(lambda: self.error or self.aborts != aborts or not self._has_work(), linger)
             if self.error:
@@ -150,7 +150,7 @@ class RolloutWorker:
 
     def submit_turns(self, client: str, requests: Sequence[TurnRequest]) -> None:
         """Queue turns of trajectories for an environment process, without waiting for the results."""
-        assert self.turns is not None, "the run has no environments"
+        assert self.turns is not None, "turns can be sampled only in a run with environments"
         added, ended = self.turns.begin(client, requests)
         if added:
             self.submit(added)
@@ -166,7 +166,7 @@ class RolloutWorker:
             BaseException: A generation step has failed, and the engine's error is raised.
         """
         turns = self.turns
-        assert turns is not None, "the run has no environments"
+        assert turns is not None, "turns can be sampled only in a run with environments"
         if self.thread is None:
             deadline = time.monotonic() + timeout_s
             while not turns.has(client) and self.receiver.whole and self.engine.busy and time.monotonic() < deadline:
@@ -189,7 +189,7 @@ class RolloutWorker:
             self.finished, self.aborts = [], self.aborts + 1
             if self.turns is not None:
                 self.turns.abort()
-            self.news.notify_all()  # A `poll` in another thread must stop waiting.
+            self.news.notify_all()  # A call of `poll` in another thread must stop waiting.
 
     def sleep(self) -> bool:
         """Release the engine's device memory until the next weight sync.
@@ -202,7 +202,8 @@ class RolloutWorker:
         """Stop generating answers until `finish_load` ends the weight sync.
 
         Returns:
-            `memory.whereabouts()` of this process, which shows whether actor and engine can map the same files.
+            The result of `memory.whereabouts()` in this process, which shows whether actor and engine can map the same
+            files.
         """
         return self._run("start loading weights", lambda: self.receiver.start(self.engine, sync, version))
 
@@ -211,7 +212,7 @@ class RolloutWorker:
 
         Args:
             sync: Name of the weight sync.
-            before: Result of the previous call, passed only so that Ray runs the calls in order.
+            before: Result of the previous call, which is passed only so that Ray runs the calls in order.
             parts: The parts of the bucket, one from each rank that wrote it.
         """
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
@@ -234,7 +235,7 @@ class RolloutWorker:
     def _run(self, name: str, function: Callable[[], T]) -> T:
         """Run a function in the engine's thread, or in the calling thread if the engine has no thread.
 
-        The function's call is recorded as a timeline event with the given name. The function's result is returned.
+        The call of the function is recorded as a timeline event with the given name. The function's result is returned.
         """
 
         def recorded() -> T:
@@ -249,7 +250,7 @@ class RolloutWorker:
             try:
                 return future.result(timeout=1)
             except TimeoutError:
-                if future.done():  # The result has just arrived, or the function itself raised TimeoutError.
+                if future.done():  # The call has ended after the timeout, or has raised TimeoutError itself.
                     return future.result()
                 if not self.thread.is_alive():
                     raise self.error or RuntimeError("the engine's thread has ended") from None
@@ -257,7 +258,7 @@ class RolloutWorker:
     def _loop(self) -> None:
         while not self.closed:
             self._obey(wait=not self._has_work())
-            if self._has_work():  # `_obey` may have begun a weight sync.
+            if self._has_work():  # `_obey` may have started a weight sync, which pauses generation.
                 try:
                     self._step()
                 except BaseException as error:
