@@ -307,7 +307,7 @@ class Liveness:
         return self._others[node]
 
     def _name(self, name: str, process: Process) -> None:
-        """Add a process to the table in the output folder's file `processes.json`, which users read to inspect a run."""
+        """Add a process to the table in the output folder's file `processes.json`, with which users inspect a run."""
         self.named[name] = process
         table = {one: {"pid": process.pid, "node": process.node} for one, process in sorted(self.named.items())}
         if self.folder is not None and self.folder.is_dir():
