@@ -276,7 +276,7 @@ class RewardPool:
 
     def _answered(self, requests: tuple[RewardRequest, ...], answer: Answer, *, adapt: bool) -> None:
         done = len(answer.results)
-        assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "the results must be in request order"
+        assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "results must be in request order"
         for request, result in zip(requests, answer.results, strict=False):
             if len(result.scores) < len(self._names):  # Not all reward functions were called within the time budget.
                 self._alone.append(_Alone(request, result.scores, result.success))
