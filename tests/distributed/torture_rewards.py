@@ -116,7 +116,7 @@ DEEDS = {
     "exit": (leave, True, "ended its process (exit status 3)"),
     "group": (kill_its_group, True, "ended its process (SIGKILL"),
     "ctrl-c": (raise_ctrl_c, True, "raised KeyboardInterrupt"),
-    "garbage": (write_everywhere, True, "wrote into the socket for its process's results"),
+    "garbage": (write_everywhere, True, "wrote into the socket that carries the results of its process"),
     "half a message": (write_half_a_message, True, "did not return within"),
     "fork and exit": (fork_and_leave, True, "ended its process (exit status 3)"),
     "fork and hang": (fork_and_hang, True, "did not return within"),

@@ -1,7 +1,7 @@
 """Functions that find and remove what killed processes leave behind: descendants, and files in shared memory.
 
-This module imports no other module of the project, because the guard process of `workers.cluster.ray_guard`, which uses
-this module, must start in milliseconds.
+This module imports no other module of the project, because the guard process (`workers.cluster.ray_guard`) imports this
+module and must start in milliseconds.
 """
 
 import contextlib
@@ -19,7 +19,8 @@ SHARED = Path("/dev/shm")
 # SharedMemory, and "vllm_dist_" for the buffers of vLLM's CPU workers.
 PREFIXES = ("psm_", "vllm_dist_")
 WEIGHTS_PREFIX = "rltrain-weights-"  # Prefix of the names of files through which processes exchange weights.
-_ROUND_S = 0.3  # Seconds between two searches for processes; the later search finds processes that started since then.
+# Seconds between two searches for processes. A later search finds processes that started after the previous search.
+_ROUND_S = 0.3
 _LIMIT_S = 10.0
 
 
@@ -29,8 +30,8 @@ def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
     A process has a mark if it has an environment variable whose name is `MARK` and whose value is the mark.
 
     A process that changes its title, as Ray's processes do, overwrites part of its environment, possibly including the
-    environment variable `MARK`. A Ray process that has overwritten `MARK` can still be found through the file in the
-    folder `logs` to which it writes.
+    environment variable `MARK`. A Ray process that has overwritten `MARK` is still found, because it writes to a log
+    file in the folder `logs`.
     """
     found, wanted = [], f"{MARK}={mark}".encode()
     for pid in psutil.pids():
@@ -58,7 +59,7 @@ def group_of(leader: int) -> list[int]:
 
 
 def shared_files(pids: Collection[int]) -> set[Path]:
-    """Return the engines' shared-memory files that the given processes have mapped and no other process has mapped."""
+    """Return the shared-memory files of engines that are mapped by the given processes and by no other process."""
     found = _mapped(pids)
     return found - _mapped(set(psutil.pids()) - set(pids)) if found else found
 
@@ -78,7 +79,7 @@ def _mapped(pids: Iterable[int]) -> set[Path]:
 def remove(files: Iterable[Path]) -> None:
     """Remove files.
 
-    The memory of a removed file is not freed until the last process that has mapped the file unmaps it or ends.
+    The memory of a removed file is freed only after every process that has mapped the file has unmapped it or ended.
     """
     for path in files:
         with contextlib.suppress(OSError):
@@ -88,7 +89,7 @@ def remove(files: Iterable[Path]) -> None:
 def remove_unlocked(files: Iterable[Path]) -> None:
     """Remove each of the given files that belongs to this user, is not empty, and is not locked by any process.
 
-    Empty files are kept, because a new file is empty until the process that created the file has locked it.
+    An empty file is kept, because the process that has just created the file may not have locked it yet.
     """
     for path in files:
         with contextlib.suppress(OSError):
@@ -104,8 +105,8 @@ def remove_unlocked(files: Iterable[Path]) -> None:
 def end_marked(mark: str, logs: Path | None = None, *, spare: int = 0) -> None:
     """Kill the processes that `marked` finds, and remove their shared-memory files.
 
-    Neither this process nor the process with the pid `spare` is killed. Files in shared memory that contain weights,
-    even weights of other runs, are also removed if no process has locked the files.
+    Neither this process nor the process with the pid `spare` is killed. Unlocked shared-memory files that contain
+    weights are also removed, even the files of other runs.
     """
     deadline, files, quiet = time.monotonic() + _LIMIT_S, set[Path](), 0
     while quiet < 2 and time.monotonic() < deadline:

@@ -30,7 +30,9 @@ T = TypeVar("T")
 
 
 class WatchedProcess:
-    """State of one process of a run, as last observed, and how the process was lost if it died, was stopped or hung.
+    """Last observed state of one process of a run, and the reason why the process was lost, if it was lost.
+
+    A process is lost if it died, was stopped or hung.
 
     Args:
         name: Name of the process in messages and in `processes.json`, such as "training rank 0".
@@ -49,7 +51,7 @@ class WatchedProcess:
         self.identity: Process | None = None
         self.how_lost = ""
         self.sight: Sight | None = None
-        self.moved = time.monotonic()  # time at which progress of the process was last observed
+        self.moved = time.monotonic()  # time of the last observation that showed progress of the process
         self.stopped_at: float | None = None
         self._changes = changes or Changes()
 
@@ -87,7 +89,7 @@ class WatchedProcess:
             self.lose(f"has been stopped (SIGSTOP) for {STOPPED_S:g} s")
 
     async def unless_lost(self, awaitable: Awaitable[T]) -> T:
-        """Wait for a result that depends on the process, even if the process makes no progress.
+        """Wait for a result that depends on the process, and keep waiting even if the process makes no progress.
 
         Raises WorkerLost if the process is marked as lost.
         """
@@ -155,7 +157,7 @@ class Liveness:
         self.processes.remove(process)
 
     def lost(self, process: WatchedProcess) -> None:
-        """Kill a process that was marked as lost, and wake the observing task, which ends waits for the process."""
+        """Kill a process that was marked as lost, and wake the task that makes waits for the process fail."""
         if process.identity is not None:
             self.kill([process.identity])
         self._exits.notify()
@@ -170,7 +172,10 @@ class Liveness:
             process.take(sight, now)
 
     def kill_stopped(self) -> None:
-        """Kill the run's processes on this machine that are stopped (SIGSTOP), because such processes outlive Ray."""
+        """Kill the run's processes on this machine that are stopped (SIGSTOP).
+
+        Stopped processes would continue to exist after Ray has shut down.
+        """
         self.look()
         for process in list(self.processes):
             if process.sight is not None and process.sight.state == "T":
@@ -215,7 +220,7 @@ class Liveness:
             return [""] * len(processes)
 
     async def _observe_all(self) -> None:
-        """Observe the run's processes on this machine and the Ray daemons, until the observing task is cancelled."""
+        """Observe the Ray daemons and the run's processes on this machine until this background task is cancelled."""
         with contextlib.closing(self._exits):
             for pid in self.daemons.local_pids():
                 self._exits.add(pid)
@@ -261,7 +266,7 @@ class Liveness:
                 await self._observe_new(process, identity)
 
     async def _observe_new(self, process: WatchedProcess, identity: Process) -> None:
-        if process.how_lost:  # the process timed out or was ended before it reported its pid
+        if process.how_lost:  # the process was marked as lost before it reported its pid
             self.kill([identity])
         elif identity.node == self.here:
             self._exits.add(identity.pid)
@@ -302,7 +307,7 @@ class Liveness:
         return self._others[node]
 
     def _name(self, name: str, process: Process) -> None:
-        """Add a process to the table `processes.json` in the output folder, which helps users to inspect a run."""
+        """Add a process to the table in the output folder's file `processes.json`, with which users inspect a run."""
         self.named[name] = process
         table = {one: {"pid": process.pid, "node": process.node} for one, process in sorted(self.named.items())}
         if self.folder is not None and self.folder.is_dir():
@@ -313,7 +318,7 @@ class Liveness:
 
 
 class ProgressScope:
-    """Context manager in which waits fail if one of the given processes is lost or if none of them makes progress.
+    """Context manager whose waits fail if one of the given processes is lost or if all given processes hang.
 
     Args:
         processes: The processes on which the awaited results depend.
@@ -392,7 +397,7 @@ class ProgressScope:
         blamed = [process for process in self.processes if process.busy] or self.processes
         frames = await self.liveness.stacks(blamed)
         if self not in self.liveness.scopes:
-            return  # the awaited results have arrived while stack traces were read
+            return  # the awaited results arrived while the stack traces were being read
         said = [f"{one.phase}: {one} hangs in {frames.get(one) or '?'}" for one in blamed]
         for process in blamed:
             process.lose(f"made no progress for {limit:g} s")

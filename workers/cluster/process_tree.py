@@ -1,9 +1,9 @@
 """Functions that find and end the descendants of a process, such as processes that reward functions start (Linux only).
 
-A reward process lists its descendants several times after each scoring call that leaves child processes running, so the
-search for descendants must be fast. With 480 processes on the machine, `descendants` takes 0.1 ms, while psutil's
-`Process.children(recursive=True)` takes 10 ms, because psutil reads the status of every process. psutil can neither
-call `prctl` nor report the shared memory of a process (`RssShmem`).
+The search for descendants must be fast, because a reward process searches several times after each scoring call that
+leaves child processes running. With 480 processes on the machine, `descendants` takes 0.1 ms, while psutil's
+`Process.children(recursive=True)` takes 10 ms, because psutil reads the status of every process. The package psutil can
+neither call `prctl` nor report the shared memory of a process (`RssShmem`).
 """
 
 import contextlib
@@ -69,8 +69,8 @@ def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
     """Kill the descendants of `pid`, except the processes in `spare` and their descendants.
 
     All descendants are stopped (SIGSTOP) before any descendant is killed, so that no descendant can start further
-    processes. To leave no zombie, this process waits for the killed processes that are its children or that it has
-    adopted.
+    processes. So that no zombies remain, this process waits for the killed processes that are its own or adopted
+    children.
     """
     stopped: set[int] = set()
     for _ in range(_ROUNDS):
@@ -82,7 +82,8 @@ def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
         stopped.update(new)
     for found in stopped:
         _signal(found, signal.SIGKILL)
-    # A killed process that is not a child of this process is reaped by its own parent, or is adopted by this process.
+    # If a killed process is not a child of this process, `waitpid` fails, and the parent of the killed process reaps
+    # it.
     for found in stopped:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(found, 0)

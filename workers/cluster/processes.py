@@ -50,7 +50,7 @@ class WorkerProcess(Protocol):
         """Store a large value, and return a reference that can be passed to several processes instead of the value."""
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for a result that depends on the process, even if the process makes no progress.
+        """Wait for a result that depends on the process, and keep waiting even if the process makes no progress.
 
         Raises WorkerLost if the process is marked as lost.
         """
@@ -82,7 +82,7 @@ class Pending(Generic[R]):
 
 @dataclass(frozen=True)
 class Shared:
-    """A batch that is passed to a call as several stored batches, which the called process joins into one batch.
+    """A batch that is passed to a call in several stored parts. The called process joins the parts into one batch.
 
     Attributes:
         references: Ray references to batches with the same rows and different columns.
@@ -94,7 +94,7 @@ class Shared:
 
     @classmethod
     def of(cls, references: Sequence[Any], columns: Sequence[str]) -> DataProto:
-        """Return a `Shared` object with the static type `DataProto`, which the called process receives."""
+        """Return a `Shared` object with the static type `DataProto`, because the called process gets a `DataProto`."""
         return cast(DataProto, cls(references, columns))
 
 
@@ -117,18 +117,18 @@ class Role(Generic[W_co]):
     def argument_for(
         self, other: "Role[Any]", method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Return a reference to the result of calling `method`. The reference can be an argument of a call of `other`.
+        """Return a reference to the result of calling `method`. The reference can be passed to a method of `other`.
 
-        If both roles are in the same process, the called process runs `method` directly before the call of `other`, and
-        passes the result on without a copy. Otherwise the method is started now, and its result goes from one process
-        to the other without passing through the driver.
+        If both roles are in the same process, the process runs `method` immediately before the method of `other`, and
+        passes the result on without copying it. If the roles are in different processes, `method` is started at once,
+        and its result is sent to the process of `other` without passing through the driver.
         """
         if self.process is other.process:
             return cast(R, InnerCall(self.name, method.__name__, args, kwargs))
         return self.start(method, *args, **kwargs).later
 
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Call a method of the role's class in the worker process, and wait for the result with `results`."""
+        """Call a method of the role's class in the worker process, and wait for the result."""
         return (await results([self.start(method, *args, **kwargs)]))[0]
 
 
@@ -244,7 +244,10 @@ class RayProcess(WatchedProcess):
         ray.kill(self.actor)
 
     def _require_daemons(self) -> None:
-        """Raise ClusterLost if a Ray daemon has died, because a call of Ray could then silently end the driver."""
+        """Raise ClusterLost if a Ray daemon has died.
+
+        Without this check, the next call to Ray could end the driver without an error message.
+        """
         if self.liveness is not None:
             self.liveness.daemons.check()
 
@@ -258,7 +261,7 @@ async def results(
 
     Args:
         pending: The started calls whose results are awaited.
-        depends_on: Other processes with running calls on which the results depend.
+        depends_on: Other processes whose running calls affect the results.
         limit_s: Seconds after which the processes count as hanging if none of them makes progress. If `limit_s` is
             None, the setting `trainer.hang_timeout_s` applies.
 
@@ -296,7 +299,7 @@ def progress_required(processes: Sequence[WorkerProcess], limit_s: float | None 
 
 
 async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> list[R]:
-    """Wait for the results of calls like the function `results`, but inside a `ProgressScope` that is already open."""
+    """Do the same as the function `results`, but inside a `ProgressScope` that is already open."""
     import ray
 
     if not any(isinstance(one.process, RayProcess) for one in pending):

@@ -4,9 +4,10 @@ The counter and the stack traces are unnamed files in memory. The unnamed files 
 ends, and other processes open the files through `/proc`. Long-running code calls `tick` repeatedly to show that this
 process makes progress. The function `tick` does nothing until `announce` has been called.
 
-The start time of a process is read from `/proc`, where every process reads the same number at any time. psutil's
-`create_time()` is not suitable, because psutil returns a time of day, which changes when the machine's clock is set.
-An object of psutil's class `Process` is not suitable as identity of a process, because it cannot be pickled.
+The start time of a process is read from `/proc`, where every process reads the same number at any time. The function
+`create_time()` of psutil is not suitable, because it returns a time of day, which changes when the machine's clock is
+set. An object of psutil's class `Process` is not suitable as the identity of a process, because the object cannot be
+pickled.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ class Process:
 
 
 class _Counter:
-    """Counters of this process's calls of `tick` and of its running calls, in memory that other processes can read."""
+    """Two counters of this process (calls of `tick`, and running calls), in memory that other processes can read."""
 
     def __init__(self) -> None:
         self.file = os.memfd_create("rltrain-progress")
@@ -72,7 +73,7 @@ def announce(node: str) -> Process | None:
     if began is None:
         return None
     if _announced is None:
-        # `setpgid` fails after `setsid`, because this process then already leads a process group.
+        # If this process has called `setsid`, it already leads a process group, and `setpgid` fails.
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         _counter, stacks = _Counter(), os.memfd_create("rltrain-stacks")

@@ -25,7 +25,7 @@ from workers.cluster.progress import state_of
 from workers.cluster.ray_daemons import Daemon, LocalDaemon
 
 _CODE = "import sys; sys.path[:] = {path!r}; from workers.cluster.ray_guard import serve; serve({driver}, {mark!r})"
-_CLOSE_S = 15.0  # Seconds that the guard process gets to kill all remaining processes.
+_CLOSE_S = 15.0  # Seconds that the guard process gets to kill all leftover processes of the run.
 _SHOWN_S = 1.0  # After Ray has ended the driver, seconds to wait for evidence that a Ray daemon has died.
 _LAST_WORDS = 4096  # Number of bytes to read from the end of the driver's Ray log.
 # Phrases that Ray's C++ code logs before it ends the process in which it runs.
@@ -73,7 +73,7 @@ class Guard:
         self._write({"session": str(session), "daemons": known})
 
     def close(self) -> None:
-        """Make the guard kill the remaining processes without printing an error, and wait until the guard ends.
+        """Make the guard kill the run's leftover processes without printing an error, and wait until the guard ends.
 
         The driver calls this method when the driver ends normally or reports its error itself.
         """
@@ -90,7 +90,7 @@ class Guard:
 
 
 def serve(driver: int, mark: str) -> None:
-    """Run the guard process: wait until the driver ends, report a dead Ray daemon, and kill the remaining processes.
+    """Run the guard process: wait until the driver ends, report a dead Ray daemon, and kill leftover processes.
 
     Args:
         driver: Pid of the process that started the guard.
@@ -123,7 +123,8 @@ def _wait(driver: int) -> dict[str, Any]:
         poll.register(os.pidfd_open(driver), select.POLLIN)
     content = b""
     while not heard["goodbye"]:
-        ready = poll.poll(None if os.getppid() == driver else 0)  # read the messages of the dead driver
+        # if the driver is dead, only read what is left in the pipe
+        ready = poll.poll(None if os.getppid() == driver else 0)
         if not any(descriptor == 0 for descriptor, _ in ready):
             break
         if not (piece := os.read(0, 1 << 16)):

@@ -27,7 +27,7 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # Option numbers of the
 
 @dataclass(frozen=True)
 class Join:
-    """Description of how to join several arguments of a call, each with different columns of a batch, into one batch.
+    """Rule for joining several arguments of a call, which are batches with different columns, into one batch.
 
     Attributes:
         parts: Number of arguments to join.
@@ -40,9 +40,9 @@ class Join:
 
 @dataclass(frozen=True)
 class InnerCall:
-    """Argument of a call that stands for the result of a call of another role in the same process.
+    """Placeholder, in the arguments of a call, for the result of calling another role in the same process.
 
-    The process makes the inner call first, and passes the result to the method without copying the result.
+    The process calls the other role first, and replaces the placeholder by the result without copying the result.
 
     Attributes:
         role: Name of the other role.
@@ -102,7 +102,7 @@ class Host:
     def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of a role, and record the call as a timeline event unless the role records its own events.
 
-        The results of the inner calls in `args` are the arguments of the method.
+        Each `InnerCall` in `args` is replaced by the result of the inner call.
         """
         called = self.roles[role]
         own = getattr(called, "records_events", False)
@@ -110,7 +110,7 @@ class Host:
             return getattr(called, method)(*map(self._argument, args), **kwargs)
 
     def _argument(self, given: Any) -> Any:
-        """Return the result of the call if `given` is an `InnerCall`; otherwise return `given` unchanged."""
+        """Make the call and return its result if `given` is an `InnerCall`; otherwise return `given` unchanged."""
         inner = isinstance(given, InnerCall)
         return self.call(given.role, given.method, *given.args, **given.kwargs) if inner else given
 
@@ -160,8 +160,8 @@ class Host:
     def join(self, rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:
         """Join the torch.distributed process group of the training ranks (gloo for CPU tensors, nccl for GPU tensors).
 
-        Rank 0 must be the process whose method `Host.address` has returned `address`. If `address` is None, the group
-        has one rank.
+        Rank 0 must be the process that returned `address` from `Host.address`. If `address` is None, the group has one
+        rank.
         """
         from workers.cluster.torch_process_group import join
 

@@ -41,15 +41,15 @@ def serve(descriptor: int, parent: int) -> None:
     child process sends the error message instead of READY, and returns.
 
     Args:
-        descriptor: File descriptor of the socket to the guard. The first message on the socket is (functions, options
-            of `RewardWorker`, memory_mb).
+        descriptor: File descriptor of the socket to the guard. The first message on the socket is a tuple of the reward
+            functions, the options of `RewardWorker` and the memory limit in MB.
         parent: Process id (pid) of the process that started the child. The child process is killed when its parent
             process ends.
     """
     process_tree.end_with_parent(parent)
     trace.start_from(os.environ)
-    # SIGINT gets its default action, so that Ctrl-C raises no KeyboardInterrupt in this process. Only a reward function
-    # can raise a KeyboardInterrupt if SIGINT has its default action.
+    # SIGINT gets its default action, so that Ctrl-C raises no KeyboardInterrupt in this process. If SIGINT has its
+    # default action, only a reward function itself can raise a KeyboardInterrupt.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     process_tree.adopt_orphans()
     connection, own, printed = Connection(descriptor), os.getpid(), stand_in()
@@ -77,7 +77,7 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _with_lines(result: SampleScores, printed: FirstLines) -> SampleScores:
-    """Return the result with the first line that each reward function has printed in this process."""
+    """Return `result`, extended by the first line that each reward function has printed in this process."""
     lines = printed.lines()
     return replace(result, printed=lines) if lines else result
 
@@ -86,7 +86,7 @@ def _reporter(connection: Connection, own: int, printed: FirstLines) -> Callable
     """Return a callback that sends each result to the guard at once, so that the guard sees the call's progress."""
 
     def report(result: SampleScores) -> None:
-        if os.getpid() != own:  # This process is a fork that the reward function has made.
+        if os.getpid() != own:  # This process was forked by a reward function.
             os._exit(1)
         connection.send(_with_lines(result, printed))
 
@@ -97,7 +97,7 @@ def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any
     try:
         return worker.score(requests, **limits)
     finally:
-        if os.getpid() != own:  # This process is a fork that the reward function has made.
+        if os.getpid() != own:  # This process was forked by a reward function.
             os._exit(1)
 
 

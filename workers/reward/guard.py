@@ -31,7 +31,7 @@ from workers.reward.messages import RewardRequest, SampleScores
 
 _LOOK_S = 0.05  # Seconds between two checks that the child process is alive.
 _PIECE_S = 10.0  # Maximum seconds for which a read of a message without a deadline may block.
-_GARBLED = "wrote into the socket for its process's results"
+_GARBLED = "wrote into the socket that carries the results of its process"
 _START = "import sys; sys.path[:] = {path!r}; from workers.reward.child import serve; serve({descriptor}, {parent})"
 
 
@@ -41,7 +41,7 @@ class Ended:
 
     Attributes:
         timed_out: Whether the guard killed the child process because the scoring call exceeded its deadline.
-        reason: Predicate of the error message whose subject is "reward function 'name'".
+        reason: Rest of an error message that begins with "reward function 'name'".
         outside: Whether SIGKILL ended the child process or SIGSTOP stopped it. If `outside` is True, a reward function
             is probably not the cause.
         results: Results that the call produced before the child process ended, as in `workers.reward.transport.Lost`.
@@ -55,7 +55,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Overdue:
-    """Result of waiting for a call that still runs but has produced no result for `hold_s` seconds.
+    """Return value for a scoring call that is still running but has produced no result for `hold_s` seconds.
 
     Call `GuardedWorker.rest` to continue to wait for the overdue call.
 
@@ -83,7 +83,7 @@ class _Call:
     functions: int
     deadline_s: float
     stepwise: bool
-    since: float  # Time of the latest result or, before the first result, of the call's start.
+    since: float  # Time of the latest result, or the call's start time if no result has arrived.
     results: list[SampleScores] = field(default_factory=list)
     given: int = 0  # Number of samples whose results were already returned.
     held: bool = False  # Whether the method `hold` was called.
@@ -107,7 +107,7 @@ class _Call:
         return row < len(self.requests) and result.key == self.requests[row].key
 
     def new(self, results: list[SampleScores]) -> list[SampleScores]:
-        """Return the elements of `results` that were not yet returned since this scoring call began.
+        """Return the elements of `results` that were not returned earlier during this scoring call.
 
         If the call is stepwise and `hold` was called, return at most one result.
         """
@@ -248,7 +248,7 @@ class GuardedWorker:
     def stop(self) -> None:
         """Kill the child process without starting a new child process.
 
-        Another thread may be waiting for the child process.
+        This method may be called while another thread waits for the child process.
         """
         with _LOCK:
             self._stopped = True
@@ -261,8 +261,8 @@ class GuardedWorker:
                 return
             ours, theirs = socket.socketpair()
             code = _START.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
-            # The output of reward functions is dropped, because Ray would keep all of it on disk. The child process
-            # itself keeps the first line that each function prints.
+            # The output of reward functions is dropped, because Ray would store all output on disk. The child process
+            # itself records the first line that each reward function prints.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],
                 pass_fds=[theirs.fileno()],
@@ -298,7 +298,7 @@ class GuardedWorker:
             if self._process.poll() is not None or _now() >= until:
                 return None
             if process_tree.shared_memory_mb(self._process.pid) > self._first[2]:
-                raise _LostError("ended its process (shared memory beyond reward.memory_mb)")
+                raise _LostError("ended its process (its shared memory exceeded reward.memory_mb)")
         _wait_at_most(self._connection, _PIECE_S if deadline is None else deadline - _now())
         try:
             message = self._connection.recv()
@@ -341,11 +341,13 @@ class GuardedWorker:
 
 
 class Guard:
-    """Ray actor class of a reward worker, which runs reward functions in one child process and its spares.
+    """Ray actor class of a reward worker.
 
-    While a scoring call in one child process takes long, a spare child process scores other samples. A spare child
-    process is started by the first call of `ping` with its number, and then stays alive. The parameter `lane` is the
-    number of a child process within its guard.
+    The actor runs reward functions in one child process and spare child processes.
+
+    While one child process runs a slow scoring call, a spare child process scores other samples. The first call of
+    `ping` with the number of a spare child process starts the spare process, which then stays alive. The parameter
+    `lane` is the number of a child process within its guard.
     """
 
     def __init__(self, *arguments: Any, environment: dict[str, str] | None = None, **options: Any) -> None:
@@ -394,7 +396,7 @@ class Guard:
     def stop(self) -> None:
         """Kill all child processes without starting new child processes.
 
-        Other threads may be waiting for the child processes.
+        This method may be called while other threads wait for the child processes.
         """
         for worker in list(self._lanes.values()):
             worker.stop()

@@ -1,4 +1,4 @@
-"""Messages to and from reward workers, which are plain data so that they pickle fast."""
+"""Messages to and from reward workers. The messages contain only plain data, so that pickling is fast."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,9 +14,9 @@ class RewardRequest:
         key: (uid of the prompt group, number of the sample in the group). No two pending requests have the same key.
         prompt: Text of the prompt, without special tokens.
         response: Text of the response, without special tokens.
-        columns: The values of the sample's data columns by column name, and under further names `finish_reason`,
-            `prompt_messages` (the prompt's chat messages, or None if the prompt is text) and `response_ids` (the
-            sampled token ids).
+        columns: Values of the sample's data columns by column name, and a few other values under additional names. The
+            additional names are `finish_reason`, `prompt_messages` (the prompt's chat messages, or None if the prompt
+            is text) and `response_ids` (the sampled token ids).
     """
 
     key: Key
@@ -30,7 +30,7 @@ class SampleScores:
     """The scores of one sample.
 
     Attributes:
-        key: Key of the `RewardRequest` that these scores answer.
+        key: Key of the `RewardRequest` to which the scores belong.
         scores: One score per reward function, in the config's order. A score is None if the reward function does not
             apply to the sample. All scores of a failed sample are None.
         failed: Whether a reward function raised an exception, returned an invalid score, took too long or ended its

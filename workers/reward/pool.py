@@ -1,6 +1,6 @@
 """Pool of reward workers that scores samples as they arrive.
 
-The pool sends samples to the workers in chunks for speed. If a worker is lost while it scores a chunk, the pool sends
+For speed, the pool sends samples to the workers in chunks. If a worker is lost while it scores a chunk, the pool sends
 the chunk's samples again, one at a time. The reward pool's code that uses Ray is in `workers.reward.ray_transport`.
 """
 
@@ -23,9 +23,9 @@ from workers.reward.worker import failed
 
 logger = logging.getLogger(__name__)
 
-_BUDGET_S = 0.2  # Approximate seconds after which a worker returns its results, even for part of a chunk.
+_BUDGET_S = 0.2  # Approximate seconds after which a worker returns its results, even if only part of a chunk is scored.
 _GRACE_S = 1.0
-_HOLD_SHARE = 0.1  # Share of a call's time limit after which a spare process scores the waiting samples.
+_HOLD_SHARE = 0.1  # Fraction of a call's time limit after which a spare process scores the waiting samples.
 _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 256
 _TURNS = 4
@@ -42,7 +42,8 @@ class _Alone:
     request: RewardRequest
     scores: tuple[float | None, ...] = ()
     success: bool | None = None  # `SampleScores.success`, computed from the functions called so far.
-    again: int = 0  # Number of lost workers whose loss the reward functions did not cause.
+    # Number of workers that were lost while scoring this sample and whose loss was not caused by reward functions.
+    again: int = 0
 
 
 class RewardPool:
@@ -56,7 +57,9 @@ class RewardPool:
     """
 
     def __init__(self, transport: Transport, reward: RewardConfig) -> None:
-        """Create a pool that calls its workers through a transport. Other modules use `in_process` or `on_ray` instead.
+        """Create a pool that calls its workers through `transport`.
+
+        Other modules create pools with `in_process` or `on_ray`.
 
         Args:
             transport: Interface to the workers' processes.
@@ -69,7 +72,7 @@ class RewardPool:
         self._alone: deque[_Alone] = deque()
         # Maps the slot (process number) of each running call to the samples being scored, or to None after an abort.
         self._running: dict[int, tuple[RewardRequest, ...] | _Alone | None] = {}
-        self._held: set[int] = set()  # Slots (process numbers) whose call takes long (see `Held`).
+        self._held: set[int] = set()  # Slots (process numbers) that run a slow call (see `Held`).
         self._finished: list[SampleScores] = []
         self._keys: set[Key] = set()
         self._shown: set[str] = set()  # Reward functions whose first printed line was logged.
@@ -81,7 +84,7 @@ class RewardPool:
 
     @classmethod
     def in_process(cls, reward: RewardConfig) -> Self:
-        """Create a pool that scores samples in the current process, during `poll`.
+        """Create a pool that scores samples in the current process while `poll` is running.
 
         In the current process, only async functions can be stopped at their time limit.
 
@@ -109,8 +112,8 @@ class RewardPool:
             reward: Reward functions and their limits. File paths of reward functions may be relative to this process's
                 working directory.
             workers: Number of actors.
-            spares: Number of spare processes per actor. A spare process scores other samples while a call in another
-                process takes long.
+            spares: Number of spare processes per actor. A spare process scores other samples while another process runs
+                a slow call.
             start_timeout_s: Seconds within which an actor must start and import the reward functions.
             runtime_env: Ray runtime environment of the actors.
             liveness: Monitor that observes the actors' processes.
@@ -217,7 +220,7 @@ class RewardPool:
                 self._shown.add(name)
                 who = f"reward function '{name}'" if name else "a reward function"
                 logger.warning(
-                    '%s printed: "%s"; reward processes drop what functions print, and placement=inprocess shows it',
+                    '%s printed: "%s"; reward processes discard printed text; to see it, run with placement=inprocess',
                     who,
                     line,
                 )
@@ -239,7 +242,7 @@ class RewardPool:
     def _feed(self) -> None:
         """Give samples to every idle worker.
 
-        Samples that must be scored alone have priority over chunks, so that they do not wait forever.
+        Samples that must be scored alone are sent before chunks, because these samples might otherwise wait forever.
         """
         for slot in self._transport.idle():
             if self._alone:
@@ -263,17 +266,17 @@ class RewardPool:
         # A call of an async function gets `_GRACE_S` more seconds, so that it can be cancelled and reported as failed.
         grace = _GRACE_S if "async" in kinds else 0.0
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
-        # `hold_s` is at least `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S`. Because the
-        # worker begins no further sample, the remaining samples of a slow call (see `Held`) can be queued again, and no
-        # sample is scored twice. For async functions, `hold_s` is infinite, because calls of async functions are
-        # cancelled at their time limit, and a second call would exceed `reward.concurrency`.
+        # `hold_s` is at least `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S` seconds. A slow
+        # call (see `Held`) thus begins no further sample, and its remaining samples can be queued again without being
+        # scored twice. For async functions, `hold_s` is infinite: their calls are cancelled at the time limit anyway,
+        # and a second scoring call would exceed `reward.concurrency`.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
 
     def _answered(self, requests: tuple[RewardRequest, ...], answer: Answer, *, adapt: bool) -> None:
         done = len(answer.results)
-        assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "answers must be in order"
+        assert [r.key for r in answer.results] == [r.key for r in requests[:done]], "results must be in request order"
         for request, result in zip(requests, answer.results, strict=False):
             if len(result.scores) < len(self._names):  # Not all reward functions were called within the time budget.
                 self._alone.append(_Alone(request, result.scores, result.success))
@@ -305,13 +308,14 @@ class RewardPool:
                 return
             partial = {result.key: (result.scores, result.success) for result in event.results}
             suspect = _Alone(under_way[0], *partial.get(under_way[0].key, ()))
-            if not event.timed_out:  # The running reward function may not be the cause of the worker's loss.
+            # The worker may have been lost for a reason other than the running reward function.
+            if not event.timed_out:
                 self._alone.append(suspect)
                 return
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
-            # The chunk was one sample with one reward function, so this function has exceeded its time limit. If the
-            # worker had died without exceeding the time limit, the cause could be outside the reward function.
+            # The chunk was one sample with one reward function, so that reward function has exceeded its time limit. If
+            # a worker dies before the time limit, the cause can be outside the reward function.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))

@@ -28,7 +28,7 @@ from workers.reward.transport import Answer, Call, Event, Held, Lost, settings
 logger = logging.getLogger(__name__)
 
 _START_ATTEMPTS = 3
-_MARGIN_S = 10.0  # Seconds after the deadline of its call at which a guard process counts as hung.
+_MARGIN_S = 10.0  # Seconds after a call's deadline at which the guard process that runs the call counts as hung.
 _STOP_S = 2.0
 _TAKE_S = 1.0  # Maximum seconds for which the driver waits for the actors' timeline events.
 _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
@@ -38,8 +38,8 @@ _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 class _Slot:
     """One child process of a reward worker's actor, and the pending call of that process.
 
-    While the process starts (`starting` is True), the pending call is its first ping. For a spare process that has not
-    been started yet, `pending` is None and `starting` is True.
+    While the process starts (`starting` is True), the pending call is the first call of `ping`. For a spare process
+    that has not been started yet, `pending` is None and `starting` is True.
     """
 
     actor: Any
@@ -63,7 +63,7 @@ class _Slot:
 
 
 class RayTransport:
-    """Transport to reward workers in Ray actors, as `workers.reward.transport.Transport` describes.
+    """Implementation of `workers.reward.transport.Transport` for reward workers in Ray actors.
 
     An actor runs at most one call at a time, not counting slow calls that were reported with a `Held` event. Slot
     number s belongs to actor s % size. Within the actor, the process of slot s has the number s // size, which is 0 for
@@ -88,7 +88,7 @@ class RayTransport:
             spares: Number of spare processes per actor.
             start_timeout_s: Seconds within which an actor must start and import the reward functions.
             runtime_env: Ray runtime environment of the actors.
-            liveness: Monitor that detects actors that are stopped or gone.
+            liveness: Monitor that detects stopped and dead actors.
         """
         self.size, self._spares = size, spares
         self._liveness, self._changes, self._calls = liveness, Changes(), 0
@@ -186,7 +186,7 @@ class RayTransport:
     def _result(self, reference: Any) -> "asyncio.Future[Any]":
         """Return the result of a ping or call as a future.
 
-        The method `events` stops waiting when the ping or call is started, and again when its result arrives.
+        The method `events` stops waiting when the ping or call starts and when its result arrives.
         """
         result: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
         result.add_done_callback(self._arrived)
@@ -196,11 +196,11 @@ class RayTransport:
 
     def _arrived(self, result: "asyncio.Future[Any]") -> None:
         if not result.cancelled():
-            result.exception()  # asyncio logs errors that no code has retrieved.
+            result.exception()  # asyncio would log an error that no code has retrieved
         self._changes.notify()
 
     def _look(self, number: int, slot: _Slot) -> list[Event]:
-        """Return the new events of the call that runs in a slot. If the slot's actor is gone, start a new actor."""
+        """Return the new events of the call that runs in a slot. If the slot's actor is lost, start a new actor."""
         worker = number % self.size
         if slot.pending is not None and slot.pending.done():
             try:
@@ -303,7 +303,7 @@ def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
     """Return `runtime_env`, with Ray's option for zero-copy tensors turned off if the option is set in this process.
 
     Ray's option for zero-copy tensors makes Ray import torch in every process. If Ray's option for zero-copy tensors is
-    set in this process, the option may be set in the whole cluster, so that the option must be turned off explicitly.
+    set in this process, it may be set in the whole cluster, and must be turned off explicitly.
     """
     if _ZERO_COPY not in os.environ:
         return runtime_env

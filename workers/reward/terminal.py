@@ -16,7 +16,7 @@ from rltrain.base.errors import one_line
 
 # Name of the reward function that the current thread or asyncio task is running, or "" outside reward functions.
 CALLING: ContextVar[str] = ContextVar("calling", default="")
-_LONGEST = 200  # Maximum number of characters that are kept of a printed line.
+_LONGEST = 200  # Maximum number of characters of a printed line that are recorded.
 # If the environment variable PYTHONBREAKPOINT begins with one of the following module names, `breakpoint()` starts a
 # debugger that needs a terminal. Ray sets PYTHONBREAKPOINT to its own debugger, which works only in processes that Ray
 # itself has started.
@@ -48,7 +48,7 @@ class FirstLines:
     def lines(self) -> tuple[tuple[str, str], ...]:
         """Return (name of the reward function, first printed line) for each reward function that has printed something.
 
-        The name is "" for lines that were printed by threads which a reward function has started.
+        The name is "" for a line that was printed by a thread which a reward function has started.
         """
         with self._lock:
             begun = list(self._begun.items())

@@ -55,7 +55,8 @@ class Held:
 
     The slow call continues, and another event will report its end. If the slow call is stepwise, its process continues
     only with the first request that has no complete result. The event at the end of a slow stepwise call reports only
-    the result of the continued request. All later requests of a slow stepwise call must be scored in another call.
+    the result of the request that was being scored. All later requests of a slow stepwise call must be scored in
+    another call.
 
     Attributes:
         slot: Index of the process among the reward processes, from 0.
@@ -69,12 +70,12 @@ class Held:
 
 @dataclass(frozen=True)
 class Lost:
-    """Event that reports a call that has ended without an answer.
+    """Event that reports a call that has ended without returning all of its results.
 
     Attributes:
         slot: Index of the process among the reward processes, from 0.
         timed_out: Whether the call was ended because it exceeded its deadline.
-        reason: What ended the call, if it did not time out.
+        reason: Why the call ended, if the call did not time out.
         outside: Whether the call was probably not ended by a reward function, because the whole worker was lost,
             SIGKILL ended the process, or SIGSTOP stopped the process.
         results: Results that the call had produced, as in `Held.results`, or None if the results are unknown.
@@ -170,7 +171,7 @@ class InProcessTransport:
 
 
 def settings(reward: RewardConfig) -> dict[str, Any]:
-    """Return the run settings that reward functions can read, by parameter name.
+    """Return the run settings that reward functions can receive, as a dictionary from parameter name to value.
 
     A reward function receives each run setting for which it has a parameter.
     """

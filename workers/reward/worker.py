@@ -57,7 +57,7 @@ class _Function:
     def call_all(self, requests: Sequence[RewardRequest]) -> list[Outcome]:
         """Score samples with one call of a batched function.
 
-        If the call raises an error, score the samples one by one.
+        If the batched function raises an error, score the samples one by one.
         """
         CALLING.set(self.name)
         try:
@@ -68,7 +68,7 @@ class _Function:
             return [self.call(request) for request in requests]
         try:
             return [_outcome(result) for result in as_scores(results, len(requests))]
-        except BaseException as error:  # With a wrong number of scores, no score belongs to a known sample.
+        except BaseException as error:  # If the number of scores is wrong, the scores cannot be assigned to samples.
             return [_unless_stopped(error)] * len(requests)
 
     async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
@@ -82,7 +82,7 @@ class _Function:
         if not task.done():
             task.cancel()
             await asyncio.wait([task], timeout=_CANCEL_S)
-            ending = "" if task.done() else ", nor when it was cancelled"
+            ending = "" if task.done() else ", and did not end when it was cancelled"
             return ScoreError(f"did not return within {limit_s:g} s{ending}")
         return ScoreError("cancelled itself") if task.cancelled() else task.result()
 
@@ -180,7 +180,7 @@ def _call_each(
     end: float,
     report: Callable[[SampleScores], None] | None,
 ) -> int:
-    """Call the plain functions (neither batched nor async) sample by sample, until no sample or no time is left.
+    """Call the plain functions (neither batched nor async) sample by sample, until the time budget runs out.
 
     If a plain function raises an exception, the sample fails, and the sample's remaining plain functions are not
     called.
@@ -253,7 +253,7 @@ def failed(request: RewardRequest, functions: int, error: str, function: int) ->
 
     Args:
         request: Request to score the sample.
-        functions: Number of reward functions, and so of scores in the result.
+        functions: Number of reward functions, which is also the number of scores in the result.
         error: One line that says which reward function failed and how.
         function: Index of the reward function that failed.
     """
@@ -271,8 +271,8 @@ def _unless_stopped(error: BaseException) -> BaseException:
     """Return an exception that a reward function raised, or re-raise the exception if the user wants to stop the run.
 
     The user can stop the run with Ctrl-C (KeyboardInterrupt) or by quitting the debugger (BdbQuit). A KeyboardInterrupt
-    or a BdbQuit counts as the user's request if it is raised in the main thread, and if SIGINT does not have its
-    default action, as in the driver.
+    or a BdbQuit counts as the user's request only in the main thread of a process, such as the driver, in which SIGINT
+    does not have its default action.
     """
     here = threading.current_thread() is threading.main_thread()
     stops = isinstance(error, KeyboardInterrupt | bdb.BdbQuit)
@@ -290,8 +290,8 @@ def _said(error: BaseException) -> str:
     text = described(error)
     if isinstance(error, ScoreError | NoTerminal):
         return text.removeprefix(f"{type(error).__name__}: ")
-    # The traceback is read with `walk_tb`, which opens no source files. The code of a reward function may name a source
-    # file that cannot be opened.
+    # The traceback is read with `walk_tb`, which opens no source files. The code of a reward function may refer to a
+    # source file that cannot be opened.
     frames = list(traceback.walk_tb(error.__traceback__))
     place = f" ({one_line(frames[-1][0].f_code.co_filename)}:{frames[-1][1]})" if frames else ""
     return f"raised {text}{place}"

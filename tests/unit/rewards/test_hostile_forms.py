@@ -157,7 +157,8 @@ def test_an_async_function_that_goes_on_when_it_is_cancelled_is_left_behind(rais
     monkeypatch.setattr("workers.reward.worker._CANCEL_S", 0.2)
     results = RewardWorker([function(raising, "stubborn")]).score(requests("abc", "stay", "a"), limit_s=0.2)
     assert scores(results) == [3.0, "failed", 1.0]
-    assert results[1].error == "reward function 'stubborn' did not return within 0.2 s, nor when it was cancelled"
+    ending = "did not return within 0.2 s, and did not end when it was cancelled"
+    assert results[1].error == f"reward function 'stubborn' {ending}"
 
 
 def test_a_result_that_cannot_be_shown_fails_alone(raising):

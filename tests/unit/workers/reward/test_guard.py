@@ -92,8 +92,8 @@ def test_G2_shared_memory_forged_answers_and_half_of_one_cost_only_the_process(t
     done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=110)
     good = "[SampleScores(key=(0, 0), scores=(1.0,), failed=False, error='', failed_function=-1, success=None)]"
     assert done.stdout.splitlines() == [
-        "Ended(timed_out=False, reason='ended its process (shared memory beyond reward.memory_mb)')",
-        'Ended(timed_out=False, reason="wrote into the socket for its process\'s results")',
+        "Ended(timed_out=False, reason='ended its process (its shared memory exceeded reward.memory_mb)')",
+        "Ended(timed_out=False, reason='wrote into the socket that carries the results of its process')",
         "Ended(timed_out=True, reason='did not answer in time')",
         good,
     ]

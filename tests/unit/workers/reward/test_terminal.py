@@ -163,8 +163,8 @@ def test_the_pool_shows_the_first_printed_line_of_a_function_once(path, caplog):
     # the results contain no printed text, so checkpoints contain no printed text either
     assert all(result.printed == () for result in results)
     assert [record.getMessage() for record in caplog.records] == [
-        "reward function 'score' printed: \"got abc\"; reward processes drop what functions print, and "
-        "placement=inprocess shows it"
+        "reward function 'score' printed: \"got abc\"; reward processes discard printed text; to see it, run with "
+        "placement=inprocess"
     ]
 
 
