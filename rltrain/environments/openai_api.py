@@ -232,6 +232,8 @@ def _check_options(body: Mapping[str, Any]) -> None:
         raise ApiError("stop: stop strings are not supported; leave stop out")
     if body.get("logprobs"):
         raise ApiError("logprobs: log-probabilities are not returned; leave logprobs out")
+    if body.get("functions"):
+        raise ApiError("functions: this older form of tools is not supported; use tools")
     if body.get("background"):
         raise ApiError("background: responses in the background are not supported; leave background out")
     if body.get("tool_choice") not in (None, "auto", "none"):

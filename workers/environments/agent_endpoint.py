@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import os
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -49,6 +50,7 @@ class AgentEndpoint:
     async def _started(self) -> "web.AppRunner":
         from aiohttp import web
 
+        _bypass_proxies()
         app = web.Application(client_max_size=LARGEST_REQUEST)
         app.router.add_post("/v1/chat/completions", self._chat)
         app.router.add_post("/v1/responses", self._responses)
@@ -140,6 +142,14 @@ class AgentEndpoint:
             if session is not None:
                 session.calls.discard(task)
         return response
+
+
+def _bypass_proxies() -> None:
+    """Add the loopback address to the variables that name hosts without a proxy, for programs of this process."""
+    for name in ("no_proxy", "NO_PROXY"):
+        hosts = [host for host in os.environ.get(name, "").split(",") if host]
+        if "127.0.0.1" not in hosts:
+            os.environ[name] = ",".join([*hosts, "127.0.0.1"])
 
 
 def _json(value: Mapping[str, Any], status: int = 200) -> "web.Response":

@@ -26,6 +26,8 @@ from workers.environments.messages import EpisodeRequest, Limits
 from workers.environments.recording import with_attempts
 from workers.environments.user_environment import without_exit
 
+CANCEL_S = 5.0  # Maximum seconds for which a conversation waits until its cancelled program has ended.
+
 
 @dataclass(frozen=True)
 class Task:
@@ -167,6 +169,8 @@ async def _ended(program: Program, task: Task, session: AgentSession) -> tuple[s
         Exception: the engine is lost.
     """
     running = asyncio.ensure_future(program.run(task))
+    # Reading the exception keeps asyncio from reporting the error of a program whose conversation is over.
+    running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     try:
         await asyncio.wait(
             {running, session.lost}, timeout=session.limits.timeout_s, return_when=asyncio.FIRST_COMPLETED
@@ -186,6 +190,5 @@ async def _ended(program: Program, task: Task, session: AgentSession) -> tuple[s
         reward = None
     finally:
         running.cancel()
-        with contextlib.suppress(BaseException):
-            await running
+        await asyncio.wait({running}, timeout=CANCEL_S)
     return session.stop_reason or "done", session.reward if reward is None else reward

@@ -1,7 +1,9 @@
 """Tests of agent programs, which ask the policy through the unmodified client of OpenAI, with scripted answers."""
 
 import asyncio
+import contextlib
 import json
+import os
 import sys
 import time
 
@@ -280,6 +282,36 @@ def test_a_program_that_takes_too_long_is_ended_and_its_answers_count():
     assert (found.stop_reason, len(found.turns), ended) == ("deadline", 1, [True])
 
 
+def test_a_program_that_does_not_end_when_it_is_cancelled_is_left_behind(monkeypatch):
+    monkeypatch.setattr("workers.environments.agent_program.CANCEL_S", 0.2)
+
+    async def stubborn(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            await client.chat.completions.create(model="any", messages=messages)
+        while not released:
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(0.1)
+
+    async def running():
+        endpoint = AgentEndpoint()
+        found = await run_agent(REQUEST, Script(say("a")), FunctionProgram(stubborn), endpoint, limits(timeout_s=0.5))
+        released.append(True)
+        await endpoint.close()
+        return found
+
+    released = []
+    found = asyncio.run(running())
+    assert (found.stop_reason, len(found.turns)) == ("deadline", 1)
+
+
+def test_programs_reach_the_server_without_the_proxy_of_the_machine(monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    monkeypatch.setenv("NO_PROXY", "example.org")
+    monkeypatch.setenv("no_proxy", "")
+    assert run(Script(ASK, say("four")), shop).error == ""
+    assert os.environ["NO_PROXY"] == "example.org,127.0.0.1"
+
+
 def test_a_request_may_limit_the_tokens_of_its_answer():
     async def short(base_url, api_key, messages):
         async with client_of(base_url, api_key) as client:
@@ -342,6 +374,7 @@ def test_a_request_that_does_not_continue_the_conversation_is_refused(change, sa
         ({"max_tokens": 0}, "must be a positive integer"),
         ({"tools": [{"type": "web_search"}]}, "must be a function with a name"),
         ({"logprobs": True}, "log-probabilities are not returned"),
+        ({"functions": [PRICE["function"]]}, "use tools"),
     ],
     ids=lambda value: value[:12] if isinstance(value, str) else None,
 )
