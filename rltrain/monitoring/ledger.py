@@ -20,7 +20,7 @@ LEDGER = "ledger.jsonl"
 
 
 def ledger_line(step: int, batch: DataProto, dropped: Sequence[int], reused: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the ledger line of a step: what became of its prompt groups, and its answers with failed rewards."""
+    """Return the ledger line of a step, which records the fate of the prompt groups and the failed rewards."""
     uids = batch.batch["uid"].tolist()
     failed = [[uids[row], row - uids.index(uids[row])] for row in batch.batch["failed"].nonzero()[:, 0].tolist()]
     return {

@@ -61,7 +61,7 @@ class Sink(Protocol):
         Args:
             step: last training step whose results are kept; 0 at the start of a run.
             steps: metrics of each kept training step, oldest first. In each mapping, the key `step` gives the number of
-                the training step. Infinite values are replaced by NaN.
+                the training step. Infinite metric values are replaced by NaN.
             evaluations: metrics of each kept evaluation, in the same form as `steps`.
         """
 
@@ -96,8 +96,8 @@ class TakesSamples(Protocol):
 
         Args:
             step: number of the training step.
-            rows: one row for each sample, with the columns `uid`, `prompt`, `response`, `score`, `finish_reason`,
-                `reward_error`, and `reward/NAME` for each reward component.
+            rows: one row for each sample. The columns are `uid`, `prompt`, `response`, `score`, `finish_reason` and
+                `reward_error`, and one column `reward/NAME` for each reward function and reward model.
         """
 
 

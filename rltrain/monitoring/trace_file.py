@@ -150,8 +150,9 @@ class _Process:
     def thread_of(self, event: Event) -> tuple[int, bool]:
         """Return the number of the thread on which an event is drawn, and whether the thread is new.
 
-        In a Perfetto timeline, a thread is one row of events. The chosen row is one of the rows of the event's track.
-        Each earlier event in the chosen row either ends before the new event starts or contains the new event.
+        In a Perfetto timeline, a thread is one row of events. The new event is drawn on a row that belongs to the
+        event's track. On the chosen row, each earlier event either ends before the new event starts or contains the new
+        event.
         """
         if not event.nests:
             return self._free_thread(event)
