@@ -96,8 +96,8 @@ class TakesSamples(Protocol):
 
         Args:
             step: number of the training step.
-            rows: one row for each sample. The columns are `uid`, `prompt`, `response`, `score`, `finish_reason` and
-                `reward_error`, and one column `reward/NAME` for each reward function and reward model.
+            rows: one row per sample, with columns `uid`, `prompt`, `response`, `score`, `finish_reason`, `reward_error`
+                and a column `reward/NAME` for each reward function and reward model.
         """
 
 

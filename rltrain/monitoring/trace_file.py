@@ -50,9 +50,8 @@ class TraceFile:
 
     Args:
         path: path of the trace file; no file with that path may exist yet.
-        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Without the
-            subtraction of `start_ns`, times would lose precision, because Perfetto reads times as floating-point
-            microseconds.
+        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Without a
+            subtraction, times would lose precision, because Perfetto reads times as floating-point microseconds.
     """
 
     def __init__(self, path: Path, start_ns: int) -> None:

@@ -97,7 +97,7 @@ def stale_answers(history: History) -> Finding | None:
 
     Some answers were sampled with weights older than the current weights (`rollout/staleness_max` is above 0). The gap
     between the log-probs of engine and actor, averaged over all steps, is above `rollout.max_log_prob_gap`. The run
-    does not correct for the gap between engine and actor: `algorithm.correction.level` and
+    does not correct for the gap between engine and actor, because `algorithm.correction.level` and
     `algorithm.rejection.kl_estimator` are null, and `algorithm.old_log_probs` is `actor`.
     """
     gaps = _gaps(history)
