@@ -33,8 +33,8 @@ MISSING_SHARE = 0.05
 WINDOW_STEPS = 5
 # The reward alarm is raised if the mean reward falls by more than LOST_SHARE times its gain, where the gain is the rise
 # from the first window of steps to the best window. The fall of the mean reward must also exceed the standard deviation
-# of single rewards in the best window. Comparing the fall of the mean reward with both the gain and the standard
-# deviation prevents false alarms that are caused by noise.
+# of single rewards in the best window. Comparing the fall of the mean reward with both the earlier gain and the
+# standard deviation prevents false alarms that are caused by noise.
 LOST_SHARE = 0.5
 
 

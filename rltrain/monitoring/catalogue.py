@@ -177,7 +177,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "tokens",
         ),
         Metric(
-            "rollout/stop_answer_fraction", "share of conversations whose last answer contained no tool call", "share"
+            "rollout/stop_answer_fraction",
+            "share of conversations that ended because an answer contained no tool call",
+            "share",
         ),
         Metric("rollout/stop_done_fraction", "share of conversations that the environment ended", "share"),
         Metric("rollout/stop_error_fraction", "share of conversations whose environment failed", "share", "0"),
@@ -293,12 +295,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/engine_kl",
-            "KL(engine || actor), estimated with k1 in the first optimizer step's forward pass",
+            "KL(engine || actor), estimated with the estimator k1 in the first optimizer step's forward pass",
             "nats per token",
         ),
         Metric(
             "actor/engine_k3",
-            "KL(engine || actor), estimated with k3 in the first optimizer step's forward pass",
+            "KL(engine || actor), estimated with the estimator k3 in the first optimizer step's forward pass",
             "nats per token",
         ),
         Metric(
@@ -327,7 +329,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/correction_rollout_kl",
-            "KL(engine || actor), estimated with k3 and averaged over the tokens of all updates of the step",
+            "KL(engine || actor), estimated with the estimator k3, averaged over the tokens of all updates of the step",
             "nats per token",
         ),
         Metric(
@@ -424,13 +426,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/advantage_abs_mean", "mean absolute value of the advantages of trained tokens", "reward"),
         Metric(
             "actor/grad_norm",
-            "mean of the actor's gradient norms before clipping, over optimizer steps",
+            "mean gradient norm of the actor before clipping, over the optimizer steps of a training step",
             "number",
             "steady",
         ),
         Metric(
             "actor/grad_norm_max",
-            "largest of the actor's gradient norms before clipping, over optimizer steps",
+            "largest gradient norm of the actor before clipping, over the optimizer steps of a training step",
             "number",
         ),
         Metric("actor/lr", "mean of the actor's learning rate over the optimizer steps of a training step", "number"),
@@ -454,13 +456,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "critic/grad_norm",
-            "mean of the critic's gradient norms before clipping, over optimizer steps",
+            "mean gradient norm of the critic before clipping, over the optimizer steps of a training step",
             "number",
             "steady",
         ),
         Metric(
             "critic/grad_norm_max",
-            "largest of the critic's gradient norms before clipping, over optimizer steps",
+            "largest gradient norm of the critic before clipping, over the optimizer steps of a training step",
             "number",
         ),
         Metric("critic/lr", "mean of the critic's learning rate over the optimizer steps of a training step", "number"),
@@ -501,7 +503,10 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/sampled_length", "mean number of tokens per sampled answer", "tokens"),
         Metric("eval/sampled_failed_fraction", "share of sampled answers whose reward function failed", "share", "0"),
         Metric(
-            "eval/greedy_reward", "mean score of greedy answers, one to each prompt of `data.val`", "score", "rises"
+            "eval/greedy_reward",
+            "mean score of greedy answers to the prompts of `data.val`, with one answer per prompt",
+            "score",
+            "rises",
         ),
         Metric(
             "eval/greedy_reward/<name>",
@@ -530,13 +535,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "perf/actor_filler_fraction",
-            "share of filler tokens in all tokens of the actor update; a rank without rows processes filler tokens",
+            "share of filler tokens among all tokens of the actor update; ranks without samples process filler tokens",
             "share",
             "near 0",
         ),
         Metric(
             "perf/critic_filler_fraction",
-            "share of filler tokens in all tokens of the critic update; a rank without rows processes filler tokens",
+            "share of filler tokens among all tokens of the critic update; ranks without samples process filler tokens",
             "share",
             "near 0",
         ),

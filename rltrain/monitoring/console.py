@@ -136,7 +136,7 @@ class ConsoleDisplay:
 
         The estimate of the remaining time assumes that each remaining step takes the mean time of the last
         `TIMED_STEPS` steps, including evaluations and checkpoints. The first step of the process is left out of the
-        mean, because process start and compilation make the first step slow.
+        mean time, because process start and compilation make the first step slow.
         """
         (first, began), (last, ended) = self.ended[0], self.ended[-1]
         if last - first < 2 or last >= self.total_steps:

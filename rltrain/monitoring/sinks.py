@@ -27,8 +27,8 @@ class Sink(Protocol):
     implement the interfaces `TakesConfig` and `TakesSamples`.
 
     The trainer calls `JsonLines` and `TensorBoard` directly, so an exception in `JsonLines` or `TensorBoard` ends the
-    run. Every other sink is called in a separate thread (`BackgroundSink`), and an exception in such a sink is reported
-    as an alarm.
+    run. Every sink except `JsonLines` and `TensorBoard` is called in a separate thread (`BackgroundSink`), and an
+    exception in the thread is reported as an alarm.
     """
 
     def log_step(self, step: int, metrics: Metrics) -> None:

@@ -19,7 +19,7 @@ from rltrain.monitoring.report.run_files import RunFiles
 # at least one step later.
 NEXT_STEP = 1
 # As the entropy of a policy falls, its answers become alike before the rule `entropy collapsed` reports the collapse.
-# The effects of an entropy collapse can thus begin before the first step of the finding `entropy collapsed`.
+# The effects of an entropy collapse can begin before the first step of the finding `entropy collapsed`.
 ANY_STEP = -inf
 
 
@@ -66,7 +66,7 @@ RULES = (
 
 
 def diagnose(run: RunFiles) -> list[Finding]:
-    """Return the findings about a run, the most serious finding first.
+    """Return the findings about a run, with the most serious finding first.
 
     If one finding is the effect of another finding, only the causing finding is returned. The field `effects` of a
     returned finding names all findings that are its effects. A finding that begins at the first step of the run never

@@ -48,7 +48,7 @@ def make_sinks(output_dir: Path, names: Sequence[str]) -> list[Sink]:
 
     The sink `JsonLines` is always included, because checkpoints copy the files of `JsonLines`, and a resumed run reads
     earlier metrics from those copies. `JsonLines` and `TensorBoard` are called directly, because they only write to the
-    output folder. Every other sink is called in a separate thread.
+    output folder. Every sink except `JsonLines` and `TensorBoard` is called in a separate thread.
 
     Args:
         output_dir: output folder of the run; must exist.

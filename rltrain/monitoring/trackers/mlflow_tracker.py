@@ -132,8 +132,7 @@ def _experiment(client: "MlflowClient") -> str:
 def _name(name: str) -> str:
     """Replace with an underscore each character that MLflow does not allow in the name of a metric or parameter.
 
-    The replacement is needed because the names of reward functions, which occur in metric names, may contain any
-    character.
+    Metric names may contain any character, because metric names include the names of reward functions.
     """
     return _NOT_IN_A_NAME.sub("_", name)
 
