@@ -1,8 +1,9 @@
 """Alarms: one-line messages that appear when the metrics of a run show that something went wrong.
 
-An alarm is reported when its condition begins to hold. The same alarm is reported again only if its condition stops
-holding and then holds again. Alarms depend only on the metrics of each step, so checkpoints do not store them: a
-resumed run restores the state of `Alarms` by passing the metrics of all earlier steps, in order, to `Alarms.look`.
+An alarm is reported when its condition begins to hold. An alarm is reported again only if its condition stops holding
+and then begins to hold again. The state of `Alarms` depends only on the metrics of the earlier steps, so
+checkpoints do not store the state. A resumed run restores the state of `Alarms` by passing the metrics of all earlier
+steps, in order, to `Alarms.look`.
 """
 
 from collections import deque
@@ -12,7 +13,8 @@ from math import isfinite
 from rltrain.settings.schema import Config
 
 # The starting entropy of a run is the mean entropy of the run's first START_STEPS steps. The entropy of a single step
-# is too noisy to be the starting entropy, and ten or more steps would include a policy that has already changed.
+# is too noisy to serve as the starting entropy. A mean over ten or more steps would include steps in which the policy
+# has already changed.
 START_STEPS = 3
 # The entropy alarm's threshold is the starting entropy times COLLAPSED_SHARE. A moderate fall of the entropy is normal
 # in training: on the built-in tasks, the final entropy is 20 to 40% of the starting entropy. Below 5% of the starting
@@ -22,21 +24,22 @@ COLLAPSED_SHARE = 0.05
 # consecutive steps. A single small batch may by chance contain only prompts that are too easy or too hard, but several
 # consecutive batches rarely do.
 PERSISTENT_STEPS = 5
-# The teachers' alarm is raised if more than MISSING_SHARE of a step's answers have no distillation term. A smaller
-# share raises no alarm, because a few answers may be too long for a teacher, or lost by an endpoint that restarts.
+# The teachers' alarm is raised if more than MISSING_SHARE of a step's answers have no distillation term. If only a few
+# answers have no distillation term, no alarm is raised, because a few answers may be too long for a teacher, or may be
+# lost when a teacher's endpoint restarts.
 MISSING_SHARE = 0.05
 # The reward alarm compares mean rewards over windows of WINDOW_STEPS steps, because the prompts of a single step may be
 # unusually hard.
 WINDOW_STEPS = 5
-# The reward alarm is raised if the mean reward falls by more than LOST_SHARE times the gain from the first window of
-# steps to the best window. The fall of the mean reward must also be at least as large as the standard deviation of
-# single rewards in the best window. Requiring a large share of the gain and more than one standard deviation prevents
-# false reward alarms from noise in the mean reward.
+# The reward alarm is raised if the mean reward falls by more than LOST_SHARE times its gain, where the gain is the rise
+# from the first window of steps to the best window. The fall of the mean reward must also exceed the standard deviation
+# of single rewards in the best window. Comparing the fall of the mean reward with both the earlier gain and the
+# standard deviation prevents false alarms that are caused by noise.
 LOST_SHARE = 0.5
 
 
 class Alarms:
-    """Checker of the metrics of each training step for signs of failure.
+    """Checker that looks for signs of failure in the metrics of each training step.
 
     Args:
         config: the whole config of the run.
@@ -53,7 +56,8 @@ class Alarms:
         }
         self.sounding: set[str] = set()
         self.first_entropies: list[float] = []
-        # Numbers of consecutive steps with collapsed entropy, and with the same outcome for all answers to each prompt.
+        # `collapsed` counts the most recent consecutive steps with collapsed entropy. `flat` counts the most recent
+        # consecutive steps in which all answers to each prompt had the same outcome.
         self.collapsed = self.flat = 0
         # The pairs (mean reward, standard deviation of rewards) of the last WINDOW_STEPS steps.
         self.window: deque[tuple[float, float]] = deque(maxlen=WINDOW_STEPS)
@@ -63,8 +67,8 @@ class Alarms:
     def look(self, step: int, metrics: Mapping[str, float | None]) -> list[str]:
         """Check the metrics of one step, and return one line of text for each newly raised alarm.
 
-        The line of text of an alarm contains the metric's value, the limit and a remedy. Call the method `look` exactly
-        once for each training step, in order.
+        The text of an alarm contains the value of a metric, the limit of the metric, and a remedy. Call the method
+        `look` exactly once for each training step, in order.
         """
         known = {name: value for name, value in metrics.items() if value is not None and isfinite(value)}
         begun = []
@@ -76,9 +80,9 @@ class Alarms:
         return begun
 
     def _gap(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if engine and actor give too different log-probs to tokens; otherwise return "".
+        """Return an alarm message if the log-probs of engine and actor differ too much; otherwise return "".
 
-        The returned message is "" for a batch with tokens sampled by older weights, because older weights give
+        If older weights sampled some tokens of the batch, the returned message is "", because older weights give
         different log-probs. With top-p or top-k sampling, the returned message is always "", because the engine's
         log-probs then describe a truncated distribution.
         """
@@ -89,9 +93,9 @@ class Alarms:
         if metrics.get("rollout/staleness_max", 0.0) > 0 or gap <= limit:
             return ""
         return (
-            f"engine and actor differ by {gap:.3g} nats per token, above rollout.max_log_prob_gap={limit:g}: the "
-            "policy that samples is not the policy that is trained; keep rollout.verify_sync on, check model.dtype, "
-            "or correct for the difference (algorithm=tis)"
+            f"the log-probs of engine and actor differ by {gap:.3g} nats per token, above "
+            f"rollout.max_log_prob_gap={limit:g}: the policy that samples is not the policy that is trained; keep "
+            "rollout.verify_sync on, check model.dtype, or correct for the difference (algorithm=tis)"
         )
 
     def _entropy(self, metrics: Mapping[str, float]) -> str:
@@ -117,7 +121,7 @@ class Alarms:
         """Return an alarm message if, for several steps, all answers to each prompt had equal rewards; else return "".
 
         If each prompt has only one answer, there are no answers to compare, so the returned message is "". If the
-        policy learns only from teachers, equal outcomes are no failure, so the returned message is "".
+        policy learns only from teachers, equal outcomes are not a failure, so the returned message is "".
         """
         all_flat = metrics.get("reward/same_outcome_fraction", 0.0) >= 1
         compared = self.config.rollout.samples_per_prompt > 1 and not self.config.algorithm.distillation.alone
@@ -132,7 +136,7 @@ class Alarms:
         )
 
     def _teachers(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if teachers have not scored many answers of the step; otherwise return ""."""
+        """Return an alarm message if too many answers of the step were not scored by a teacher; otherwise return ""."""
         missing = metrics.get("actor/teacher_missing_fraction", 0.0)
         if missing <= MISSING_SHARE:
             return ""
@@ -144,7 +148,7 @@ class Alarms:
         )
 
     def _reward(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if the mean reward of the last 5 steps is far below its best value; otherwise ""."""
+        """Return an alarm message if the mean reward of the last 5 steps is far below its best; otherwise return ""."""
         if "reward/mean" not in metrics:
             return ""
         self.window.append((metrics["reward/mean"], metrics.get("reward/std", 0.0)))

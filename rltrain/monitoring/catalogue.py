@@ -42,7 +42,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("reward/std", "standard deviation of the scores in `reward/mean`", "score", "above 0"),
         Metric(
             "reward/accuracy",
-            "share of correct answers; present only if a reward function decides which answers are correct (`success`)",
+            "share of correct answers; present only if a reward function reports correctness (the field `success`)",
             "share",
             "rises",
         ),
@@ -59,7 +59,9 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "near 0",
         ),
         Metric(
-            "reward/<name>/mean", "mean unweighted score from the reward function or reward model `<name>`", "score"
+            "reward/<name>/mean",
+            "mean score, before weighting, of the reward function or reward model `<name>`",
+            "score",
         ),
         Metric("reward/<name>/std", "standard deviation of the scores in `reward/<name>/mean`", "score"),
         Metric(
@@ -82,7 +84,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "reward/excluded_fraction",
-            "share of answers that have a score but are left out of statistics because they were truncated",
+            "share of answers that have a score but are excluded from score statistics because they were truncated",
             "share",
             "near 0",
         ),
@@ -136,7 +138,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/kl", "KL(engine || actor), estimated with the estimator k1", "nats per token", "near 0"),
         Metric(
             "rollout/k3",
-            "KL(engine || actor), estimated with the estimator k3; the estimate is not limited to 10 nats per token",
+            "KL(engine || actor), estimated with the estimator k3 without an upper bound on the estimate of a token",
             "nats per token",
             "near 0",
         ),
@@ -175,22 +177,27 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "tokens",
         ),
         Metric(
-            "rollout/stop_answer_fraction", "share of conversations that ended with an answer without a call", "share"
+            "rollout/stop_answer_fraction",
+            "share of conversations that ended because an answer contained no tool call",
+            "share",
         ),
         Metric("rollout/stop_done_fraction", "share of conversations that the environment ended", "share"),
         Metric("rollout/stop_error_fraction", "share of conversations whose environment failed", "share", "0"),
         Metric(
-            "rollout/stop_max_turns_fraction", "share of conversations that `rollout.max_turns` ended", "share", "low"
+            "rollout/stop_max_turns_fraction",
+            "share of conversations that ended at the limit `rollout.max_turns`",
+            "share",
+            "low",
         ),
         Metric(
             "rollout/stop_max_response_length_fraction",
-            "share of conversations that a limit on the number of tokens ended",
+            "share of conversations that ended at a limit on the number of tokens",
             "share",
             "low",
         ),
         Metric(
             "rollout/stop_deadline_fraction",
-            "share of conversations that `rollout.trajectory_timeout_s` ended",
+            "share of conversations that ended at the time limit `rollout.trajectory_timeout_s`",
             "share",
             "0",
         ),
@@ -198,31 +205,31 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Difficulty of the prompts": (
         Metric(
             "difficulty/unseen_fraction",
-            "share of the training prompts that have no measured success yet (`data.difficulty`)",
+            "share of the training prompts whose success rate has not been measured yet (`data.difficulty`)",
             "share",
             "falls",
         ),
         Metric(
             "difficulty/easy_fraction",
-            "share of the training prompts whose success in their last group was at least `easy_threshold`",
+            "share of training prompts whose success rate in their last prompt group was at least `easy_threshold`",
             "share",
             "rises",
         ),
         Metric(
             "difficulty/normal_fraction",
-            "share of the training prompts whose success in their last group was between the thresholds",
+            "share of training prompts whose success rate was between `hard_threshold` and `easy_threshold`",
             "share",
             "above 0",
         ),
         Metric(
             "difficulty/hard_fraction",
-            "share of the training prompts whose success in their last group was at most `hard_threshold`",
+            "share of training prompts whose success rate in their last prompt group was at most `hard_threshold`",
             "share",
             "falls",
         ),
         Metric(
             "difficulty/fallback_fraction",
-            "share of the step's prompts that were drawn from another pool, because the intended pool was empty",
+            "share of the step's prompts that came from another difficulty pool because the intended pool was empty",
             "share",
         ),
     ),
@@ -253,7 +260,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/gate_mean",
-            "for the loss `sapo`: mean gradient weight of a token, which is 1 where the ratio is 1",
+            "for the loss `sapo`: mean gradient weight of a token; the weight is 1 if the ratio p_new / p_old is 1",
             "number",
         ),
         Metric(
@@ -288,23 +295,23 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/engine_kl",
-            "KL(engine || actor), estimated with k1 in the first optimizer step's forward pass",
+            "KL(engine || actor), estimated with the estimator k1 in the first optimizer step's forward pass",
             "nats per token",
         ),
         Metric(
             "actor/engine_k3",
-            "KL(engine || actor), estimated with k3 in the first optimizer step's forward pass",
+            "KL(engine || actor), estimated with the estimator k3 in the first optimizer step's forward pass",
             "nats per token",
         ),
         Metric(
             "actor/engine_effective_sample_size",
-            "value of `rollout/effective_sample_size` in the first optimizer step's forward pass",
+            "effective sample size of token importance weights in the first optimizer step, divided by the token count",
             "share",
             "near 1",
         ),
         Metric(
             "actor/correction_weight_mean",
-            "mean importance weight from `algorithm.correction`, before `batch_normalize`; 0 for a dropped token",
+            "mean importance weight from `algorithm.correction`, before `batch_normalize`; a dropped token counts as 0",
             "number",
             "near 1",
         ),
@@ -322,7 +329,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/correction_rollout_kl",
-            "KL(engine || actor), estimated with k3 and averaged over the tokens of all updates of the step",
+            "KL(engine || actor), estimated with the estimator k3, averaged over the tokens of all updates of the step",
             "nats per token",
         ),
         Metric(
@@ -419,13 +426,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("actor/advantage_abs_mean", "mean absolute value of the advantages of trained tokens", "reward"),
         Metric(
             "actor/grad_norm",
-            "mean of the actor's gradient norms before clipping, over optimizer steps",
+            "mean gradient norm of the actor before clipping, over the optimizer steps of a training step",
             "number",
             "steady",
         ),
         Metric(
             "actor/grad_norm_max",
-            "largest of the actor's gradient norms before clipping, over optimizer steps",
+            "largest gradient norm of the actor before clipping, over the optimizer steps of a training step",
             "number",
         ),
         Metric("actor/lr", "mean of the actor's learning rate over the optimizer steps of a training step", "number"),
@@ -449,13 +456,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "critic/grad_norm",
-            "mean of the critic's gradient norms before clipping, over optimizer steps",
+            "mean gradient norm of the critic before clipping, over the optimizer steps of a training step",
             "number",
             "steady",
         ),
         Metric(
             "critic/grad_norm_max",
-            "largest of the critic's gradient norms before clipping, over optimizer steps",
+            "largest gradient norm of the critic before clipping, over the optimizer steps of a training step",
             "number",
         ),
         Metric("critic/lr", "mean of the critic's learning rate over the optimizer steps of a training step", "number"),
@@ -478,12 +485,12 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/sampled_reward", "mean score of sampled answers to the prompts of `data.val`", "score", "rises"),
         Metric(
             "eval/sampled_reward/<name>",
-            "mean unweighted score of sampled answers from the reward function `<name>`",
+            "mean score, before weighting, that the reward function `<name>` gives to sampled answers",
             "score",
         ),
         Metric(
             "eval/sampled_accuracy",
-            "share of correct sampled answers; present only if a reward function decides correctness (`success`)",
+            "share of correct sampled answers; present only if a reward function reports correctness (`success`)",
             "share",
             "rises",
         ),
@@ -496,16 +503,19 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("eval/sampled_length", "mean number of tokens per sampled answer", "tokens"),
         Metric("eval/sampled_failed_fraction", "share of sampled answers whose reward function failed", "share", "0"),
         Metric(
-            "eval/greedy_reward", "mean score of greedy answers, one to each prompt of `data.val`", "score", "rises"
+            "eval/greedy_reward",
+            "mean score of greedy answers to the prompts of `data.val`, with one answer per prompt",
+            "score",
+            "rises",
         ),
         Metric(
             "eval/greedy_reward/<name>",
-            "mean unweighted score of greedy answers from the reward function `<name>`",
+            "mean score, before weighting, that the reward function `<name>` gives to greedy answers",
             "score",
         ),
         Metric(
             "eval/greedy_accuracy",
-            "share of correct greedy answers; present only if a reward function decides correctness (`success`)",
+            "share of correct greedy answers; present only if a reward function reports correctness (`success`)",
             "share",
             "rises",
         ),
@@ -525,13 +535,13 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "perf/actor_filler_fraction",
-            "share of filler tokens in all tokens of the actor update; a rank without rows processes filler tokens",
+            "share of filler tokens among all tokens of the actor update; ranks without samples process filler tokens",
             "share",
             "near 0",
         ),
         Metric(
             "perf/critic_filler_fraction",
-            "share of filler tokens in all tokens of the critic update; a rank without rows processes filler tokens",
+            "share of filler tokens among all tokens of the critic update; ranks without samples process filler tokens",
             "share",
             "near 0",
         ),
@@ -559,12 +569,12 @@ def page() -> str:
         "",
         "The command `python -m rltrain.monitoring.catalogue` prints this page from `rltrain/monitoring/catalogue.py`.",
         "",
-        "The file `metrics.jsonl` has one line for each training step, and the file `evaluations.jsonl` has one line",
-        "for each evaluation. Shares and means over tokens count all trained tokens, including the tokens that the",
-        "config sections `correction` and `rejection` drop. No metric under `reward/`, `actor/` or `critic/` depends",
-        "on the time that a step takes. The value `kl` in the progress line is the KL to the reference or to the",
-        "teachers if the run computes one of these KLs, and `actor/ppo_kl` otherwise. The metric names of a named",
-        "evaluation set (`data.val_sets`) contain the name of the set after `eval/`, as in `eval/aime/sampled_reward`.",
+        "The file `metrics.jsonl` has one line per training step, and `evaluations.jsonl` has one per evaluation.",
+        "Shares and means over tokens count all trained tokens, even tokens that `correction` or `rejection` drops.",
+        "No metric under `reward/`, `actor/` or `critic/` depends on the duration of a step.",
+        "In the progress line, `kl` is the KL to the reference, else the KL to the teachers, else `actor/ppo_kl`.",
+        "The metrics of a named evaluation set (`data.val_sets`) have names such as `eval/aime/sampled_reward`.",
+        "A placeholder in a metric's name (`<name>`, `<phase>` or `<k>`) stands for one word or number.",
     ]
     for title, metrics in SECTIONS.items():
         lines += ["", f"## {title}", "", "| name | meaning | unit | healthy |", "|---|---|---|---|"]

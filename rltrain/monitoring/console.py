@@ -134,9 +134,9 @@ class ConsoleDisplay:
     def time_left(self) -> str:
         """Return the estimated time until the run ends, such as "  12 min left"; return "" before the third step.
 
-        The estimate of the remaining time assumes that a remaining step takes as long as the mean of the last
-        `TIMED_STEPS` steps, including evaluations and checkpoints. The estimate leaves out the first step of the
-        process, because process start and compilation make the first step slow.
+        The estimate of the remaining time assumes that each remaining step takes the mean time of the last
+        `TIMED_STEPS` steps, including evaluations and checkpoints. The first step of the process is left out of the
+        mean time, because process start and compilation make the first step slow.
         """
         (first, began), (last, ended) = self.ended[0], self.ended[-1]
         if last - first < 2 or last >= self.total_steps:
@@ -144,7 +144,7 @@ class ConsoleDisplay:
         return f"  {duration((ended - began) / (last - first) * (self.total_steps - last))} left"
 
     async def heartbeat(self, phase: Callable[[], str]) -> None:
-        """Print a line about the current step whenever nothing was printed about any step for `HEARTBEAT_S` seconds.
+        """Print a line about the current step whenever no line about a step was printed for `HEARTBEAT_S` seconds.
 
         The heartbeat coroutine runs until it is cancelled. On a terminal, the heartbeat prints nothing, because the
         progress bar shows the current step.
@@ -164,7 +164,7 @@ class ConsoleDisplay:
                 told_at = now
 
     def failures(self, step: int, batch: DataProto) -> None:
-        """Warn about failed rewards of a step. After the first warning, warn only in every tenth step."""
+        """Warn about failed rewards of a step; after the first such warning, warn only in every tenth step."""
         errors = [error for error in batch.non_tensor_batch["reward_error"] if error]
         if errors and (not self.failures_seen or step % PLAIN_EVERY == 0):
             first = one_line(errors[0])
@@ -263,8 +263,7 @@ def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
 def _headline(name: str, metrics: Mapping[str, float]) -> tuple[str, str]:
     """Return the name of an evaluation set's main metric, and the format string for the metric's values.
 
-    The main metric of an evaluation set is the accuracy if a reward function decides which answers are correct, and the
-    mean reward otherwise.
+    The main metric of an evaluation set is the accuracy if the accuracy is known, and the mean reward otherwise.
     """
     known = all(f"{prefix_of(name, kind)}_accuracy" in metrics for kind in KINDS)
     return ("accuracy", ".1%") if known else ("reward", ".3g")
@@ -327,7 +326,7 @@ def sample_text(
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> list[Text]:
-    """Return a line for each message of a conversation. The lines of the model's answers are bold."""
+    """Return one line of text for each message of a conversation, with the model's answers in bold."""
     lines = []
     for message in messages[:SHOWN_MESSAGES]:
         calls = [_call_text(call["function"]) for call in message.get("tool_calls", ())]
@@ -345,7 +344,7 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def _score_text(batch: DataProto, row: int, components: Sequence[str]) -> str:
-    """Return the reward of a row as text, followed by the score of each reward function if the run has several."""
+    """Return the reward of a row as text, and the scores of the reward functions if the run has several functions."""
     scores = batch.batch["reward_components"][row].tolist()
     # The column `valid` does not show which rewards failed, because `valid` is also False for scored rows that are
     # excluded from the statistics.
@@ -417,10 +416,12 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
 
 
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
-    """Return two shell commands: one trains with another algorithm on the same data, and one opens TensorBoard.
+    """Return a shell command that trains with another algorithm on the same data, and one that opens TensorBoard.
 
     The training command omits all overrides of keys in the config section `algorithm`, because another algorithm may
-    not accept the overrides. The command also omits `data.sft_response`, which is refused without `algorithm.sft_coef`.
+    not accept the overrides. The training command also omits `data.sft_response`, because rltrain refuses
+    `data.sft_response` without `algorithm.sft_coef`. The command for TensorBoard is returned only if the run has a
+    folder `tensorboard`.
     """
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"

@@ -16,7 +16,7 @@ _REWARD = re.compile(r"eval/(?:(?P<name>[^/]+)/)?sampled_reward")
 
 
 def prefix_of(name: str, kind: str) -> str:
-    """Return the prefix of the metric names for one evaluation set and kind of answer, such as `eval/aime/greedy`.
+    """Return the prefix of metric names for one evaluation set and one kind of answer, such as `eval/aime/greedy`.
 
     Args:
         name: name of the evaluation set in `data.val_sets`; "" for the evaluation set of `data.val`.
@@ -73,7 +73,7 @@ def _pass_at_each_k(batch: DataProto) -> Iterator[tuple[int, float]]:
 def pass_at_k(successes: Tensor, k: int) -> float:
     """Return an unbiased estimate of the probability that at least one of k answers to a prompt is correct.
 
-    The estimate is 1 - C(n - c, k) / C(n, k) for n answers of which c are correct (arXiv 2107.03374, equation 1).
+    For n answers with c correct answers, the estimate is 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
 
     Args:
         successes: tensor (n,) with n >= k: 1 for each correct answer, and 0 for each wrong answer.

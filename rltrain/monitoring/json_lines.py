@@ -1,7 +1,7 @@
 """Files with one JSON object per line, and the conversion of metrics to JSON objects.
 
-JSON has no NaN and no infinity, and most parsers other than Python's reject NaN and infinity. In the metrics files of a
-run, null stands for NaN and for infinity.
+JSON cannot represent NaN or infinity, and most JSON parsers other than Python's reject NaN and infinity. In the metrics
+files of a run, null stands for NaN and for infinity.
 """
 
 import json
@@ -45,7 +45,7 @@ class JsonLinesFile:
 
 
 def line_of(metrics: Mapping[str, float]) -> dict[str, float | None]:
-    """Convert metrics to values that JSON can represent, with None in the place of NaN and infinity."""
+    """Convert metrics to values that JSON can represent, with None instead of NaN and infinity."""
     return {name: value if math.isfinite(value) else None for name, value in metrics.items()}
 
 

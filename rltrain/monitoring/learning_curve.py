@@ -9,10 +9,10 @@ CURVES = ("step", "reward/mean", "rollout/length_mean")
 
 
 class StepHistory:
-    """The metrics of all training steps, stored in 24 bytes per step.
+    """The history of the metrics of all training steps, which takes about 24 bytes of memory per step.
 
-    For the first and the last step, all metrics are stored. For the other steps, only the metrics of `CURVES` are
-    stored.
+    All metrics of the first and the last step are stored. For every step between the first and the last step, only the
+    metrics of `CURVES` are stored.
     """
 
     def __init__(self, rows: Iterable[dict[str, float]] = ()) -> None:
@@ -25,7 +25,7 @@ class StepHistory:
         return len(self._whole) + len(self._between["step"])
 
     def append(self, row: dict[str, float]) -> None:
-        """Add the metrics of the next step, among them the metrics of `CURVES`."""
+        """Add the metrics of the next step, which must include the metrics of `CURVES`."""
         if len(self._whole) > 1:
             last = self._whole.pop()
             for name, column in self._between.items():

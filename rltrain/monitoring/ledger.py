@@ -7,7 +7,7 @@ The ledger has one line per training step, with the following keys:
 - `dropped`: uids of the prompt groups that were discarded.
 - `failed`: pairs (uid of the prompt group, index of the answer in the group) of the answers whose reward failed.
 
-The uid of each prompt group occurs exactly once in all `used` and `dropped` lists of the ledger together. Each uid in a
+The uid of each prompt group occurs exactly once across all `used` and `dropped` lists of the ledger. Each uid in a
 `reused` list also occurs in the `used` list of an earlier line. A `reused` list contains a uid at most once.
 """
 
@@ -20,7 +20,7 @@ LEDGER = "ledger.jsonl"
 
 
 def ledger_line(step: int, batch: DataProto, dropped: Sequence[int], reused: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the ledger line of a step: what became of its prompt groups, and its answers with failed rewards."""
+    """Return the ledger line of a step: its used, reused and dropped prompt groups, and its failed answers."""
     uids = batch.batch["uid"].tolist()
     failed = [[uids[row], row - uids.index(uids[row])] for row in batch.batch["failed"].nonzero()[:, 0].tolist()]
     return {

@@ -9,7 +9,7 @@ from rltrain.batch.data_proto import DataProto
 
 
 class Timer:
-    """Timer of the seconds that each phase of one training step takes.
+    """Timer that measures how many seconds each phase of one training step takes.
 
     Attributes:
         phase: name of the phase that started most recently; "" before the first phase starts.

@@ -27,8 +27,8 @@ class Sink(Protocol):
     implement the interfaces `TakesConfig` and `TakesSamples`.
 
     The trainer calls `JsonLines` and `TensorBoard` directly, so an exception in `JsonLines` or `TensorBoard` ends the
-    run. Every other sink is called in a separate thread (`BackgroundSink`), and an exception in such a sink is reported
-    as an alarm.
+    run. Every sink except `JsonLines` and `TensorBoard` is called in a separate thread (`BackgroundSink`), and an
+    exception in the thread is reported as an alarm.
     """
 
     def log_step(self, step: int, metrics: Metrics) -> None:
@@ -61,7 +61,7 @@ class Sink(Protocol):
         Args:
             step: last training step whose results are kept; 0 at the start of a run.
             steps: metrics of each kept training step, oldest first. In each mapping, the key `step` gives the number of
-                the training step. Infinite values are replaced by NaN.
+                the training step. Infinite metric values are replaced by NaN.
             evaluations: metrics of each kept evaluation, in the same form as `steps`.
         """
 
@@ -96,8 +96,8 @@ class TakesSamples(Protocol):
 
         Args:
             step: number of the training step.
-            rows: one row for each sample, with the columns `uid`, `prompt`, `response`, `score`, `finish_reason`,
-                `reward_error`, and `reward/NAME` for each reward component.
+            rows: one row per sample, with columns `uid`, `prompt`, `response`, `score`, `finish_reason`, `reward_error`
+                and a column `reward/NAME` for each reward function and reward model.
         """
 
 

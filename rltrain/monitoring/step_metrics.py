@@ -16,9 +16,9 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
     Means and standard deviations of rewards are taken over the rows that have a score (the column `valid`). Statistics
     of lengths, and all fractions, are taken over all rows. The length of an answer is its number of sampled tokens.
 
-    `reward/accuracy` is the share of correct answers among the valid rows for which a reward function decides whether
-    the answer is correct. `reward/accuracy` is missing if no reward function decides for any valid row whether the
-    answer is correct.
+    The metric `reward/accuracy` is the share of correct answers among the valid rows whose answer a reward function has
+    judged as correct or wrong. The metric `reward/accuracy` is missing if no reward function has judged the answer of
+    any valid row as correct or wrong.
     """
     valid, scores = batch.batch["valid"], batch.batch["scores"]
     lengths = sampled_lengths(batch).float()
@@ -81,7 +81,7 @@ def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
 
 
 def log_prob_gap(batch: DataProto) -> dict[str, float]:
-    """Compare the log-probs that engine and actor give to the tokens in `response_mask`.
+    """Compare the log-probs that engine and actor give to the tokens that `response_mask` selects.
 
     Returns:
         A dict of metrics: the mean and the largest absolute difference of the log-probs in nats, two estimates of

@@ -36,7 +36,7 @@ class Timeline:
         self.workers: Callable[[], Awaitable[Sequence[Recorded]]] | None = None
 
     async def update(self) -> None:
-        """Write all events that were recorded since the previous call of `update` to the file."""
+        """Write to the timeline file all events that were recorded since the previous call of `update`."""
         if self.file is not None and trace.on():
             self.write([] if self.workers is None else await self.workers())
 

@@ -40,7 +40,7 @@ def read_token_texts(path: Path) -> tuple[list[str], set[int]]:
 
 
 def special_ids(tokenizer: Any) -> set[int]:
-    """Return the ids of the tokenizer's special tokens, such as the end token."""
+    """Return the ids of the tokenizer's special tokens, such as the end-of-sequence token."""
     added = tokenizer.added_tokens_decoder.items()
     return {*tokenizer.all_special_ids, *(number for number, token in added if token.special)}
 
@@ -75,7 +75,7 @@ def _byte_characters() -> str:
 
 def _from_byte_level(piece: str | None, bytes_of: dict[str, int]) -> str | None:
     if piece is None or not all(character in bytes_of for character in piece):
-        return piece  # The token was added to the vocabulary, so its text is not byte-level encoded.
+        return piece  # The text of a token that was added to the vocabulary is not byte-level encoded.
     return _text(bytes(bytes_of[character] for character in piece))
 
 

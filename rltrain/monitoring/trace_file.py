@@ -1,10 +1,10 @@
 """Writes a run's timeline to a file in Chrome's trace-event format, which https://ui.perfetto.dev can open.
 
-The file contains a JSON object whose list `traceEvents` holds the events. Complete events, whose key `ph` is X, have a
-start `ts` and a duration `dur` in microseconds. Metadata events, whose key `ph` is M, name processes and threads.
-Perfetto draws each thread as one row of the timeline, and requires that any two events of a thread are disjoint or
-nested. If two events of a process overlap without one containing the other, the writer puts the two events on different
-threads.
+The trace file contains a JSON object whose list `traceEvents` holds the events. Complete events, whose key `ph` is X,
+have a start `ts` and a duration `dur` in microseconds. Metadata events, whose key `ph` is M, name processes and
+threads. Perfetto draws each thread as one row of the timeline, and requires that any two events of a thread are
+disjoint or nested. If two events of a process overlap without one containing the other, the writer puts the two events
+on different threads.
 
 The trace-event format is described in the document "Trace Event Format"; see
 https://perfetto.dev/docs/getting-started/other-formats.
@@ -50,9 +50,8 @@ class TraceFile:
 
     Args:
         path: path of the trace file; no file with that path may exist yet.
-        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Without the
-            subtraction of `start_ns`, times would lose precision, because Perfetto reads times as floating-point
-            microseconds.
+        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Times since
+            1970 would lose precision, because Perfetto reads times as floating-point microseconds.
     """
 
     def __init__(self, path: Path, start_ns: int) -> None:
@@ -150,8 +149,9 @@ class _Process:
     def thread_of(self, event: Event) -> tuple[int, bool]:
         """Return the number of the thread on which an event is drawn, and whether the thread is new.
 
-        In a Perfetto timeline, a thread is one row of events. The chosen row is one of the rows of the event's track.
-        Each earlier event in the chosen row either ends before the new event starts or contains the new event.
+        In a Perfetto timeline, a thread is one row of events. The new event is drawn on a row that belongs to the
+        event's track. On the row of a new event, each earlier event either ends before the new event starts or contains
+        the new event.
         """
         if not event.nests:
             return self._free_thread(event)

@@ -34,7 +34,7 @@ class Display(Protocol):
 
 
 class Tracker:
-    """Recorder of the results of a run, called as soon as a result exists.
+    """Recorder of the results of a run, which the trainer calls as soon as a result exists.
 
     The tracker sends metrics to all sinks, and writes samples, alarms and the ledger to files.
 

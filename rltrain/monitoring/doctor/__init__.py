@@ -1,1 +1,1 @@
-"""The doctor: finds out from the files of a run what went wrong, with one rule for each kind of failure."""
+"""The doctor: a program that finds failures in the files of a run, with one rule for each kind of failure."""

@@ -1,4 +1,4 @@
-"""Diagnosis of a run: applies all rules, and groups findings into causes and their effects.
+"""Diagnosis of a run: applies all rules of the doctor, and separates findings that are causes from their effects.
 
 The following command prints the table of rules for `docs/when-a-run-goes-wrong.md`:
 
@@ -19,7 +19,7 @@ from rltrain.monitoring.report.run_files import RunFiles
 # at least one step later.
 NEXT_STEP = 1
 # As the entropy of a policy falls, its answers become alike before the rule `entropy collapsed` reports the collapse.
-# The effects of an entropy collapse can therefore begin before the first step of the finding `entropy collapsed`.
+# The effects of an entropy collapse can begin before the first step of the finding `entropy collapsed`.
 ANY_STEP = -inf
 
 
@@ -30,9 +30,9 @@ class Rule:
     Attributes:
         name: name of the rule, which is also the name of its finding.
         check: function that returns a finding if the condition of the rule holds, and returns None otherwise.
-        explains: names of other rules; their findings count as effects of this rule's finding.
-        after: another finding counts as an effect of this rule's finding only if the other finding begins at least
-            `after` training steps later.
+        explains: names of other rules whose findings count as effects of this rule's finding.
+        after: minimum number of training steps between the beginning of this rule's finding and the beginning of a
+            finding that counts as an effect.
     """
 
     name: str
@@ -66,11 +66,11 @@ RULES = (
 
 
 def diagnose(run: RunFiles) -> list[Finding]:
-    """Return the findings about a run, the most serious finding first.
+    """Return the findings about a run, with the most serious finding first.
 
-    A finding that is the effect of another finding is not returned separately, but named in the field `effects` of the
-    finding that caused the effect. A finding that begins at the first step of the run never counts as an effect of a
-    finding that begins later.
+    If one finding is the effect of another finding, only the causing finding is returned. The field `effects` of a
+    returned finding names all findings that are its effects. A finding that begins at the first step of the run never
+    counts as an effect of a finding that begins later.
     """
     history = History(run)
     found = {rule.name: finding for rule in RULES if (finding := rule.check(history)) is not None}

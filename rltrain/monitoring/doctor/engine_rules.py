@@ -1,4 +1,4 @@
-"""Rules that detect rollout engines with wrong weights or log-probs, too old answers, and truncated answers."""
+"""Rules that detect engines with wrong weights or wrong log-probs, outdated answers, and truncated answers."""
 
 from rltrain.monitoring.alarms import WINDOW_STEPS
 from rltrain.monitoring.doctor.history import (
@@ -12,7 +12,7 @@ from rltrain.monitoring.doctor.history import (
     shown,
 )
 
-DEFAULT_GAP = 0.02  # If the run has no config, `rollout.max_log_prob_gap` is taken to be 0.02 nats per token.
+DEFAULT_GAP = 0.02  # Assumed value of `rollout.max_log_prob_gap`, in nats per token, if the run has no config.
 # Rounding differences between engine and actor never make the log-prob gap grow tenfold during a run.
 GROWN_GAP = 10.0
 CUT_SHARE = 0.5  # If half of the answers are truncated, the length limit dominates what the policy learns.
@@ -34,7 +34,7 @@ def _asynchronous(history: History) -> bool:
 
 
 def _above(history: History) -> Points:
-    """Return the last consecutive steps of the run whose log-prob gap is above the limit; [] if fewer than 3."""
+    """Return the last steps of the run, all with log-prob gaps above the limit; [] if fewer than 3 steps qualify."""
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     return final_streak(_gaps(history), lambda value: value > limit, ENOUGH_STEPS)
 
@@ -44,7 +44,7 @@ def stale_weights(history: History) -> Finding | None:
 
     In each of the last 3 or more steps, the gap between the log-probs of engine and actor is above
     `rollout.max_log_prob_gap`. The mean log-prob gap of the last 5 steps is at least ten times the gap of the first
-    step. According to the engine, current weights sampled all answers (`rollout/staleness_max` is always 0).
+    step. According to the engine, all answers were sampled with current weights (`rollout/staleness_max` is always 0).
     """
     gaps, above = _gaps(history), _above(history)
     if not above or _asynchronous(history) or last_mean(gaps) < GROWN_GAP * gaps[0][1]:
@@ -52,9 +52,9 @@ def stale_weights(history: History) -> Finding | None:
     worst = max(gaps, key=lambda point: point[1])
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     evidence = [
-        f"engine and actor differ by {shown(worst[1])} nats per token in step {worst[0]}, and by {shown(gaps[0][1])} "
-        f"in step {gaps[0][0]} (rollout.max_log_prob_gap={limit:g})",
-        "according to the engine, the current weights sampled all answers (rollout/staleness_max=0)",
+        f"the log-probs of engine and actor differ by {shown(worst[1])} nats per token in step {worst[0]}, and by "
+        f"{shown(gaps[0][1])} in step {gaps[0][0]} (rollout.max_log_prob_gap={limit:g})",
+        "according to the engine, all answers were sampled with the current weights (rollout/staleness_max=0)",
     ]
     checked = history.setting("rollout.verify_sync", True)
     if not checked:
@@ -74,8 +74,8 @@ def engine_differs(history: History) -> Finding | None:
     """Detect an engine whose log-probs differ from the actor's log-probs, although the engine has the actor's weights.
 
     In each of the last 3 or more steps, the gap between the log-probs of engine and actor is above
-    `rollout.max_log_prob_gap`, although current weights sampled all answers. The mean log-prob gap of the last 5 steps
-    is less than ten times the gap of the first step.
+    `rollout.max_log_prob_gap`, although all answers were sampled with current weights. The mean log-prob gap of the
+    last 5 steps is less than ten times the gap of the first step.
     """
     gaps, above = _gaps(history), _above(history)
     if not above or _asynchronous(history) or last_mean(gaps) >= GROWN_GAP * gaps[0][1]:
@@ -83,7 +83,10 @@ def engine_differs(history: History) -> Finding | None:
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     return Finding(
         above[0][0],
-        [f"engine and actor differ by {shown(last_mean(gaps))} nats per token in the last steps, above {limit:g}"],
+        [
+            f"the log-probs of engine and actor differ by {shown(last_mean(gaps))} nats per token in the last steps, "
+            f"above {limit:g}"
+        ],
         ["the engine uses other kernels or another precision than the actor"],
         ["check model.dtype, or correct for the difference (algorithm=tis or algorithm.correction.level=token)"],
     )
@@ -92,10 +95,10 @@ def engine_differs(history: History) -> Finding | None:
 def stale_answers(history: History) -> Finding | None:
     """Detect off-policy answers for which no correction is configured.
 
-    Some answers were sampled by weights older than the current weights (`rollout/staleness_max` is above 0). The gap
+    Some answers were sampled with weights older than the current weights (`rollout/staleness_max` is above 0). The gap
     between the log-probs of engine and actor, averaged over all steps, is above `rollout.max_log_prob_gap`. The run
-    does not correct for the gap: `algorithm.correction.level` and `algorithm.rejection.kl_estimator` are null, and
-    `algorithm.old_log_probs` is `actor`.
+    does not correct for the gap between engine and actor, because `algorithm.correction.level` and
+    `algorithm.rejection.kl_estimator` are null, and `algorithm.old_log_probs` is `actor`.
     """
     gaps = _gaps(history)
     corrected = (
@@ -111,7 +114,8 @@ def stale_answers(history: History) -> Finding | None:
         next(step for step, value in gaps if value > limit),
         [
             f"answers are up to {oldest:.0f} weight versions older than the weights that are trained",
-            f"engine and actor differ by {shown(mean(gaps))} nats per token on average, above {limit:g}",
+            f"the log-probs of engine and actor differ by {shown(mean(gaps))} nats per token on average, "
+            f"above {limit:g}",
             "algorithm.correction.level=null: the loss treats the answers as answers of the current policy",
         ],
         ["the config, or a preset for synchronous training, switched the off-policy correction off"],
@@ -120,9 +124,9 @@ def stale_answers(history: History) -> Finding | None:
 
 
 def answers_too_old(history: History) -> Finding | None:
-    """Detect answers that are too old to learn from.
+    """Detect answers that were sampled with weights too old for learning.
 
-    Some answers were sampled by weights older than the current weights. The effective sample size of the importance
+    Some answers were sampled with weights older than the current weights. The effective sample size of the importance
     weights, averaged over the last 5 steps, is below half of the number of tokens.
     """
     sizes = history.points("rollout/effective_sample_size") or history.points("actor/engine_effective_sample_size")
@@ -162,7 +166,7 @@ def answers_cut(history: History) -> Finding | None:
         [*causes, "the model does not end its answers: its chat template or its training data has no end token"],
         [
             "raise rollout.max_response_length",
-            "penalise long answers (algorithm.reward_shaping.overlong_buffer=auto), or keep truncated answers out "
+            "penalise long answers (algorithm.reward_shaping.overlong_buffer=auto), or exclude truncated answers "
             "(algorithm.mask_truncated or algorithm.exclude_truncated)",
         ],
     )

@@ -91,7 +91,7 @@ class History:
         return [part for part in parts if isinstance(part, Mapping) and isinstance(part.get("name"), str)]
 
     def rows(self, file: SampleFile, columns: Sequence[str]) -> list[dict[str, Any]]:
-        """Return all rows of a Parquet file of samples, with only the given columns; [] if the file cannot be read."""
+        """Return the given columns of all rows of a Parquet file of samples; [] if the file cannot be read."""
         try:
             found: list[dict[str, Any]] = pq.read_table(file.path, columns=list(columns)).to_pylist()
         except Exception as error:  # The library pyarrow may raise any exception for a damaged file.
@@ -154,9 +154,9 @@ def windows(points: Points) -> Points:
 
 
 def final_streak(points: Points, holds: Callable[[float], bool], steps: int = PERSISTENT_STEPS) -> Points:
-    """Return the longest run of values at the end of `points` that all fulfil a condition.
+    """Return the longest sequence of pairs at the end of `points` whose values all fulfil a condition.
 
-    The returned list is [] if fewer than `steps` consecutive values at the end fulfil the condition.
+    The returned list is [] if the sequence has fewer than `steps` pairs.
     """
     count = 0
     while count < len(points) and holds(points[-1 - count][1]):

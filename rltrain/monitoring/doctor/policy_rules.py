@@ -1,4 +1,4 @@
-"""Rules that detect bad updates, a policy that collapses or drifts away, and a critic that does not learn."""
+"""Rules that detect bad updates, a collapsed or drifting policy, and a critic that does not learn."""
 
 from rltrain.monitoring.alarms import COLLAPSED_SHARE, PERSISTENT_STEPS, WINDOW_STEPS
 from rltrain.monitoring.doctor.history import (
@@ -35,13 +35,13 @@ JUDGED_STEPS = 10  # A critic's explained variance is noisy, so the doctor avera
 def learning_rate_too_high(history: History) -> Finding | None:
     """Detect updates that are too large.
 
-    The rule has three conditions, of which at least one holds. First condition: the updates of one step moved the
-    policy by a KL of at least 0.5 nats per token, and the mean reward then fell. Second condition: the updates of at
-    least 3 steps each moved the policy by a KL of at least 0.3 nats per token. Third condition: the entropy changed by
-    a factor of at least 3 within two steps, the mean reward then fell, and the run measured no KL above 0. (A KL of 0
-    is normal with one update per step.) A fall of the mean reward counts if it is at least half the standard
-    deviation of single rewards. The fall of the mean reward is the difference between two means: over the 5 steps that
-    end with the large update, and over the last 5 steps of the run.
+    The updates of a run are too large if at least one of three conditions holds. First condition: the updates of one
+    step moved the policy by a KL of at least 0.5 nats per token, and the mean reward then fell. Second condition: the
+    updates of at least 3 steps each moved the policy by a KL of at least 0.3 nats per token. Third condition: the
+    entropy changed by a factor of at least 3 within two steps, the mean reward then fell, and the run measured no KL
+    above 0, as is normal with one update per step. A fall of the mean reward counts only if it is at least half the
+    standard deviation of single rewards. The fall of the mean reward is the mean over the 5 steps that end with the
+    large update, minus the mean over the last 5 steps of the run.
     """
     kl = history.points("actor/ppo_kl")
     huge = [point for point in kl if point[1] >= HUGE_KL]
@@ -104,7 +104,7 @@ def _jump(history: History) -> int | None:
 
 
 def _largest_change(entropy: Points) -> tuple[float, float]:
-    """Return the largest factor by which the entropy changed within `JUMP_STEPS` steps of the first point.
+    """Return the largest factor by which the entropy changed within `JUMP_STEPS` steps after the first point.
 
     The second returned value is the entropy after the largest change. If `entropy` has only one point, the returned
     factor is 1.

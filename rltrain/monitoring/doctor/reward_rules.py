@@ -13,11 +13,11 @@ from rltrain.monitoring.doctor.history import Finding, History, Points, final_st
 # cause a few failures.
 FAILED_SHARE = 0.01
 UNSCORED_SHARE = 0.5  # The doctor reports missing scores only if at least half of the answers have no score.
-ENOUGH_FOR_TRENDS = 10  # A trend compares two disjoint windows of five steps, so a run needs at least ten steps.
+ENOUGH_FOR_TRENDS = 10  # Trends are found by comparing two disjoint windows of five steps, which requires ten steps.
 # A rise of the mean reward by less than half the standard deviation of single rewards counts as noise.
 GAINED_SPREADS = 0.5
 FLAT_SHARE = 0.02  # An accuracy that rises by less than 0.02 counts as constant.
-LOST_ACCURACY = 0.05  # The doctor ignores a fall of the accuracy between two evaluations that is smaller than 0.05.
+LOST_ACCURACY = 0.05  # The doctor ignores a fall of the accuracy by less than 0.05 between two evaluations.
 # The doctor ignores a fall of the mean evaluation reward by less than a quarter of the standard deviation of single
 # rewards.
 LOST_SPREADS = 0.25
@@ -70,7 +70,7 @@ def reward_never_applies(history: History) -> Finding | None:
     """Find reward functions that return None instead of a score for many answers.
 
     In the last 5 steps, at least half of the answers have no score although no reward function failed for these
-    answers. The finding is also reported if some reward function returned None for every answer of the last step.
+    answers. The finding is also reported if a reward function returned None for every answer of the last step.
     """
     failed = dict(history.points("reward/failed_fraction"))
     points = [(step, value - failed.get(step, 0.0)) for step, value in history.points("reward/unscored_fraction")]
@@ -124,7 +124,7 @@ def dead_reward(history: History) -> Finding | None:
     rewards = [point for point in history.points("reward/mean") if point[0] >= step]
     evidence = [f"all answers to each prompt had the same outcome in each of the last {len(streak)} steps"]
     if rewards:
-        evidence.append(f"the mean reward of these steps is {shown(mean(rewards))}")
+        evidence.append(f"the mean reward of the steps with equal outcomes is {shown(mean(rewards))}")
     if step == history.first_step:
         causes = [
             "the reward function gives every answer the same score",
@@ -132,7 +132,7 @@ def dead_reward(history: History) -> Finding | None:
         ]
     else:
         causes = [
-            "since this step, the policy gives only one kind of answer",
+            "the policy has begun to give only one kind of answer",
             "the prompts became too hard or too easy",
         ]
     return Finding(
@@ -151,9 +151,9 @@ def reward_hacking(history: History) -> Finding | None:
     """Find a training reward that rises while the share of correct answers stays flat.
 
     The rule compares the first 5 steps with the last 5 steps of a run of at least 10 steps. The mean reward rose by at
-    least half the standard deviation of single rewards, but the share of correct answers rose by less than 0.02. If a
-    run does not measure the share of correct answers, the rule reads the total score of the functions with `outcome:
-    true` instead, provided that other functions have `outcome: false`.
+    least half the standard deviation of single rewards, but the share of correct answers rose by less than 0.02. In a
+    run without a measured share of correct answers, the rule uses the total score of the reward functions with
+    `outcome: true`, provided that other reward functions have `outcome: false`.
     """
     rewards, spread = windows(history.points("reward/mean")), history.points("reward/std")
     right, what = _correctness(history)
@@ -185,8 +185,8 @@ def _correctness(history: History) -> tuple[Points, str]:
     """Return the five-step means of a measure of correctness, and a description of the measure.
 
     In a run with the metric `reward/accuracy`, the measure of correctness is `reward/accuracy`. In a run without
-    `reward/accuracy`, the measure is the sum of the scores of the functions with `outcome: true`, provided that other
-    reward functions have `outcome: false`.
+    `reward/accuracy`, the measure of correctness is the sum of the scores of the reward functions with `outcome: true`,
+    provided that other reward functions have `outcome: false`.
     """
     accuracy = history.points("reward/accuracy")
     if accuracy:
@@ -276,7 +276,7 @@ def reward_fell(history: History) -> Finding | None:
             f"{shown(found[-1][1])} in step {found[-1][0]}"
         ],
         [
-            "the updates are too large for the policy at this point",
+            "the updates are too large",
             "the engine does not sample from the trained policy",
         ],
         [

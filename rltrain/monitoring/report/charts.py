@@ -51,8 +51,8 @@ def charts(names: Iterable[str]) -> list[dict[str, Any]]:
 def _matches(patterns: Sequence[str], names: Iterable[str]) -> list[list[str]]:
     """Return the metric names of each chart that one entry of `CHARTS` defines.
 
-    An entry of `CHARTS` with a `*` gives one chart for each matching metric. An entry without a `*` gives a single
-    chart with all metrics of the entry.
+    An entry of `CHARTS` with a `*` gives one chart for each matching metric. An entry of `CHARTS` without a `*`
+    gives a single chart with all metrics of the entry.
     """
     if "*" in patterns[0]:
         return [[name] for name in names if re.fullmatch(patterns[0].replace("*", r"[^/]+"), name)]

@@ -13,7 +13,7 @@ from typing import Any
 from rltrain.base.secret_values import redacted
 
 COMMAND = "command.json"
-# The output and checkpoint folders are not compared with the presets, because every run has folders of its own.
+# The output and checkpoint folders are not compared with the presets, because every run has its own folders.
 _OF_A_PLACE = {"trainer.output_dir", "trainer.checkpoint_dir"}
 
 
@@ -24,7 +24,8 @@ class Command:
     Attributes:
         arguments: arguments of the command line.
         presets: those arguments that choose a file of a config group, such as `algorithm=dapo`.
-        values: the config that results from the presets alone, as nested values; {} if that config is unknown.
+        values: the config that results from the presets alone, as nested values; {} if the config of the presets is
+            unknown.
     """
 
     arguments: list[str]
@@ -79,7 +80,7 @@ def between(configs: Sequence[Mapping[str, Any]]) -> list[tuple[str, list[str | 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Convert nested config values to a flat mapping from dotted keys to values as JSON text, without secrets.
 
-    A list in the config counts as one value, so the elements of a list get no keys of their own.
+    A list in the config counts as one value, so the elements of a list have no dotted keys.
     """
     found: dict[str, str] = {}
     for key, value in values.items():

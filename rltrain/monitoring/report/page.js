@@ -375,7 +375,7 @@ function showTime() {
     redraws.push(() => drawTime(picture, values, names, rows, colors));
     listen(picture);
     place.append(el("div", { class: "phases" }, el("div", { class: "chart" },
-      el("h3", {}, data.runs.length > 1 ? run.name : "Seconds a step, by phase"), values, picture),
+      el("h3", {}, data.runs.length > 1 ? run.name : "Seconds per step, by phase"), values, picture),
     table(["phase", "mean seconds", "share"], names.map((name, phase) => [
       el("span", {}, mark({ color: colors[phase] }), name), short(sumOf(phase) / rows.length), `${(100 * sumOf(phase) / total).toFixed(1)}%`,
     ]), [1, 2])));
@@ -522,8 +522,8 @@ function showSamples() {
     `${run.name}: the page holds ${whole(run.samples.shown)} of ${whole(run.samples.total)} samples, the first groups of ` +
     `${several(run.samples.chunks.length, "step")}, to stay small. All samples are in the folder rollouts.`)));
   const rounding = Math.max(...data.runs.map((run) => run.samples.rounding));
-  place.append(el("p", { class: "faint" }, "Click or hover a token to see its values; in a focused answer the arrow keys move from token to token. " +
-    `The page rounds values of tokens to ${Number((100 * rounding).toPrecision(1))}%; the exact ones are in the folder rollouts.`));
+  place.append(el("p", { class: "faint" }, "Click or hover over a token to see its values. In a focused answer, the arrow keys move from token to token. " +
+    `The page rounds values of tokens to ${Number((100 * rounding).toPrecision(1))}%; the exact values are in the folder rollouts.`));
   place.append(filters(), el("div", { class: "status" },
     el("span", { id: "count", role: "status" }), el("span", { id: "scale", class: "scale" })), el("div", { id: "groups" }),
   el("button", { id: "next", type: "button", hidden: true, onclick: () => { shownGroups += PAGE; apply(false); } }, "Show more groups"));
@@ -568,8 +568,8 @@ function filters() {
     el("button", { type: "reset" }, "Reset"));
 }
 
-// The columns of a run are known once the first chunk of the run is decompressed; `firstChunks` is filled before the
-// filters are made.
+// The columns of a run are known after the first chunk of the run is decompressed, so `firstChunks` is filled before the
+// filters are created.
 const firstChunks = [];
 const hasColumn = (name) => firstChunks.some((chunk) => chunk && (name === "surprise" ? "log_prob" : name) in chunk.columns);
 
@@ -664,7 +664,7 @@ function card(row, chunk, summary, colored) {
   const start = chunk.starts[row.row];
   if (chunk.columns.advantage && row.length) facts.push(["advantage", meanAdvantage(chunk, row)]);
   facts.push(["ended by", row.finish], ["", several(row.length, "token")]);
-  if (!summary.valid[row.row] && !row.bad) facts.push(["", "in no statistic"]);
+  if (!summary.valid[row.row] && !row.bad) facts.push(["", "excluded from statistics"]);
   const body = el("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "answer; arrow keys move over its tokens" });
   body.chunk = chunk;
   const isHidden = summary.hidden.includes(row.row);
@@ -676,7 +676,7 @@ function card(row, chunk, summary, colored) {
   return el("div", { class: "card" },
     el("div", { class: "facts" }, ...facts.map(([name, value]) => el("span", {}, name ? `${name} ` : "", el("b", {}, value)))),
     row.bad ? el("div", { class: "error" }, summary.errors[row.row]) : null,
-    isHidden ? el("div", { class: "faint" }, "The text holds a secret, which is hidden, and so are its tokens.") : null, body, rest);
+    isHidden ? el("div", { class: "faint" }, "The text contains a secret, so the secret and all tokens of the text are hidden.") : null, body, rest);
 }
 
 function meanAdvantage(chunk, row) {
@@ -725,8 +725,9 @@ function background(name, value, limit) {
   return `rgba(var(--${kind}), ${(0.6 * Math.min(1, Math.abs(value) / limit) ** 0.7).toFixed(3)})`;
 }
 
-// The colour is strongest at the 98th percentile of the first and the last chunk of each run, and at a limit that
-// keeps rounding errors from being painted.
+// The colour of a token is strongest at the 98th percentile of the values in the first and the last chunk of each run.
+// If the 98th percentile is below the limit in LEAST, the colour is strongest at the limit, so that rounding errors
+// stay almost colourless.
 const limits = new Map();
 const LEAST = { advantage: 0.1, log_ratio: 0.01, entropy: 0.1, kl: 0.01, surprise: 0.1 };
 

@@ -30,8 +30,8 @@ def write_report(
         folders: output folders of the runs.
         output: path of the HTML file.
         defaults: command and preset config that are used for a run that did not record its command.
-        max_bytes: maximum size of the page. If the page would be larger with all samples, the page omits some samples
-            and states how many samples it shows.
+        max_bytes: maximum size of the page. If a page with all samples would exceed the maximum size, the page omits
+            some samples and states how many samples it shows.
 
     Returns:
         A list with one text for each file, table or line that could not be read.
@@ -85,7 +85,7 @@ def page(runs: Sequence[RunFiles], defaults: Command | None, max_bytes: int) -> 
 
 
 def _described(run: RunFiles, defaults: Command | None) -> dict[str, Any]:
-    """Return the data about one run that the page shows, except the run's samples."""
+    """Return all data about one run that the report page shows, except for the samples."""
     command = run.command or defaults
     return {
         "name": run.name,

@@ -1,4 +1,4 @@
-"""Rewrites the report of an active run from time to time, in processes that use about 1% of a CPU core at most.
+"""Rewrites the report of an active run from time to time, in processes that use at most about 1% of a CPU core.
 
 The report of a long run takes seconds of CPU time and more than 100 MB of memory. The report is not written in a thread
 of the driver, because the thread would enlarge the driver's memory and hold Python's global interpreter lock.
@@ -19,7 +19,7 @@ from workers.cluster.process_tree import end_with_parent
 logger = logging.getLogger(__name__)
 
 FIRST_AFTER_S = 10.0  # The first report is written after 10 seconds; a shorter run writes a report only at its end.
-SHARE = 0.01  # The CPU time of all report processes together is about 1% of the run's duration at most.
+SHARE = 0.01  # The CPU time of all report processes together is at most about 1% of the run's duration.
 _NICE = 10  # The niceness of the report process gives priority to the other processes of the run.
 _START = (
     "import sys; sys.path[:] = {path!r}; from rltrain.monitoring.report.refresh import run; run({folder!r}, {parent})"

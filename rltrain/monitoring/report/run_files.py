@@ -1,4 +1,4 @@
-"""Reads the files in a run's output folder that a report needs.
+"""Reads all files that a report needs from a run's output folder.
 
 If a file of the run is damaged, the report contains a note instead of the file's content, and all other files are still
 read.
@@ -27,7 +27,7 @@ class RunFiles:
 
     Attributes:
         folder: output folder of the run.
-        name: short name that is unique among the runs of the page.
+        name: short name of the run, unique among the runs of the report page.
         steps: metrics of each training step.
         evaluations: metrics of each evaluation.
         alarms: the alarms, as dicts with the keys `step` and `alarm`.

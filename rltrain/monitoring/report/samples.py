@@ -4,9 +4,10 @@ Each table of samples is encoded as one *chunk*: a JSON header, followed by the 
 column by column. A chunk is compressed and written as base64 text. The page decompresses a chunk only when the chunk's
 samples are shown or searched.
 
-Each real number x, such as a log-prob or an advantage, is stored as the 16-bit integer round(k asinh(x / s)).
-Consecutive 16-bit integers stand for numbers that differ by about s / k near 0, and by about |x| / k if |x| is much
-larger than s. A smaller constant k makes the page smaller and the stored real numbers less exact.
+Each real number x, such as a log-prob or an advantage, is stored as the 16-bit integer round(k asinh(x / s)) with two
+constants k and s. Stored numbers x have a resolution of about s / k near 0, and of about |x| / k for |x| much larger
+than s, where k and s are the constants of the encoding. Smaller values of the constant k make the page smaller and the
+stored real numbers less exact.
 """
 
 import gzip
@@ -30,8 +31,8 @@ from rltrain.monitoring.report.run_files import RunFiles
 # A real number x is stored as round(k asinh(x / s)) with s = 0.001, so the resolution of numbers near 0 is s / k.
 SMALLEST = 1e-3
 # BYTES_OF_NUMBER maps each value of the constant k, from the finest to the coarsest rounding, to the compressed size of
-# a real number in bytes. The sizes in BYTES_OF_NUMBER were measured on log-probs of real runs. The relative rounding
-# error of a stored real number is at most about 1 / (2 k).
+# a real number in bytes. The sizes in BYTES_OF_NUMBER were measured on log-probs of real runs. With the constant k, the
+# relative rounding error of a stored real number is at most about 1 / (2 k).
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
@@ -66,7 +67,7 @@ class Vocabulary:
     def numbers(self, ids: np.ndarray) -> np.ndarray:
         """Return the token numbers (N,) that the page uses for the given token ids (N,).
 
-        Token ids that are not in the vocabulary of the page yet are added first.
+        Token ids that are not yet in the vocabulary of the page are added to the vocabulary first.
         """
         found, counts = np.unique(ids, return_counts=True)
         if len(found) and found[-1] >= len(self._numbers):
@@ -120,8 +121,8 @@ class Size:
 def encode_samples(run: RunFiles, budget: int) -> Samples:
     """Read and encode the samples of a run.
 
-    If all samples together exceed the size limit, the same share of the prompt groups is left out in each step. If
-    fewer than one of 8 prompt groups would remain in a step, whole steps are left out too.
+    If all samples of the run together exceed the size limit, the same share of the prompt groups is left out in each
+    step. If fewer than one in 8 prompt groups would remain in a step, whole steps are left out too.
 
     Args:
         run: files of the run. For each table of samples that cannot be read, a note is added to `run.notes`.
@@ -222,7 +223,7 @@ def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleF
 
     The sample files of the first and the last step are always included.
     """
-    groups = 8  # Sample files are left out only if less than one of every 8 prompt groups would be shown.
+    groups = 8  # Sample files are left out only if fewer than one in 8 prompt groups would be shown.
     count = len(files) if share * groups >= 1 else max(2, round(len(files) * share * groups))
     if count >= len(files):
         yield from ((file, share) for file in files)
@@ -245,7 +246,7 @@ def _read(file: SampleFile, share: float) -> pa.Table:
 
 
 class Chunk:
-    """The samples of one table, which `encode` converts to a chunk of the page.
+    """The samples of one table, which the method `encode` converts to one chunk of the report page.
 
     Args:
         file: the Parquet file that contains the table.
@@ -337,7 +338,7 @@ class Chunk:
         return {name: values for name, values in found.items() if values is not None}
 
     def _prompts(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return a list of the distinct prompts, and for each row the index of its prompt in the list."""
+        """Return a list of the distinct prompts, and a list with the index of the prompt of each row."""
         texts = self.table["prompt"].to_pylist()
         keys = list(zip(self.table["uid"].to_pylist(), texts, strict=True))
         ids = self.table["prompt_ids"].to_pylist() if "prompt_ids" in self.table.column_names else [[]] * len(keys)

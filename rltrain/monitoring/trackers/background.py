@@ -36,9 +36,10 @@ class BackgroundSink:
 
     The forwarded calls are executed in a separate thread, in the original order.
 
-    Of the methods of `BackgroundSink`, only `close` waits for the wrapped sink, and no method raises an exception. If a
-    call of the wrapped sink raises an exception, the later calls are still made. If `restore` fails, the wrapped sink
-    has no run to write to, so the wrapped sink gets no calls until the next `restore`.
+    Only the method `close` of `BackgroundSink` waits for the wrapped sink. None of the methods of `BackgroundSink`
+    raises an exception. If a call of the wrapped sink raises an exception, later calls of the wrapped sink are still
+    made. If `restore` fails, the wrapped sink has no run to write to, so the wrapped sink gets no calls until the next
+    `restore`.
 
     Args:
         name: name of the wrapped sink in the text of alarms.
@@ -118,7 +119,8 @@ class BackgroundSink:
     def alarms(self) -> list[str]:
         """Return the alarms that were raised since the last call of `alarms`.
 
-        Only the first exception and the first dropped call raise an alarm.
+        Of all exceptions and dropped calls of a sink, only the first exception and the first dropped call raise an
+        alarm.
         """
         return [self._alarms.get() for _ in range(self._alarms.qsize())]
 
@@ -143,7 +145,7 @@ class BackgroundSink:
     def _try(self, call: _Call) -> None:
         try:
             call()
-        except BaseException as error:  # The handler also catches SystemExit, which would otherwise end the thread.
+        except BaseException as error:  # BaseException includes SystemExit, which would otherwise end the thread.
             logger.debug("%s failed", self.name, exc_info=True)
             if not self._failed:
                 self._failed = True

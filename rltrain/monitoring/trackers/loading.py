@@ -48,7 +48,7 @@ def make_sinks(output_dir: Path, names: Sequence[str]) -> list[Sink]:
 
     The sink `JsonLines` is always included, because checkpoints copy the files of `JsonLines`, and a resumed run reads
     earlier metrics from those copies. `JsonLines` and `TensorBoard` are called directly, because they only write to the
-    output folder. Every other sink is called in a separate thread.
+    output folder. Every sink except `JsonLines` and `TensorBoard` is called in a separate thread.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -69,9 +69,10 @@ def _check_library(name: str) -> None:
         raise ConfigError(f"{KEY}=[{name}]: the package {name} is not installed; run pip install rltrain[{name}]")
     try:
         importlib.import_module(name)
-    except Exception as error:  # Importing a package whose own dependencies are missing may raise any exception.
+    except Exception as error:  # Importing a package with missing dependencies may raise any exception.
         raise ConfigError(
-            f"{KEY}=[{name}]: the package {name} does not import ({described(error)}); run pip install rltrain[{name}]"
+            f"{KEY}=[{name}]: the package {name} cannot be imported ({described(error)}); "
+            f"run pip install rltrain[{name}]"
         ) from None
     if name == "wandb":
         WandbTracker.check()
@@ -81,7 +82,7 @@ def _class(path: str) -> Callable[[Path], Sink]:
     """Import the class with the import path `path`, which has the form `package.module:Class` or `file.py:Class`."""
     if ":" not in path:
         near = difflib.get_close_matches(path, NAMES, n=1)
-        hint = f"did you mean {near[0]}?" if near else "a class of your own is package.module:Class or file.py:Class"
+        hint = f"did you mean {near[0]}?" if near else "name your own class as package.module:Class or file.py:Class"
         raise ConfigError(f"{KEY}=[{path}]: not one of {', '.join(NAMES)}; {hint}")
     try:
         found: Callable[[Path], Sink] = load_function(path)

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 EXPERIMENT = "rltrain"
 # MLflow's REST API accepts at most 1000 metric values and 100 parameters in one request.
 METRICS_AT_ONCE, PARAMETERS_AT_ONCE = 1000, 100
-# The tracker sends at most one request every 5 seconds, because a request after each short training step would take
-# three times as much CPU time.
+# The tracker sends at most one request every 5 seconds, because one request after each short training step would take
+# three times the CPU time.
 INTERVAL_S = 5.0
 _NOT_IN_A_NAME = re.compile(r"[^\w\-. :/]")
 
@@ -105,7 +105,7 @@ class MlflowTracker:
     def _start(self, client: "MlflowClient") -> str:
         """Start an MLflow run and return its id.
 
-        The config is logged as the parameters of the MLflow run, which MLflow does not allow to be changed later.
+        The config is logged as the parameters of the MLflow run, and MLflow does not allow later changes to parameters.
         """
         from mlflow.entities import Param
 
@@ -132,8 +132,7 @@ def _experiment(client: "MlflowClient") -> str:
 def _name(name: str) -> str:
     """Replace with an underscore each character that MLflow does not allow in the name of a metric or parameter.
 
-    The replacement is needed because the names of reward functions, which occur in metric names, may contain any
-    character.
+    Metric names may contain any character, because metric names include the names of reward functions.
     """
     return _NOT_IN_A_NAME.sub("_", name)
 

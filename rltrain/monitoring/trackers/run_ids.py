@@ -1,6 +1,6 @@
 """The file `trackers.json`, which stores the id of the run in each tracker, such as the id of the W&B run.
 
-With the stored id, a resumed run continues the existing run in the tracker instead of starting a new run there.
+With the stored id, a resumed run continues the existing run in the tracker instead of starting a new one.
 """
 
 import json

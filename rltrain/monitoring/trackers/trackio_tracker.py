@@ -19,7 +19,7 @@ PROJECT = "rltrain"
 
 
 class TrackioTracker:
-    """Sink that writes a run to trackio's database, or to the server that `TRACKIO_SPACE_ID` or another variable names.
+    """Sink that writes a run to trackio's database, or to a server that an environment variable of trackio names.
 
     The library trackio cannot remove logged rows. When a run goes back to a checkpoint and repeats steps, trackio has
     two rows for each repeated step, and the row that was logged later is the valid one.

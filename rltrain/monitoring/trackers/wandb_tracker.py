@@ -85,7 +85,7 @@ class WandbTracker:
 
         A new W&B run receives the metrics of all kept training steps and evaluations.
 
-        If the W&B run is continued, its rows after the training step `step` are discarded.
+        If a W&B run is continued, the rows of the W&B run after the training step `step` are discarded.
         """
         self.close()
         known = self.ids.read()
@@ -108,7 +108,8 @@ class WandbTracker:
             with contextlib.suppress(psutil.Error):
                 if process.name() == SERVICE:
                     process.kill()
-        # `teardown` may raise an exception, but only after it has removed wandb's exit handler.
+        # The function `wandb.teardown` may raise an exception, but only after `wandb.teardown` has removed wandb's exit
+        # handler.
         with contextlib.suppress(Exception):
             wandb.teardown()
 
@@ -123,7 +124,7 @@ class WandbTracker:
             id=run_id,
             config=self.config,
             settings=wandb.Settings(
-                # If wandb captured the console output, the progress bar would be disturbed.
+                # If wandb captured the console output, the capture would disturb the progress bar.
                 console=given.get("WANDB_CONSOLE", "off"),
                 # Even in quiet mode, wandb prints the URL of the W&B run.
                 quiet=given.get("WANDB_QUIET", "true").lower() == "true",

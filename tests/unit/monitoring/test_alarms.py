@@ -21,7 +21,7 @@ def test_an_alarm_is_told_when_it_begins_and_again_only_after_it_had_stopped():
     found = looks(alarms(), "rollout/log_prob_gap", [0.01, 0.06, 0.07, 0.05, 0.2, 0.2])
     assert steps_with(found) == [2, 5]
     assert found[1][0].startswith(
-        "step 2: engine and actor differ by 0.06 nats per token, above rollout.max_log_prob_gap=0.05"
+        "step 2: the log-probs of engine and actor differ by 0.06 nats per token, above rollout.max_log_prob_gap=0.05"
     )
 
 

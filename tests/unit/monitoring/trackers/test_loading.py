@@ -75,8 +75,8 @@ def test_the_default_is_tensorboard_and_a_resumed_run_may_change_it():
     ("names", "message"),
     [
         (["wadnb"], "trainer.trackers=[wadnb]: not one of tensorboard, wandb, mlflow, trackio; did you mean wandb?"),
-        (["x"], "trainer.trackers=[x]: not one of tensorboard, wandb, mlflow, trackio; a class of your own is "
-                "package.module:Class or file.py:Class"),
+        (["x"], "trainer.trackers=[x]: not one of tensorboard, wandb, mlflow, trackio; name your own class "
+                "as package.module:Class or file.py:Class"),
         (["tensorboard", "tensorboard"],
          "trainer.trackers=[tensorboard,tensorboard]: tensorboard appears more than once; list each tracker once"),
         (["my_sink.py:Half"], "trainer.trackers=[my_sink.py:Half]: the class lacks log_eval, restore; a tracker must "
@@ -114,7 +114,7 @@ def test_a_package_that_does_not_import_is_refused_with_its_reason(tmp_path, mon
     for name in [name for name in sys.modules if name.split(".")[0] == "trackio"]:
         monkeypatch.delitem(sys.modules, name)
     assert refusal("trackio") == (
-        "trainer.trackers=[trackio]: the package trackio does not import (ModuleNotFoundError: No module named "
+        "trainer.trackers=[trackio]: the package trackio cannot be imported (ModuleNotFoundError: No module named "
         "'a_part_that_is_missing'); run pip install rltrain[trackio]"
     )
 
