@@ -138,8 +138,8 @@ class DataProto:
         """Create a batch from tensor columns and columns of Python objects.
 
         Raises:
-            ValueError: the columns differ in their number of rows, or a column name occurs in both `tensors` and
-                `non_tensors`.
+            ValueError: the columns differ in their number of rows, or a tensor column and an object column have the
+                same name.
         """
         tensors, non_tensors = dict(tensors or {}), dict(non_tensors or {})
         sizes = {name: len(c) if not c.is_nested else c.size(0) for name, c in tensors.items()}

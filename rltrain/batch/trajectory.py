@@ -59,7 +59,7 @@ class Turn:
             )
 
     def token_rewards(self) -> list[float]:
-        """Return the reward of each sampled token: the turn's reward for the last token, and 0.0 for all other tokens."""
+        """Return the reward of each sampled token: the turn's reward for the last token, 0.0 for all other tokens."""
         if not self.action_ids:
             return []
         return [0.0] * (len(self.action_ids) - 1) + [self.reward or 0.0]
