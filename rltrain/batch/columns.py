@@ -1,9 +1,9 @@
 """Columns of a batch, stored as values and offsets, and functions that copy rows between batches.
 
-The values of a column are either a tensor or *stored* as bytes of a received batch. Stored values lie in memory that
-other processes may read too. Stored bytes are read-only, and no tensor shares memory with stored bytes. A caller that
-needs some rows of a column, or the whole column as a tensor, gets a copy of only the needed values. The functions that
-copy rows between batches copy each byte only once.
+The values of a column are a tensor or, in a batch that was received from another process, *stored* as read-only bytes.
+The bytes of stored values may lie in memory that other processes also read, so no tensor shares memory with these
+bytes. Selecting rows of a column copies only the values of the selected rows. The functions that copy rows between
+batches copy each byte only once.
 """
 
 import math
@@ -50,7 +50,8 @@ class Column:
     Attributes:
         values: the values of all rows, (B, ...) in a dense column and (N, ...) in a jagged column.
         offsets: offsets of the rows, (B + 1,), in a jagged column; None in a dense column.
-        tensor: cached result of `whole`, that is, the column as one dense or nested tensor; None before the first call.
+        tensor: cached result of `whole`, that is, the column as one dense or nested tensor; None before the first call
+            of `whole`.
     """
 
     values: Tensor | Stored
@@ -74,7 +75,7 @@ class Column:
         return self.tensor
 
     def in_family(self, offsets: Tensor | None) -> "Column":
-        """Return a column with the same values but with `offsets`, which must equal the column's own offsets."""
+        """Return the column with its offsets tensor replaced by `offsets`, a tensor with equal values."""
         return self if offsets is self.offsets else Column(self.values, offsets)
 
 
@@ -128,9 +129,9 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
     Args:
         parts: for each part (batch), a mapping from column names to columns. All batches in `parts` have the same
             column names.
-        rows: numbers of the rows to copy, int64, in the order of the result. Rows are numbered through all parts: the
-            number of a part's first row is one above the number of the previous part's last row. If `rows` is None, all
-            rows of all parts are copied.
+        rows: numbers of the rows to copy, int64, in the order of the result. Rows are numbered consecutively across all
+            batches in `parts`: the first row of a batch follows the last row of the previous batch. If `rows` is None,
+            all rows of all batches are copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}
@@ -145,7 +146,8 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
 
 class Route(NamedTuple):
-    """The ranges of values from which new rows are copied. Columns that share one offsets tensor share one route.
+    """The ranges of values from which new rows are copied. Columns that share one offsets tensor also share one
+    `Route`.
 
     Attributes:
         pieces: (part, start, stop) of each range of contiguous values to copy, in the order of the new rows.
@@ -217,8 +219,8 @@ def _is_plain(source: Tensor | Stored) -> bool:
 
 
 def memory_of(source: Tensor | Stored) -> np.ndarray:
-    """Return the bytes of stored values or of a CPU tensor, (n,) uint8. Only tensors that are not contiguous are
-    copied.
+    """Return the bytes of stored values or of a CPU tensor, (n,) uint8. `memory_of` copies a tensor only if the tensor
+    is not contiguous.
     """
     if isinstance(source, Stored):
         return source.memory

@@ -4,9 +4,10 @@ The following letters stand for sizes in this project: P prompts in a step, G sa
 sequences, T response tokens of a row in the padded view, N tokens of a packed batch, V vocabulary entries.
 
 Variable-length columns are *jagged*: they consist of the concatenated values of all rows, (N,), and of the offsets of
-the rows, (B + 1,). Row i of a jagged column is `values[offsets[i]:offsets[i + 1]]`. A family is a set of jagged columns
-with equal row lengths, such as the response columns. The columns of a family share one offsets tensor. Batches are
-stored and sent without padding. The method `padded(column)` returns the padded view (B, T), which the algorithms read.
+the rows, (B + 1,). Row i of a jagged column is `values[offsets[i]:offsets[i + 1]]`. A column family is a set of jagged
+columns with equal row lengths, such as the response columns. All columns of a column family share one offsets tensor.
+Batches are stored and sent without padding. The method `padded(column)` returns the padded view (B, T), which the
+algorithms read.
 """
 
 import json
@@ -25,8 +26,8 @@ from rltrain.batch.serialization import Packet, Text, objects, receive, send
 
 __all__ = ["COLUMNS", "DataProto", "jagged", "offsets_of", "positions"]
 
-# Maps the name of each column to (family, meaning). All columns of a family share one offsets tensor. The columns of
-# the family "row" are dense and have one value per row.
+# Maps the name of each column to (family, meaning). All jagged columns of a column family share one offsets tensor. The
+# columns of the family "row" are dense and have one entry per row.
 COLUMNS: dict[str, tuple[str, str]] = {
     "prompts": ("prompt", "token ids of the prompt, int64"),
     "responses": (
@@ -43,10 +44,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "teacher_log_probs": ("response", "log-prob under the row's teacher, nats; undefined where `teacher` is -1"),
     "teacher_hidden": (
         "response",
-        "(N, H): the teacher's last hidden state where it predicts the token; undefined where `teacher` is -1",
+        "(N, H): the teacher's last hidden state at the position that predicts the token; undefined if `teacher` is -1",
     ),
     "teacher": ("row", "int64, number of the row's teacher in the config; -1 = no teacher has scored the row"),
-    "selected": ("response", "bool; True = the loss's token selector chose the token in its mini-batch"),
+    "selected": ("response", "bool; True = the loss's token selector selected the token in the token's mini-batch"),
     "random_draws": (
         "response",
         "random number in [0, 1) that depends only on (seed, step, row, sampled token); 0 in observations",
@@ -78,7 +79,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "failed": ("row", "bool; True = a reward function or model failed on the row, so the row is not valid"),
     "failed_function": ("row", "number of the reward component that failed on the row; -1 if no component failed"),
     "scores": ("row", "weighted sum of the row's rewards, after gates are applied"),
-    "successes": ("row", "1 = the answer is correct, 0 = the answer is wrong, NaN = no reward function decides"),
+    "successes": (
+        "row",
+        "1 = correct answer, 0 = wrong answer, NaN = no reward function decides whether it is correct",
+    ),
     "model_scores": ("row", "a reward model's score of the row, before the model's weight is applied"),
     "baseline_rewards": ("row", "score of the greedy answer to the row's prompt"),
     "reward_components": (
@@ -134,7 +138,8 @@ class DataProto:
         """Create a batch from tensor columns and columns of Python objects.
 
         Raises:
-            ValueError: the columns differ in their number of rows, or a column name occurs in both arguments.
+            ValueError: the columns differ in their number of rows, or a tensor column and an object column have the
+                same name.
         """
         tensors, non_tensors = dict(tensors or {}), dict(non_tensors or {})
         sizes = {name: len(c) if not c.is_nested else c.size(0) for name, c in tensors.items()}
@@ -153,7 +158,7 @@ class DataProto:
 
     @property
     def batch(self) -> TensorDict:
-        """A dict of the tensor columns by name. A column is a dense tensor (B, ...) or a nested tensor (B, j).
+        """A dict of the tensor columns by name. A column is a dense tensor (B, ...) or a nested tensor of B rows.
 
         Changes to the dict `batch` change the batch object.
         """
@@ -181,7 +186,7 @@ class DataProto:
             found = {
                 key: known.get(id(tensor)) or column_of(cast(Tensor, tensor)) for key, tensor in self._table.items()
             }
-            # `!=` compares columns by identity, because the dataclass `Column` has `eq=False`.
+            # `!=` compares `Column` objects by identity, because the dataclass `Column` has `eq=False`.
             if found != self._columns:
                 self._columns = share_offsets(found)
         return self._columns
@@ -322,9 +327,9 @@ class DataProto:
 
         Args:
             parts: the batches to concatenate.
-            rows: numbers of the rows to take, int64, in the order of the result. Rows are numbered through all parts:
-                the number of a part's first row is one above the number of the previous part's last row. If `rows` is
-                None, all rows of all parts are taken in order.
+            rows: numbers of the rows to take, int64, in the order of the result. Rows are numbered consecutively across
+                all batches in `parts`: the first row of a batch follows the last row of the previous batch. If `rows`
+                is None, all rows of all batches are taken in order.
 
         Raises:
             ValueError: the parts have different columns, or `parts` is empty.
@@ -458,7 +463,7 @@ class DataProto:
     def shares(self, other: "DataProto", key: str) -> bool:
         """Return whether a tensor column occupies the same memory in both batches.
 
-        `shares` compares only the memory of the two columns, not their values.
+        `shares` compares only the memory locations of the two columns, not their values.
         """
         return self._tensors[key].values is other._tensors[key].values
 

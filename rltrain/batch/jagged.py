@@ -14,7 +14,7 @@ from torch.nested import nested_tensor_from_jagged
 
 
 def jagged(rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype) -> Tensor:
-    """Convert B sequences to a jagged column (B, j)."""
+    """Convert B sequences to a jagged column, that is, to a nested tensor of B rows."""
     rows = list(rows)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     if any(isinstance(row, Tensor) for row in rows):

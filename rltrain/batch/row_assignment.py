@@ -40,12 +40,12 @@ def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step
 
 
 def rows_of_same_groups(uids: Sequence[int], chosen: Sequence[Rows], others: Sequence[int]) -> list[Rows]:
-    """Return, for each mini-batch of a batch, the rows of another batch that belong to the mini-batch's prompt groups.
+    """Return, for each mini-batch, the rows of another batch whose prompt groups occur in the mini-batch.
 
     Args:
-        uids: number of the prompt group of each row of the batch, (B,).
-        chosen: rows of each mini-batch of the batch.
-        others: number of the prompt group of each row of the other batch.
+        uids: number of the prompt group of each row of the batch that is divided into mini-batches, (B,).
+        chosen: for each mini-batch, the numbers of its rows in the divided batch.
+        others: number of the prompt group of each row of the other batch, whose rows are returned.
     """
     groups = [{uids[row] for row in rows} for rows in chosen]
     return [[row for row, uid in enumerate(others) if uid in members] for members in groups]
@@ -58,7 +58,7 @@ def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
     """
     rows = sorted(rows)
     shares = partition([max(work[row], 1) for row in rows], ranks)
-    assert shares is not None, "rows without sizes fit into every part"
+    assert shares is not None, "a partition without size limits always exists"
     return [sorted(rows[index] for index in share) for share in shares]
 
 
@@ -67,9 +67,9 @@ def microbatches(
 ) -> list[Rows]:
     """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
 
-    By default, there are as many micro-batches as first-fit packing, with the longest row first, needs for the rows. If
-    `count` is larger than the number of micro-batches that first-fit packing needs, there are `count` micro-batches,
-    but at most one micro-batch per row.
+    By default, the number of micro-batches is the number that first-fit packing of the rows, in order of decreasing
+    length, needs. A larger `count` raises the number of micro-batches to `count`, or to the number of rows if `count`
+    exceeds the number of rows.
 
     Raises:
         ValueError: a row has more than `max_tokens` tokens.
@@ -93,7 +93,7 @@ def microbatches(
 
 
 def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows]:
-    """Pack rows into micro-batches by first fit, with the longest row first.
+    """Pack rows into micro-batches by first fit, in order of decreasing row length.
 
     If n is the smallest possible number of micro-batches, first fit needs at most 11/9 * n + 6/9 micro-batches (Dosa
     2007).
@@ -127,7 +127,7 @@ def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
     while len(cuts) < count:
         largest = max((cut for cut in cuts if len(cut) > 1), key=lambda cut: sum(work[row] for row in cut))
         halves = partition([work[row] for row in largest], 2)
-        assert halves is not None, "rows without sizes fit into every part"
+        assert halves is not None, "a partition without size limits always exists"
         cuts.remove(largest)
         cuts += [[largest[index] for index in half] for half in halves]
     return cuts

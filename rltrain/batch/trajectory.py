@@ -19,9 +19,9 @@ from itertools import chain
 from typing import Any, Self, TypeVar
 
 NOT_SAMPLED = -1  # The value of `policy_version` at a response token that belongs to an observation.
-# Values of `Trajectory.stop_reason` for which the trajectory was cut off by a limit instead of ending by itself.
+# Values of `Trajectory.stop_reason` which mean that a limit cut the trajectory off.
 LIMITS = ("max_turns", "max_response_length", "deadline")
-STOP_REASONS = ("answer", "done", "error", *LIMITS)  # All values for trajectories in environments.
+STOP_REASONS = ("answer", "done", "error", *LIMITS)  # All values of `Trajectory.stop_reason` in environments.
 
 _Value = TypeVar("_Value", int, float)
 
@@ -40,7 +40,7 @@ class Turn:
         versions: version of the policy's weights that sampled each token, 0 or above.
         finish_reason: why the turn ended: "stop", "length" or "abort", as the engine reported it.
         text: text of the tokens that the policy sampled in the turn, without special tokens.
-        reward: reward that the environment gave for the turn; None if there was no reward.
+        reward: reward that the environment gave for the turn; None if the environment gave no reward for the turn.
     """
 
     observation_ids: Sequence[int]
@@ -59,7 +59,7 @@ class Turn:
             )
 
     def token_rewards(self) -> list[float]:
-        """Return the reward of each sampled token: the turn's reward for the last token, and 0.0 for the others."""
+        """Return the reward of each sampled token: the turn's reward for the last token, 0.0 for all other tokens."""
         if not self.action_ids:
             return []
         return [0.0] * (len(self.action_ids) - 1) + [self.reward or 0.0]
@@ -79,7 +79,8 @@ class Trajectory:
             environment ended the trajectory), "error" (the environment failed), or one of `LIMITS`. "" for a single
             answer without an environment.
         messages: the conversation as chat messages, from the prompt to the last message; empty without an environment.
-        reward: reward that the environment gave for the whole trajectory; None if there was no such reward.
+        reward: reward that the environment gave for the whole trajectory; None if the environment gave no reward for
+            the whole trajectory.
         error: one line that says how the environment failed; "" if the environment did not fail. A trajectory with an
             error is not trained on.
     """
@@ -208,6 +209,6 @@ def _response(actions: Sequence[Sequence[_Value]], observations: Sequence[Sequen
 
 
 def _hash(ids: Sequence[int]) -> int:
-    """Return a 63-bit hash of token ids, which is the same in every process."""
+    """Return a 63-bit hash of token ids that is the same in every process."""
     digest = hashlib.blake2b(repr(list(ids)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

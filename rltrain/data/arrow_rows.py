@@ -46,8 +46,8 @@ def _in_microseconds(column: Any, name: str, where: str) -> Any:
     except Exception:  # pyarrow raises several exception types for values that cannot be converted.
         for row in range(len(column)):
             try:
-                # The method `take` copies the row. Casting a slice of a list column would also cast elements outside
-                # the slice.
+                # The row is copied with `take`, because casting a slice of a list column would also cast elements
+                # outside the slice.
                 column.take([row]).cast(kind)
             except Exception:
                 raise _unusable(column.type, f"{where}, row {row + 1}, column '{name}'") from None
@@ -83,8 +83,8 @@ def _unusable(kind: Any, place: str) -> ConfigError:
 def _check_values(column: Any, name: str, where: str) -> None:
     """Raise ConfigError if a column of an Arrow table has a value that Python cannot represent.
 
-    Values are checked during loading, because otherwise an unusable value would cause an error only when training reads
-    the value.
+    The values are checked during loading, because an unusable value would otherwise cause an error only in the training
+    step that reads the value.
     """
     if _is_safe(column.type):
         return

@@ -1,6 +1,6 @@
 """Rendering of chat templates in a separate process.
 
-The rendering process can be killed, so a template that loops endlessly or uses too much memory only causes an error
+The rendering process can be killed, so a template that loops endlessly or uses too much memory causes only an error
 message.
 """
 
@@ -26,7 +26,7 @@ from rltrain.data.template_process import OUT_OF_MEMORY
 _CHATS, _BYTES = 256, 1 << 23
 # Seconds that the rendering process may take to answer a request, including the start of the process.
 _SILENCE_S = 240.0
-_TRIES = 3  # After `_TRIES` rendering processes have died or stopped responding, no further one is started.
+_TRIES = 3  # After `_TRIES` rendering processes have died or stopped responding, no further process is started.
 _FIX = "use text prompts, or another template (chat_template in the tokenizer's files)"
 
 
@@ -93,13 +93,14 @@ class ChatTemplates:
                 them. If the tokenizer has a template for tools, that template is used.
 
         Raises:
-            TemplateError: a chat cannot be rendered. The texts of the chats before the failed chat are yielded first.
+            TemplateError: a chat cannot be rendered. The texts of all chats before the failed chat are yielded before
+                the error is raised.
         """
         done, given = 0, [dict(tool) for tool in tools] or None
         for pickles in _requests(chats):
             try:
                 template = tokenizer.get_chat_template(tools=given)
-            except Exception as error:  # The tokenizer has several templates, and none is the default.
+            except Exception as error:  # The tokenizer has several templates but no default template.
                 raise TemplateError(f"the chat template cannot be chosen ({_words(error)}); {_FIX}") from None
             variables = {
                 **tokenizer.special_tokens_map,
@@ -153,7 +154,7 @@ class ChatTemplates:
                 stderr=subprocess.DEVNULL,
                 pass_fds=words[:2],
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
-                start_new_session=True,  # In a new session, the process does not get the SIGINT of Ctrl-C.
+                start_new_session=True,  # In a new session, the rendering process gets no SIGINT on Ctrl-C.
             )
         self._connection = Connection(ours.detach())
         self._end = weakref.finalize(self, _ended, self._process, self._connection)
@@ -174,7 +175,7 @@ class ChatTemplates:
             return f"the chat template takes more than {self._seconds} s of processor time for these messages; {_FIX}"
         if status == OUT_OF_MEMORY:
             return f"the chat template takes more than {self._memory_mb} MB of memory for these messages; {_FIX}"
-        what = f"said nothing for {_SILENCE_S:g} s" if silent else f"ended with status {status}"
+        what = f"did not answer for {_SILENCE_S:g} s" if silent else f"ended with status {status}"
         return f"the chat template cannot be rendered for these messages (the rendering process {what}); {_FIX}"
 
 

@@ -5,14 +5,14 @@ Without special handling, a chat message that contains the name of a control tok
 open another turn. If the data contains no control-token name, the tokenizer is used unchanged. If the data contains a
 control-token name, encoding has three steps:
 
-1. Stand-ins (private-use characters) replace the control-token names in the data before the chat template is applied.
-   After the replacement, all control-token names in the template's output come from the template itself.
+1. Before the chat template is applied, placeholders (private-use characters) replace the control-token names in the
+   data. After the replacement, all control-token names in the template's output come from the template itself.
 2. In a copy of the tokenizer, each control token is renamed to a string of private-use characters. In the output of the
-   chat template, each control-token name is replaced by the new name of its token. Each stand-in is then replaced by
-   the name from the data, which the copied tokenizer encodes as ordinary text.
-3. Two checks verify the token ids of the encoded text. For the text with stand-ins, the copied tokenizer must give the
-   same ids as the original tokenizer. Replacing the stand-ins must not change the control tokens among the token ids.
-   If one of the two checks of the token ids fails, a `ControlTokenError` is raised.
+   chat template, each control-token name is replaced by the new name of its token. Each placeholder is then replaced by
+   the control-token name from the data, which the copied tokenizer encodes as ordinary text.
+3. Two checks verify the token ids of the encoded text. For the text with placeholders, the copied tokenizer must give
+   the same ids as the original tokenizer. Replacing the placeholders by the original names must not change the control
+   tokens among the token ids. If one of the two checks of the token ids fails, a `ControlTokenError` is raised.
 """
 
 import functools
@@ -24,7 +24,7 @@ from typing import Any
 
 # Names such as <|user|> count as control tokens even if the tokenizer does not flag them as special.
 _BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
-# Private-use code points serve as stand-ins, and as names of control tokens in the copied tokenizer.
+# Private-use characters serve as placeholders, and as names of control tokens in the copied tokenizer.
 _PRIVATE = re.compile("[\U000f0000-\U000fffff]")
 _STAND_INS = 0xF0000
 _NAME = "\U000ffff0{}\U000ffff1"
@@ -40,18 +40,18 @@ class ControlTokenError(ValueError):
 
 @dataclass(frozen=True)
 class _Marked:
-    """A text from the data, in which stand-ins (private-use characters) replace the names of control tokens.
+    """A text from the data, in which placeholders (private-use characters) replace the names of control tokens.
 
     Attributes:
-        text: the text from the data, with stand-ins. Each stand-in is one private-use character.
-        spelled: maps each stand-in to the control-token name that the stand-in replaces.
+        text: the text from the data, with placeholders. Each placeholder is one private-use character.
+        spelled: maps each placeholder to the control-token name that the placeholder replaces.
     """
 
     text: str
     spelled: Mapping[str, str]
 
     def restored(self) -> str:
-        """Return the text in which the original control-token names replace the stand-ins."""
+        """Return the text with the original control-token names instead of the placeholders."""
         return self.text.translate({ord(mark): name for mark, name in self.spelled.items()})
 
 
@@ -94,12 +94,12 @@ class ControlTokens:
         return self._any_added.search(text) is not None
 
     def encode(self, value: Any, write: Callable[[Any], str], *, written: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of data that contains control-token names, with these names encoded as ordinary text.
+        """Return the token ids of data that contains control-token names, and encode these names as ordinary text.
 
         Args:
             value: the prompt from the data: a string, or dicts and lists that contain strings.
-            write: converts `value` to the text to encode, e.g. with a chat template. Control-token names that `write`
-                adds are encoded as control tokens.
+            write: function that converts `value` to the text to encode, e.g. with a chat template. Control-token names
+                that `write` adds are encoded as control tokens.
             written: the text that `write(value)` returned.
             add_special_tokens: whether the tokenizer adds its own special tokens around the text.
 
@@ -113,11 +113,11 @@ class ControlTokens:
         return self._ids_of(marked, add_special_tokens=add_special_tokens)
 
     def _marked(self, value: Any) -> tuple[Any, dict[str, str]]:
-        """Replace the control-token names in a string, dict or list with stand-ins (private-use characters).
+        """Replace the control-token names in a string, dict or list with placeholders (private-use characters).
 
         Returns:
-            The string, dict or list with stand-ins, and a map from each stand-in to the control-token name that the
-            stand-in replaces.
+            The string, dict or list with placeholders, and a map from each placeholder to the control-token name that
+            the placeholder replaces.
         """
         text = "\0".join(_texts(value))
         if _PRIVATE.search(text):
@@ -143,13 +143,13 @@ class ControlTokens:
         return ids
 
     def _encode_named(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a text in which control tokens have the names that they have in the copied tokenizer."""
+        """Encode a text that spells control tokens with their names in the copied tokenizer."""
         if self._tokenizer.is_fast:
             tokenizer, ids = self._copy
             found = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
             return [ids.get(id, id) for id in found]
         found = []
-        # `split` returns ordinary text and indices of control tokens in alternation, starting and ending with text.
+        # `_NAMED.split` returns ordinary text and indices of control tokens alternately, starting and ending with text.
         for number, piece in enumerate(_NAMED.split(text)):
             if number % 2:
                 found.append(self._tokenizer.convert_tokens_to_ids(self.names[int(piece)]))
@@ -204,7 +204,8 @@ class ControlTokens:
 
 
 def _pattern(names: Iterable[str]) -> re.Pattern[str]:
-    """Return a pattern that matches any of the given names and, as tokenizers do, prefers a longer to a shorter name.
+    """Return a pattern that matches any of the given names and, like a tokenizer, prefers longer names to shorter
+    names.
 
     If no names are given, the returned pattern matches nothing.
     """

@@ -1,7 +1,7 @@
-"""Finds the commit and the local files of a model that the config gives by its name on the Hugging Face hub.
+"""Resolves the name of a model on the Hugging Face hub to a commit and to local files.
 
 The name of a model has the form `NAME` or `ORG/NAME`, and may end with `@REVISION` for a branch, a tag or a commit. The
-name of a model is *pinned* if its revision is a complete commit hash of 40 digits. The driver pins the name of each
+name of a model is *pinned* if the revision is a complete commit hash of 40 digits. The driver pins the name of each
 model once, before any worker starts, so that all processes read the same files, even after the run is resumed.
 
 A separate process (`rltrain.data.hub_download`) downloads the files of a model. Ctrl-C ends the download process at
@@ -25,7 +25,8 @@ from rltrain.base.errors import ConfigError, one_line
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _START = "import sys; sys.path[:] = {path!r}; from rltrain.data.hub_download import main; main({model!r}, {revision!r})"
-# Maps the pinned name of each model that `fetch` has found or downloaded in this process to its snapshot folder.
+# Maps pinned model names (NAME@COMMIT) to snapshot folders, for all models that `fetch` has found or downloaded in this
+# process.
 _snapshots: dict[str, Path] = {}
 
 
@@ -73,15 +74,16 @@ def local_directory(path: str | Path) -> Path:
     """Return the directory of a model on this machine.
 
     Args:
-        path: a directory, or a pinned hub name that `fetch` has returned earlier in this process.
+        path: a directory, or a hub name with a commit that `fetch` has returned earlier in this process.
     """
     return _snapshots.get(str(path)) or Path(path).expanduser()
 
 
 def portable(path: str) -> str:
-    """Return a model's path in a form that is valid in processes with another working directory and on other machines.
+    """Return a model's path in a form that is also valid on other machines and in other working directories.
 
-    The result is the pinned name of a model from the hub, and an absolute path for any other model.
+    For a model from the hub, the result is the model's name with its commit. For any other model, the result is an
+    absolute path.
     """
     return path if path in _snapshots else str(Path(path).expanduser().absolute())
 
@@ -123,7 +125,7 @@ def fetch(
 
     Args:
         name: name of the model on the hub.
-        where: start of error messages: the config key and its value.
+        where: the config key and its value, for the start of error messages.
         on_bytes: called during the download with the number of bytes received so far and the total number of bytes.
         environment: environment variables of the download process.
 
@@ -183,14 +185,14 @@ def _download(name: HubName, where: str, on_bytes: Callable[[int, int], None], e
 
 
 def _last_message(lines: IO[str], on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
-    """Pass the progress of the download process on to `on_bytes`.
+    """Call `on_bytes` with each progress message of the download process.
 
-    Return the last message of the download process, which says how the download ended; {} if the download process wrote
-    no last message.
+    Return the last message of the download process, which says how the download ended; {} if the download process ended
+    without a message about its result.
     """
     for line in lines:
         if not line.startswith('{"'):
-            continue  # Another library in the download process printed this line, which is not a message.
+            continue  # The line is not a message: another library in the download process printed the line.
         message: dict[str, Any] = json.loads(line)
         if "bytes" not in message:
             return message

@@ -1,8 +1,8 @@
 """The process that downloads a data set from the hub for `rltrain.data.hub_datasets`.
 
-The process writes one JSON object to its standard output. The JSON object holds either the commit, the configuration,
-the split and the Arrow files of the split, or {"error": reason and remedy}. Progress bars of the library `datasets` go
-to the standard error of the process.
+The process writes one JSON object to its standard output. If the download succeeds, the JSON object holds the commit,
+the configuration, the split and the Arrow files of the split. If the download fails, the JSON object is {"error":
+reason and remedy}. Progress bars of the library `datasets` go to the standard error of the process.
 """
 
 import difflib
@@ -21,7 +21,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 # Maps each config key to the names of splits that are tried, in order, if the user names no split.
 _SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev", "test")}
 _ATTEMPTS, _PAUSE_S = 3, 1.0
-_QUERY = re.compile(r"\?[^\s'\"]*")  # Matches the query of a URL, which may contain a signature.
+_QUERY = re.compile(r"\?[^\s'\"]*")  # Matches the query string of a URL, which may contain a signature.
 _SHOWN = 8  # A message lists at most `_SHOWN` configurations or splits.
 
 
@@ -30,7 +30,7 @@ def main(repository: str, config: str | None, split: str | None, revision: str |
 
     The arguments are the parts of the data set's name, and `key` is the config key, `train` or `val`.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # On Ctrl-C, the driver ends this process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # On Ctrl-C, the driver ends the download process.
     result, sys.stdout = sys.stdout, sys.stderr
     try:
         from datasets.utils import logging
@@ -180,7 +180,10 @@ def _explained(error: Exception, repository: str, revision: str | None) -> str:
 
     if has(errors.GatedRepoError) or "is a gated dataset" in str(error):
         token = "HF_TOKEN belongs to an account without access" if get_token() else "no HF_TOKEN is set"
-        return f"the data set is gated, and {token}; ask for access on {page}, and set HF_TOKEN to that account's token"
+        return (
+            f"the data set is gated, and {token}; ask for access on {page}, and set HF_TOKEN to a token of the account "
+            "that has access"
+        )
     if has(errors.RevisionNotFoundError):
         return f"{repository} has no branch, tag or commit '{revision}'; {page}/tree/main lists the branches and tags"
     if is_offline_mode() or has(errors.OfflineModeIsEnabled):

@@ -1,15 +1,14 @@
-"""Finds the commit of a data set that the config gives by its name on the Hugging Face hub, and reads the rows of one
-split.
+"""Resolves the name of a data set on the Hugging Face hub to a commit, and reads the rows of one split.
 
 The name of a data set has the form `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`. In the name `ORG/NAME:WORD`, WORD
 means a configuration if the data set has a configuration of that name, and otherwise a split. `ORG/NAME::SPLIT` names a
-split without a configuration. The name of a data set is *pinned* if it has all parts and its revision is a complete
-commit hash of 40 digits. The driver pins the name of each data set once, so that a run reads the same rows again when
-it is resumed.
+split without a configuration. The name of a data set is *pinned* if the name has all parts and the revision is a
+complete commit hash of 40 digits. The driver pins the name of each data set once, so that a resumed run reads the same
+rows again.
 
-A separate process (`rltrain.data.hub_dataset_download`) downloads with the library `datasets`. Ctrl-C ends the download
-process at once. The download process reads the environment variables of the library (HF_HOME, HF_TOKEN, HF_ENDPOINT,
-HF_HUB_OFFLINE) afresh. Because `datasets` runs in a separate process, the driver does not have to import pandas.
+A separate process (`rltrain.data.hub_dataset_download`) downloads data sets with the library `datasets`. Ctrl-C ends
+the download process at once. The download process reads the environment variables HF_HOME, HF_TOKEN, HF_ENDPOINT and
+HF_HUB_OFFLINE afresh. Because `datasets` runs in a separate process, the driver does not have to import pandas.
 """
 
 import importlib.util
@@ -39,7 +38,7 @@ _START = (
     "main({repository!r}, {config!r}, {split!r}, {revision!r}, key={key!r})"
 )
 _QUIET = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-# Maps the pinned name of each data set that this process has fetched to the paths of its Arrow files.
+# Maps the pinned name of each data set that this process has fetched to the paths of the data set's Arrow files.
 _files: dict[str, list[str]] = {}
 
 
@@ -50,7 +49,7 @@ class DatasetName:
     Attributes:
         repository: name of the data set without configuration, split and revision: `ORG/NAME`.
         config: name of the configuration; None for the configuration "default" or the only configuration. If `split` is
-            None and the data set has no configuration called `config`, `config` is the name of a split.
+            None and the data set has no configuration called `config`, the value of `config` is the name of a split.
         split: name of the split; None if the user named no split, or named the split without a configuration, as in
             `ORG/NAME:SPLIT`.
         revision: branch, tag or commit of the data set; None for the main branch.
@@ -72,7 +71,7 @@ class DatasetName:
         return bool(self.config and self.split and self.revision and _COMMIT.fullmatch(self.revision))
 
     def may_mean(self, pinned: "DatasetName") -> bool:
-        """Return whether this name has no revision and can refer to the same split as the pinned name `pinned`."""
+        """Return whether this name has no revision and can refer to the same split as the complete name `pinned`."""
         if self.repository != pinned.repository or self.revision is not None or not pinned.pinned:
             return False
         if self.split is not None:
@@ -81,7 +80,7 @@ class DatasetName:
 
 
 def dataset_name(source: str) -> DatasetName | None:
-    """Parse `source` as the name of a data set on the hub; return None if `source` does not have that form."""
+    """Parse `source` as the name of a data set on the hub; return None if `source` cannot be the name of a data set."""
     found = _NAME.fullmatch(source)
     if found is None or source.endswith(":"):
         return None
@@ -101,15 +100,15 @@ def require_library(where: str) -> None:
 def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
     """Find a split of a data set in the cache of this machine, or download and prepare it.
 
-    Return the data set's name with all parts and its commit.
+    Return the data set's name with the configuration, the split and the commit.
 
-    No network is needed if the data set's name has all parts and a commit, and the split is in the cache. If the data
-    set's name lacks a part, or the split is not in the cache, the hub is queried. In offline mode, only the cache is
-    used.
+    No network is needed if the data set's name contains a configuration, a split and a commit, and the split is in the
+    cache. If the name lacks a configuration, a split or a commit, or the split is not in the cache, the hub is queried.
+    In offline mode, only the cache is used.
 
     Args:
         name: name of the data set on the hub.
-        where: start of error messages: the config key and its value.
+        where: the config key and its value, for the start of error messages.
         key: the config key, `train` or `val`, which determines the split if the name contains no split.
 
     Raises:
@@ -127,7 +126,7 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
 def dataset_rows(source: str, where: str, *, key: str) -> Rows:
     """Return the rows of a data set.
 
-    The values of the rows stay on disk until they are read. `dataset_rows` has the same arguments and errors as
+    The values of the rows stay on disk until a row is read. `dataset_rows` has the same arguments and errors as
     `fetch_dataset`.
     """
     name = dataset_name(source)

@@ -1,7 +1,8 @@
 """The process that downloads a model from the hub for `rltrain.data.hub`.
 
-The process writes messages to its standard output, one JSON object per line. During the download, the messages are
-{"bytes": [done, total]}. The last message of the download process is {"folder": path} or {"error": reason and remedy}.
+The process writes messages to its standard output, one JSON object per line. During the download, each message has the
+form {"bytes": [done, total]}. The last message of the download process has the form {"folder": path} or {"error":
+reason and remedy}.
 """
 
 import errno
@@ -24,7 +25,7 @@ _FOLDERS = ["*/*"]
 _ATTEMPTS, _PAUSE_S = 3, 1.0
 _EVERY_S = 0.2  # Minimum time between two progress messages, in seconds.
 _OF_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR)
-_QUERY = re.compile(r"\?[^\s'\"]*")  # Matches the query of a URL, which may contain a signature.
+_QUERY = re.compile(r"\?[^\s'\"]*")  # Matches the query string of a URL, which may contain a signature.
 
 
 def main(model: str, revision: str | None) -> None:
@@ -36,7 +37,7 @@ def main(model: str, revision: str | None) -> None:
 
 
 def snapshot(model: str, revision: str | None, **options: Any) -> Path:
-    """Download those files of a model that a run needs, and return the model's snapshot folder in the cache.
+    """Download the model files that a run needs, and return the model's snapshot folder in the cache.
 
     The weights are downloaded as safetensors files. Torch files, an older format, are used only if the model has no
     safetensors files.
@@ -78,8 +79,8 @@ def _persistently(model: str, revision: str | None) -> Path:
         try:
             return snapshot(model, revision, tqdm_class=_progress_class())
         except (HfHubHTTPError, LocalEntryNotFoundError, ValueError):
-            # A further attempt would not help: the hub has answered with an error, or huggingface_hub has already tried
-            # several times.
+            # A further download attempt would not help: the hub has answered with an error, or huggingface_hub has
+            # already tried several times.
             raise
         except Exception as error:
             if attempt == _ATTEMPTS or _is_of_disk(error):
@@ -92,7 +93,7 @@ def _progress_class() -> type:
     """Return a progress-bar class that writes messages instead of displaying bars.
 
     huggingface_hub creates several progress bars: one bar counts files, and the other bars count bytes. Two progress
-    bars may count the same byte: one when the byte is received, and one when the byte is written.
+    bars may count the same byte: one bar when the byte is received, and one bar when the byte is written.
     """
     from tqdm.auto import tqdm
 
@@ -137,7 +138,8 @@ def _explained(error: Exception, model: str, revision: str | None) -> str:
     if isinstance(error, errors.GatedRepoError):
         token = "HF_TOKEN belongs to an account without access" if get_token() else "no HF_TOKEN is set"
         return (
-            f"the model is gated, and {token}; accept its licence on {page}, and set HF_TOKEN to that account's token"
+            f"the model is gated, and {token}; accept its licence on {page}, and set HF_TOKEN to a token of the "
+            "account that accepted the licence"
         )
     if isinstance(error, errors.RevisionNotFoundError):
         return f"{model} has no branch, tag or commit '{revision}'; {page}/tree/main lists the branches and tags"
@@ -169,7 +171,7 @@ def _explained(error: Exception, model: str, revision: str | None) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return the message of the root cause of an error, on one line and without the queries of URLs."""
+    """Return the message of the root cause of an error, on one line and without the query strings of URLs."""
     while error.__cause__ is not None:
         error = error.__cause__
     return one_line(_QUERY.sub("", described(error, 400)), 200)

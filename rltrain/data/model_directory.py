@@ -25,7 +25,7 @@ def check_directory(path: str, key: str = "model.path") -> None:
 
     Args:
         path: the model's directory.
-        key: start of error messages: the config key that holds `path`.
+        key: the config key that holds `path`, for the start of error messages.
 
     Raises:
         ConfigError: the directory is incomplete. The error message names the missing part of the directory.
@@ -51,7 +51,7 @@ def check_reward_model(path: str, key: str) -> None:
 
     Args:
         path: the model's directory.
-        key: start of error messages: the config key that holds `path`.
+        key: the config key that holds `path`, for the start of error messages.
 
     Raises:
         ConfigError: the model is not a sequence classifier with one output, or tensors are missing from its weights.
@@ -153,7 +153,7 @@ def check_teacher(config: Config, path: str, key: str) -> None:
     Args:
         config: the complete config.
         path: the teacher's directory.
-        key: start of error messages: the config key that holds `path`.
+        key: the config key that holds `path`, for the start of error messages.
 
     Raises:
         ConfigError: the directory or the weights are incomplete, the rows of the run are too long for the model, or the
@@ -238,8 +238,8 @@ def _rope_limit(model: Mapping[str, Any]) -> int | None:
     """Return the row length up to which RoPE uses the same frequencies for all rows; None if RoPE sets no limit.
 
     The RoPE limit applies to training and to rollout engines. Among the RoPE types, only `longrope` limits the row
-    length. The RoPE type `dynamic` needs no limit, because its frequencies change only in rows that are longer than the
-    model's number of positions, and `check_limits` forbids such rows.
+    length. The RoPE type `dynamic` changes its frequencies only in rows that are longer than the model's number of
+    positions. `check_limits` forbids rows that are longer than the model's number of positions.
     """
     rope = model.get("rope_parameters") or {}
     # Some configs hold one dict of RoPE parameters per layer type.
@@ -253,7 +253,7 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
 
     Args:
         path: the model's directory.
-        key: start of error messages: the config key that holds `path`.
+        key: the config key that holds `path`, for the start of error messages.
 
     Raises:
         ConfigError: the tokenizer does not load.
@@ -278,7 +278,7 @@ def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
     Args:
         path: the model's directory.
         tokenizer: the model's tokenizer.
-        where: start of the error message: the config key and the path.
+        where: the config key and the path, for the start of the error message.
 
     Raises:
         ConfigError: a token id is too large for the model's embeddings. The error message names the largest id and the
@@ -301,7 +301,7 @@ def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
     Args:
         path: the model's directory.
         largest: the largest token id in all prompts.
-        where: start of the error message: the config key and the source of the prompts.
+        where: the config key and the source of the prompts, for the start of the error message.
 
     Raises:
         ConfigError: the largest token id has no embedding. The error message names the token id and the model's
@@ -350,7 +350,7 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 
     Args:
         path: the model's directory.
-        key: start of error messages: the config key that holds `path`.
+        key: the config key that holds `path`, for the start of error messages.
 
     Raises:
         ConfigError: transformers cannot read the config.

@@ -74,7 +74,7 @@ def weight_files(folder: Path, where: str) -> list[Path]:
 
     Args:
         folder: the model's directory.
-        where: start of error messages: the config key and the path.
+        where: the config key and the path, for the start of error messages.
 
     Raises:
         ConfigError: the directory has no weight files, or an index file is broken or names a file that does not exist.
@@ -146,7 +146,7 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
 
     Args:
         file: the safetensors file.
-        where: start of error messages: the config key and the path.
+        where: the config key and the path, for the start of error messages.
         framework: the framework whose tensors `safe_open` shall return, such as "pt" for PyTorch.
 
     Raises:
@@ -156,7 +156,7 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
 
     try:
         return safe_open(file, framework)
-    except Exception as error:  # Raised by safetensors: SafetensorError or OSError.
+    except Exception as error:  # safetensors raises SafetensorError or OSError.
         reason = one_line(" ".join(str(error).split()), 160)
         raise ConfigError(f"{where}: {file.name} is not a complete safetensors file ({reason}); {AGAIN}") from None
 
@@ -175,8 +175,8 @@ def _torch_file(file: Path, where: str) -> dict[str, StoredTensor]:
     try:
         content = torch.load(file, map_location="meta", weights_only=True)
     except Exception as error:  # Loading a corrupt pickle can raise many exception types.
-        # The error message omits torch's own text, which advises the user to load the pickle in a way that runs its
-        # code.
+        # The error message omits torch's own text, which advises the user to load the pickle with `weights_only=False`
+        # and thus to run code in the pickle.
         raise ConfigError(
             f"{where}: {file.name} is not a complete torch file of plain tensors ({type(error).__name__}); copy or "
             "download it again, or save the model again with save_pretrained, which writes safetensors"
@@ -195,8 +195,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
         path: the model's directory, or "builtin" for the built-in model.
         kind: the transformers Auto class that builds the model; by default, `AutoModelForCausalLM`. A classification
             model is built with one output.
-        where: start of error messages: the config key and the path. Without `where`, error messages start with
-            `model.path=PATH`.
+        where: the config key and the path, for the start of error messages; by default, `model.path` and `path`.
 
     Raises:
         ConfigError: transformers cannot build a model of the class `kind` from config.json.
@@ -237,11 +236,10 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
 
     Args:
         path: the model's directory.
-        where: start of error messages: the config key and the path.
+        where: the config key and the path, for the start of error messages.
         kind: the transformers Auto class of the model to check; by default, `AutoModelForCausalLM`.
-        new_head: whether training starts with new random values for the parameters outside the base model. If
-            `new_head` is true, the files may lack the parameters outside the base model, or hold the head of another
-            model.
+        new_head: whether training starts with new random values for the parameters outside the base model. With a new
+            head, the files may lack the parameters outside the base model, or hold the head of another model.
 
     Raises:
         ConfigError: the weights do not fit the model, or belong to an adapter or a quantized model. The error message
@@ -255,8 +253,8 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
     )
     require(
         not read_json(folder / "config.json").get("quantization_config"),
-        f"{where}: its config.json has a quantization_config; only plain weights can be trained: use the model that "
-        "was quantised",
+        f"{where}: its config.json has a quantization_config; only plain weights can be trained: use the original "
+        "model without quantisation",
     )
     tensors = stored_tensors(folder, where)
     _check_experts(tensors, where)
@@ -267,7 +265,8 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
     require(
         not other,
         f"{where}: stores {_some(f'{name} as {tensors[name].dtype}' for name in other)}, and only floating-point "
-        "weights can be trained; use the model that was quantised, or save the model again with save_pretrained",
+        "weights can be trained; use the original model without quantisation, or save the model again with "
+        "save_pretrained",
     )
     require_whole(model, _loaded_without_weights(model, tensors, where), where, new_head=new_head)
 
@@ -316,8 +315,8 @@ def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kw
     Args:
         kind: the transformers Auto class that loads the model.
         path: the model's directory.
-        where: start of error messages: the config key and the path.
-        new_head: whether the model's head may be missing from the weight files, as for `check_weights`.
+        where: the config key and the path, for the start of error messages.
+        new_head: whether the model's head may be missing from the weight files, as in `check_weights`.
         **kwargs: further arguments for `from_pretrained`.
 
     Raises:
@@ -343,8 +342,8 @@ def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head:
     Args:
         model: the loaded model.
         found: the loading report, as returned by `from_pretrained(output_loading_info=True)`.
-        where: start of error messages: the config key and the path.
-        new_head: whether the model's head may be missing from the weight files, as for `check_weights`.
+        where: the config key and the path, for the start of error messages.
+        new_head: whether the model's head may be missing from the weight files, as in `check_weights`.
 
     Raises:
         ConfigError: tensors are missing, unexpected or of the wrong shape. The error message names the affected
@@ -425,8 +424,8 @@ def check_engine_files(path: str, where: str) -> None:
     other = _some(sorted(one_line(file.name) for file in engine ^ read))
     require(
         engine == read,
-        f"{where}: vLLM and transformers would read the weights from different files ({other}); keep only one form of "
-        "the weights there, without an index or with its own index, or use rollout=hf",
+        f"{where}: vLLM and transformers would read the weights from different files ({other}); keep the weights in "
+        "only one format there, with no index file or with the index file of this format, or use rollout=hf",
     )
 
 

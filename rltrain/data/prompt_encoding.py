@@ -20,8 +20,8 @@ class Overlong:
     """Number of tokens in a prompt that has more tokens than allowed.
 
     Attributes:
-        tokens: number of tokens in the prompt, or a lower bound on that number if `exact` is false.
-        exact: whether `tokens` is the exact number and not only a lower bound.
+        tokens: number of tokens in the prompt, or a lower bound on the number of tokens if `exact` is false.
+        exact: whether `tokens` is the exact number of tokens and not only a lower bound.
     """
 
     tokens: int
@@ -40,7 +40,8 @@ class PromptEncoder:
 
     Attributes:
         spelling: number of prompts so far in which the name of a control token was encoded as ordinary text.
-        first_spelling: location of the first prompt that contains the name of a control token, and that name.
+        first_spelling: location of the first prompt that contains the name of a control token, and the name of this
+            token.
     """
 
     def __init__(self, tokenizer: Any, *, special_tokens: SpecialTokens, templates: ChatTemplates) -> None:
@@ -177,7 +178,8 @@ def unicode(text: str, place: str, what: str = "the prompt") -> str:
 def one_bos(ids: list[int], bos: int | None) -> list[int]:
     """Remove all but one of the beginning-of-sequence (BOS) tokens at the start of a prompt's token ids.
 
-    A prompt starts with several BOS tokens if its text starts with a BOS token and the tokenizer adds another one.
+    A prompt starts with several BOS tokens if the prompt's text starts with a BOS token and the tokenizer adds another
+    BOS token.
     """
     extra = 0
     while bos is not None and ids[extra : extra + 2] == [bos, bos]:

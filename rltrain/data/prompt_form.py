@@ -5,8 +5,8 @@ is not set, the names of the data's columns decide what becomes the prompt. The 
 the following list that the data has:
 
 - The column `prompt` holds text or chat messages, which are used unchanged.
-- The columns `messages` and `conversations` hold chat messages. If the assistant wrote the last message, the last
-  message is left out.
+- The columns `messages` and `conversations` hold chat messages. If the assistant wrote the last message, the prompt
+  does not include the last message.
 - The columns `question`, `problem` and `instruction` hold text. If a row with an instruction also has a value in the
   column `input`, the value is appended to the instruction.
 
@@ -14,9 +14,9 @@ Text in the column `prompt` is used as the complete prompt, even for a chat mode
 `prompt`, or from a template, becomes a user message if the tokenizer has a chat template. The config key `data.chat`
 can forbid chat messages, or turn all text into user messages.
 
-Reward functions get all columns of the data as arguments of the same name. Reward functions also get the assistant's
-last message as `completion`, and the column `solution` or `output` as `answer`, unless the data itself has a column
-`completion` or `answer`.
+Reward functions get all columns of the data as arguments of the same name. Unless the data has a column `completion`,
+reward functions also get the assistant's last message as `completion`. Unless the data has a column `answer`, reward
+functions also get the column `solution` or `output` as `answer`.
 """
 
 import difflib
@@ -85,8 +85,8 @@ class PromptForm:
         system: text of the system message that starts each chat; None for no system message.
         chat: value of the config key `data.chat`: "auto", "always" or "never".
         derived: columns that reward functions get in addition to the columns of the data, by name.
-        read: function that returns the prompt of a row: text or chat messages. The type of the value that `read`
-            returns is checked later. `read` raises RowError if a column that the template needs has no value, or if a
+        read: function that returns the prompt of a row: text or chat messages. `read` does not check the type of the
+            value that it returns. `read` raises RowError if a column that the template needs has no value, or if a
             message has an unknown speaker.
     """
 
@@ -103,8 +103,7 @@ class PromptForm:
         """Return the finished prompt (text or chat messages), given the value that `read` returned for a row.
 
         Raises:
-            RowError: chat messages are forbidden, or there is a system message both in the row and in
-                `data.system_prompt`.
+            RowError: chat messages are forbidden, or both the row and the config contain a system message.
         """
         if isinstance(value, list) and self.chat == "never":
             raise RowError(
@@ -147,13 +146,13 @@ def prompt_form(
     Args:
         columns: names of the data's columns.
         options: the user's settings for prompts.
-        where: start of the error message: the config key and the source.
+        where: the config key and the source, for the start of the error message.
         has_template: whether the tokenizer has a chat template.
         sample: some rows of the data, which show whether prompts are chat messages.
 
     Raises:
         ConfigError: a column that `data.prompt` names is missing, no column can be recognised as the prompt, or the
-            tokenizer lacks the chat template that `data.chat` or `data.system_prompt` needs.
+            tokenizer lacks a chat template that the user's settings need.
     """
     _require_template(options, has_template)
     reads, read, source = _reader(columns, options.prompt, where)
@@ -191,7 +190,7 @@ def _reader(columns: Sequence[str], prompt: str | None, where: str) -> tuple[tup
     if prompt is None:
         prompt = _recognised(columns, where)
         if prompt == INSTRUCTION and INPUT in columns:
-            return (INSTRUCTION, INPUT), _instruction, f"column {INSTRUCTION}, and {INPUT} where a row has one"
+            return (INSTRUCTION, INPUT), _instruction, f"column {INSTRUCTION}, plus column {INPUT} if not empty"
     elif "{" in prompt or "}" in prompt:
         names = tuple(dict.fromkeys(name for _, name in template_parts(prompt) if name is not None))
         for name in names:
@@ -223,13 +222,13 @@ def _recognised(columns: Sequence[str], where: str) -> str:
 
 
 def require_column(name: str, columns: Sequence[str], given: str, where: str, more: str = "") -> None:
-    """Raise ConfigError if the data lacks the column `name`, which the config key and value `given` name.
+    """Raise ConfigError if the data lacks the column `name`.
 
     Args:
         name: name of the column.
         columns: names of the columns that the data has.
         given: the config key and its value, for the start of the error message.
-        where: the config key and the source of the data.
+        where: the config key and the source of the data, for the error message.
         more: text for the end of the error message.
     """
     near = difflib.get_close_matches(name, columns, n=1)
@@ -243,13 +242,13 @@ def require_column(name: str, columns: Sequence[str], given: str, where: str, mo
 def template_parts(template: str, *, key: str = "data.prompt", what: str = "prompt") -> list[tuple[str, str | None]]:
     """Split a template into pairs of text and column name.
 
-    In each pair, the text is the part of the template before the column. In the last pair, the column name is None if
-    the template ends with text.
+    In each pair, the text is the part of the template between the previous column and the column of the pair. In the
+    last pair, the column name is None if the template ends with text.
 
     Args:
         template: the template, with columns in braces.
         key: the config key of the template, for error messages.
-        what: what the template makes of a row, for error messages.
+        what: name of the result of filling in the template, such as "prompt", for error messages.
 
     Raises:
         ConfigError: a brace is unmatched, braces enclose something other than the name of a column, or the template
@@ -278,7 +277,7 @@ def filled(parts: Sequence[tuple[str, str | None]], key: str = "data.prompt") ->
 
     Args:
         parts: the template, as returned by `template_parts`.
-        key: name of the template's key in error messages.
+        key: the config key of the template, for error messages.
     """
 
     def read(row: Row) -> str:

@@ -5,30 +5,32 @@ all correct or all wrong has GRPO advantages of 0. The variance p (1 - p) of the
 policy learns most from prompts of medium difficulty (arXiv 2502.12272). `PromptPools` stores the success of each
 prompt, and sorts the prompts into four pools:
 
-    unseen: the success was not measured yet
+    unseen: the success has not been measured yet
     easy:   success >= easy_threshold
     hard:   success <= hard_threshold
     normal: all other prompts
 
-Each pool owns an interval of [0, 1). Draw number n, counted from 0, takes a prompt of the pool whose interval contains
-the point u(n):
+Each pool is assigned a subinterval of [0, 1). Draw number n, counted from 0, takes a prompt from the pool whose
+interval contains the point u(n):
 
     u(n) = frac(u(0) + n * 0x9E3779B97F4A7C15 / 2^64)
 
 The intervals of the pools, in the order normal, unseen, hard, easy, have the lengths of the configured fractions. The
-first point u(0) depends on the seed. The factor of n is the golden ratio minus 1, so the points u(n) are spread evenly:
-among any m consecutive draws, a pool with fraction f is chosen about m f times, with a small deviation.
+first point u(0) depends on the seed. The factor of n is the golden ratio minus 1, so the points u(n) are spread evenly
+over [0, 1). Among any m consecutive draws, a pool with fraction f is therefore chosen about m * f times, with a small
+deviation.
 
-If the chosen pool is empty, the draw takes a normal prompt. If the normal pool is empty too, the draw takes an unseen
-prompt. If the normal and the unseen pool are both empty, the draw takes a random prompt from the hard and easy pools.
-After all prompts have left the normal pool, the sampling is therefore almost the same as passes through the whole data.
-If the draw took only hard prompts while the normal and the unseen pool are empty, the policy would be trained only on
-prompts that it fails to solve.
+If the chosen pool is empty, the draw takes a prompt from the normal pool. If the chosen pool and the normal pool are
+both empty, the draw takes a prompt from the unseen pool. If the chosen pool, the normal pool and the unseen pool are
+all empty, the draw takes a random prompt from the hard and easy pools. If all prompts are in the hard and easy pools,
+the sampling is therefore almost the same as shuffled passes through all prompts. If the draws took only hard prompts
+while the normal and the unseen pool are empty, the policy would be trained only on prompts that it fails to solve.
 
-Within a pool, prompts are drawn without replacement: a pass through a pool is a random permutation of its prompts, and
-a drawn prompt can be drawn again in the next pass at the earliest. A prompt is *in flight* from its draw until the
-training step of its group has ended. A prompt in flight is in no pool, so a step never has two groups of one prompt. In
-a pool with n prompts and fraction f, each prompt is drawn once in n / f draws on average.
+Within a pool, prompts are drawn without replacement: each pass through a pool is a random permutation of the prompts in
+the pool. A drawn prompt can be drawn again in the next pass through the pool at the earliest. A prompt is *in flight*
+from its draw until the end of the training step of its prompt group. A prompt in flight is in no pool, so a step never
+has two groups of one prompt. In a pool with n prompts and fraction f, each prompt is drawn once in n / f draws on
+average.
 
 The success of a prompt changes only at the end of a training step, when the step's groups are returned in the order of
 their draws. Draws therefore depend on the seed and on the outcomes of finished steps, and never on the order in which
@@ -55,7 +57,8 @@ _LARGEST = 2**16 - 1  # Largest number of answers of a group, because each count
 
 
 class _Pool:
-    """One pool: the indices of its prompts that are not in flight, that is, whose groups are not being trained on.
+    """One pool: the indices of the pool's prompts that are not in flight. A prompt is in flight from its draw until the
+    end of the training step of its prompt group.
 
     Attributes:
         passes: number of passes through the pool that have begun.
@@ -125,8 +128,8 @@ class PromptPools:
         A prompt whose group has no judged answer keeps the success of its earlier group.
 
         Args:
-            outcomes: maps the position of each draw that the step has used or dropped to the pair (number of correct
-                answers, number of judged answers) of the draw's group.
+            outcomes: maps the position of each draw that the step has used or dropped to (number of correct answers,
+                number of judged answers) in the draw's prompt group.
         """
         for position, (correct, judged) in sorted(outcomes.items()):
             assert 0 <= correct <= judged <= _LARGEST, f"{correct} of {judged} answers are correct"
@@ -139,7 +142,7 @@ class PromptPools:
         self._drawn_in_step = self._fallbacks = 0
 
     def metrics(self) -> dict[str, float]:
-        """Return the share of all prompts in each pool, and the share of the step's draws from another pool.
+        """Return the share of all prompts in each pool, and the share of draws for which the chosen pool was empty.
 
         A prompt in flight counts for the pool that it was drawn from. `difficulty/fallback_fraction` is the share of
         the draws since the end of the previous step for which the chosen pool was empty.
@@ -211,7 +214,7 @@ class PromptPools:
         return "hard" if success <= self._difficulty.hard_threshold else "normal"
 
     def _require_whole(self) -> None:
-        """Raise ValueError unless a loaded state holds each prompt exactly once, with possible outcomes."""
+        """Raise ValueError unless a loaded state holds each prompt exactly once and all outcomes are valid."""
         held = [index for pool in self._pools.values() for part in (pool.left, pool.returned) for index in part]
         if sorted([*held, *self._in_flight.values()]) != list(range(self._size)):
             raise ValueError("the pools do not hold each prompt exactly once")

@@ -31,13 +31,13 @@ _ROUND_TRIPS = 64  # Number of prompts whose token ids are decoded and compared 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a data set, with its token ids and the other columns of its row.
+    """One prompt of a data set, with the token ids of the prompt and the other columns of the prompt's row.
 
     Attributes:
         index: position of the prompt in its `PromptSet`.
-        text: the prompt in the form that reward functions get. For a text prompt, `text` is the text in the data,
-            without control tokens if `data.special_tokens` is "allow". For chat messages, `text` is the output of the
-            chat template, without control tokens.
+        text: the prompt in the form that reward functions get. For chat messages, `text` is the output of the chat
+            template without control tokens. For a text prompt, `text` is the text in the data; control tokens are
+            removed from the text if control tokens are allowed in prompts.
         ids: the exact token ids that the engine receives.
         columns: values of the row's other columns, by column name; a missing value is None.
         messages: the chat messages; None if the prompt is text.
@@ -93,7 +93,8 @@ class PromptSet(Sequence[Prompt]):
     def __getitem__(self, index: int | slice) -> Prompt | list[Prompt]:
         if isinstance(index, slice):
             return [self[i] for i in range(len(self))[index]]
-        # A negative prompt index is converted to a positive index, and an index out of range raises IndexError.
+        # Indexing a `range` object converts a negative index to a positive index, and raises IndexError for an index
+        # out of range.
         index = range(len(self))[index]
         ids = self._ids[self._ends[index] : self._ends[index + 1]].tolist()
         row = self._rows.row(self._kept[index])
@@ -170,9 +171,8 @@ def load_prompts(
         special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. "text"
             encodes the name as ordinary text, "refuse" raises an error, and "allow" encodes the name as the control
             token.
-        lossy_tokenizer: "allow" accepts a tokenizer that loses parts of the text, as defined in
-            `rltrain.data.tokenizer_round_trip`. "refuse" raises an error if the tokenizer damages one of the first
-            prompts.
+        lossy_tokenizer: what happens if the tokenizer loses parts of the text of one of the first prompts: "refuse"
+            raises an error, and "allow" accepts the tokenizer.
         limit: maximum number of prompts to load. If the source has more prompts, the first `limit` prompts that are not
             too long are kept.
         supervised: settings of the supervised answers to the prompts; None if no supervised answers are needed.
@@ -186,7 +186,7 @@ def load_prompts(
     for name in RESERVED_COLUMNS:
         require(
             name not in rows.columns,
-            f"{where}: column '{name}' has a name that is reserved for the sample itself; rename the column",
+            f"{where}: column '{name}' has a name that is reserved for a part of the scored sample; rename the column",
         )
     has_template, sample = bool(tokenizer.chat_template), rows.read(0, _BATCH, rows.columns)
     form = prompt_form(rows.columns, options, where=where, has_template=has_template, sample=sample)

@@ -16,7 +16,7 @@ from rltrain.data.prompt_encoding import ROW_HELP, unicode
 from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # Matches the JSON escape of a surrogate, paired or unpaired.
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # Matches the JSON escape of a UTF-16 surrogate, paired or unpaired.
 _CSV_BLOCK = 1 << 26  # Size in bytes of the blocks in which a CSV file is parsed; a row cannot be longer than a block.
 SOURCE_HELP = "a data set of the hub is written ORG/NAME, and a function package.module:function or file.py:function"
 
@@ -26,7 +26,7 @@ def path_rows(source: str, where: str) -> Rows:
 
     Args:
         source: path of the file or folder to read.
-        where: start of the error message: the config key and the path.
+        where: the config key and the path, for the start of the error message.
 
     Raises:
         ConfigError: the file or folder does not exist, a file is damaged, or the folder holds either no data files or

@@ -22,13 +22,13 @@ _MAX_BITS = 10_000  # By default, Python cannot convert integers with more than 
 
 
 def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
-    """Call the user's function and return the rows that the function gives.
+    """Call the user's function, and return the rows that the function returns or yields.
 
     Args:
         source: the function to call, as `package.module:function` or `file.py:function`. The user's function returns or
             yields dicts. The user's function gets the arguments `split` ("train" or "val") and `seed` if it has
             parameters called `split` and `seed`.
-        where: start of the error message: the config key and the source.
+        where: the config key and the source, for the start of the error message.
         split: the config key under `data` that names the function.
         seed: random seed of the run, for the function's parameter `seed`.
 
@@ -49,7 +49,7 @@ def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
 
 
 def load_row_function(source: str, where: str) -> Callable[..., Any]:
-    """Import the user's function that gives rows, and check its parameters.
+    """Import a user's function that returns or yields rows, and check the function's parameters.
 
     Raises:
         ConfigError: the function does not exist, or requires parameters other than `split` and `seed`.
@@ -68,7 +68,8 @@ def _parameters(function: Callable[..., Any], where: str) -> list[str]:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise ConfigError(
-            f"{where}: the parameters of the function cannot be read; call the function from one of your own"
+            f"{where}: the parameters of the function cannot be read; call the function from a Python "
+            "function of your own"
         ) from None
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     starred = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
@@ -118,7 +119,8 @@ def _plain_value(value: Any, place: str, name: str) -> Any:
         return _plain(value, f"{place}, column '{name}'")
     except RecursionError:
         raise ConfigError(
-            f"{place}, column '{name}': the value has lists or dicts nested without end; {_VALUE_HELP}"
+            f"{place}, column '{name}': the value has lists or dicts that contain themselves or are nested too deeply; "
+            f"{_VALUE_HELP}"
         ) from None
 
 
@@ -130,7 +132,7 @@ def _plain(value: Any, place: str) -> Any:
     if isinstance(value, Mapping):
         return {_plain(key, place): _plain(one, place) for key, one in value.items()}
     if isinstance(value, int) and not isinstance(value, bool):
-        require(value.bit_length() <= _MAX_BITS, f"{place}: a number of thousands of digits; write it as text")
+        require(value.bit_length() <= _MAX_BITS, f"{place}: a number with thousands of digits; write it as text")
         return int(value)
     if value is None or isinstance(value, _PLAIN):
         return float(value) if isinstance(value, float) else value

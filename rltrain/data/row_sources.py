@@ -64,7 +64,7 @@ def load_rows(source: str, where: str, *, split: Split, seed: int, limit: int | 
 
     Args:
         source: the source, in one of the forms that the docstring of `rltrain.data.row_sources` lists.
-        where: start of the error message: the config key and the source.
+        where: the config key and the source, for the start of the error message.
         split: the config key under `data` that names the source. Built-in tasks and functions may have different rows
             for training and for evaluation.
         seed: random seed of the run, for built-in tasks and functions.

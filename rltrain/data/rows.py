@@ -40,8 +40,8 @@ class Rows:
     def read(self, start: int, stop: int, columns: Sequence[str]) -> list[dict[str, Any]]:
         """Return the rows with the indices `start` to `stop - 1`.
 
-        A returned row contains each of the given columns that the row has in the source, and may contain further
-        columns.
+        A returned row contains all of the given columns that exist in the source row. A returned row may also contain
+        further columns.
         """
         if isinstance(self.content, list):
             return self.content[start:stop]

@@ -3,10 +3,10 @@
 The config key `data.sft_response` names the column with the answers, or is a template of columns such as
 `{solution} #### {answer}`. A row that has no value in a column that `data.sft_response` names has no supervised answer.
 
-The token ids of a supervised answer are ids that the model itself could sample after the prompt. The text of a sampled
-answer is decoded from the answer's ids alone, so the text of a supervised answer is encoded alone too, never together
-with the prompt. The end token follows the ids of the text, as in a sampled answer that the model ends. After chat
-messages, the end token is the token with which the chat template ends the assistant's messages.
+The token ids of a supervised answer are ids that the model itself could sample after the prompt. The text of a
+supervised answer is encoded alone and never together with the prompt, just as the text of a sampled answer is decoded
+from the answer's ids alone. The end token follows the ids of the text, as in a sampled answer that the model ends.
+After chat messages, the end token is the token with which the chat template ends the assistant's messages.
 """
 
 import math
@@ -28,7 +28,7 @@ from rltrain.settings.typed import require
 
 _BATCH = 1024  # Maximum number of answers that are tokenized in one call.
 _ROUND_TRIPS = 64  # Number of answers whose token ids are decoded and compared with the original text.
-_PROBE = "QZXV"  # Text of an assistant's message that no chat template contains.
+_PROBE = "QZXV"  # Text of a test message of the assistant, chosen so that no chat template contains the text.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,9 @@ class SupervisedAnswers:
     _ends: "array[int]" = field(default_factory=lambda: array("q", [0]))
 
     def append(self, ids: Sequence[int]) -> None:
-        """Add the answer to the next prompt of the prompt set; no ids mean that the prompt has no supervised answer."""
+        """Add the answer to the next prompt of the prompt set; an empty `ids` means that the prompt has no supervised
+        answer.
+        """
         self._ids.extend(ids)
         self._ends.append(len(self._ids))
         self.count += bool(ids)
@@ -95,7 +97,9 @@ class SupervisedAnswers:
         return max(self._ids)
 
     def described(self, prompts: int) -> str:
-        """Return a description for the user: how many of the `prompts` prompts have answers, with how many tokens."""
+        """Return a description for the user: the number of prompts with answers among all `prompts` prompts, and the
+        number of answer tokens.
+        """
         return f"{self.source} has answers to {self.count:,} of {prompts:,} prompts, {self.tokens:,} tokens"
 
     def notes(self, where: str, limit: int) -> list[str]:
@@ -194,7 +198,7 @@ class AnswerEncoder:
     def encode(
         self, texts: Mapping[int, str], chats: Mapping[int, bool], place: Callable[[int], str]
     ) -> dict[int, list[int] | Overlong]:
-        """Return the token ids of each answer by row number, with an `Overlong` for an answer that is too long.
+        """Return for each row number the token ids of the answer, or an `Overlong` if the answer is too long.
 
         Args:
             texts: text of the answer of each row.
@@ -255,8 +259,8 @@ class AnswerEncoder:
         early = next((stop for stop, end in ends.items() if end < len(text)), None)
         require(
             early is None,
-            f"{place}: the supervised answer contains {early!r} of rollout.stop before its end, where a sampled answer "
-            "ends; remove the rest of the answer, or leave the string out of rollout.stop",
+            f"{place}: the supervised answer contains {early!r} of rollout.stop before its end, but a sampled answer "
+            "would end at this string; remove the rest of the answer, or leave the string out of rollout.stop",
         )
         ids = ids if ends else [*ids, self._end_of_chat if chat else self._end_of_text]
         return Overlong(len(ids), exact=True) if len(ids) > self._options.max_length else ids
@@ -264,7 +268,8 @@ class AnswerEncoder:
     def _chat_end(self, templates: ChatTemplates) -> int:
         """Return the end token that the chat template writes after an assistant's message.
 
-        If the template writes no end token after the message, return the end token of text.
+        If the template writes no end token after the message, return the end token that follows answers to text
+        prompts.
         """
         if not self._tokenizer.chat_template:
             return self._end_of_text
@@ -332,7 +337,7 @@ def load_answers(
 def _texts(
     rows: Rows, numbers: Sequence[int], form: PromptForm, answers: AnswerForm
 ) -> tuple[dict[int, str], dict[int, bool]]:
-    """Return, by row number, the texts of the answers, and whether the prompts of these rows are chat messages."""
+    """Return, by row number, the texts of the answers, and whether the prompts of the rows are chat messages."""
     texts, chats = {}, {}
     for number in numbers:
         row = rows.row(number)

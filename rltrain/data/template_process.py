@@ -1,8 +1,9 @@
 """The process that compiles and renders chat templates for `rltrain.data.chat_templates`, within resource limits.
 
 A chat template is a program that comes with a model directory. Jinja's sandbox denies a chat template access to files
-and processes. Inside the sandbox, a template can still loop endlessly or build huge strings, even while Jinja only
-folds constants. If a template exceeds the resource limits, only the rendering process ends, and not its parent process.
+and processes. Inside the sandbox, a template can still loop endlessly or build huge strings, even at compile time, when
+Jinja folds constants. If a template exceeds the resource limits, only the rendering process ends, and not its parent
+process.
 
 The parent process sends rendering requests to the rendering process. A rendering request is a pickle of the tuple
 (template, variables, pickles of chats). The answer to a rendering request is the JSON array [texts, error]. In the

@@ -1,14 +1,16 @@
-"""A check that the turns of a conversation can be appended exactly, for one tokenizer and its chat template.
+"""A check that a conversation that is tokenized turn by turn agrees with the chat template's rendering of the
+conversation.
 
-The check builds synthetic conversations turn by turn, as in a rollout, and compares each built conversation with the
-template's rendering of the whole conversation:
+The check builds synthetic conversations turn by turn, as in a rollout. The check compares each built conversation with
+the template's rendering of the whole conversation:
 
 - The built conversation and the rendering have the same control tokens in the same order. The built conversation
   therefore has a second beginning-of-sequence token, a repeated system prompt or a missing end token only if the
-  rendering has the same.
+  rendering has the same fault.
 - Between two control tokens, the built conversation and the rendering have the same token ids. In an answer of the
-  assistant, only the text must be the same. White space around an answer may differ, because the policy samples this
-  white space. Thoughts (`<think>...</think>`) may differ, because some templates remove thoughts from earlier answers.
+  assistant, the text must be the same, but the token ids may differ. White space around an answer may differ, because
+  the policy samples this white space. Thoughts (`<think>...</think>`) may differ, because some templates remove
+  thoughts from earlier answers.
 - The built conversation ends where the template would write the assistant's next answer.
 """
 
@@ -32,7 +34,7 @@ _WAY_OUT = "use another template (chat_template in the tokenizer's files)"
 
 
 class _FaultError(ValueError):
-    """Raised if a conversation cannot be built exactly turn by turn; the error's message says why."""
+    """Raised if a conversation that is built turn by turn cannot agree with the template's rendering."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ class _Turn:
     Attributes:
         messages: the messages after the answer.
         thought: text of the thought before the answer.
-        cut: whether the answer was cut, so that the policy did not sample its end.
+        cut: whether the answer was cut off before the policy sampled the end of the answer.
     """
 
     messages: "Sequence[Message]"
@@ -51,7 +53,7 @@ class _Turn:
 
 
 def fault(renderer: "TurnRenderer", roles: Collection[str]) -> str | None:
-    """Return one line that says why a renderer cannot append turns exactly, or None if the renderer can.
+    """Return one line that says why appended turns would differ from the chat template's rendering; None if they agree.
 
     Args:
         renderer: the renderer to check.
@@ -167,7 +169,7 @@ def _require_contents(chat: "Sequence[Message]", whole: str) -> None:
 
 
 def _require_same(renderer: "TurnRenderer", row: Sequence[int], whole: Sequence[int], answers: Sequence[str]) -> None:
-    """Raise an error if a row differs from the template's rendering by more than thoughts and space around answers."""
+    """Raise an error if `row` differs from `whole` by more than thoughts and white space around answers."""
     ours, theirs = _pieces(renderer, row), _pieces(renderer, whole)
     for (special, ids), (their_special, their_ids) in zip(ours, theirs, strict=False):
         if special != their_special:
@@ -179,12 +181,14 @@ def _require_same(renderer: "TurnRenderer", row: Sequence[int], whole: Sequence[
         if ids != their_ids and not _same(text, their_text, answers):
             raise _FaultError(f"{text[-80:]!r} stands where the template writes {their_text[-80:]!r}; {_WAY_OUT}")
     if len(ours) != len(theirs):
-        raise _FaultError(f"there are {len(ours) - 1} control tokens, and the template writes {len(theirs) - 1}")
+        raise _FaultError(
+            f"the appended turns have {len(ours) - 1} control tokens, but the template writes {len(theirs) - 1}"
+        )
 
 
 def _same(text: str, their_text: str, answers: Sequence[str]) -> bool:
     ours, theirs = _compared(text, answers), _compared(their_text, answers)
-    if _THOUGHT.search(text):  # A template that removes a thought can keep the white space after it.
+    if _THOUGHT.search(text):  # A template that removes a thought can keep the white space after the thought.
         return ours.strip() == theirs.strip()
     return ours == theirs
 
@@ -198,7 +202,9 @@ def _compared(text: str, answers: Sequence[str]) -> str:
 
 
 def _pieces(renderer: "TurnRenderer", ids: Sequence[int]) -> list[tuple[int | None, list[int]]]:
-    """Return each control token with the ids up to the next control token; the first piece has no control token."""
+    """Split `ids` into pieces that each consist of a control token and the ids up to the next control token. The first
+    piece has no control token.
+    """
     pieces: list[tuple[int | None, list[int]]] = [(None, [])]
     special = renderer.special_ids - {*renderer.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])}
     for id in ids:

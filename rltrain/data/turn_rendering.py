@@ -1,15 +1,16 @@
 """Rendering of conversations with several turns, without decoding and re-encoding sampled token ids.
 
-A context grows only at its end: the prompt's ids, the ids that the policy sampled, the ids of an *observation*, the
-next sampled ids, and so on. An observation is the text that the chat template writes between two answers of the
-assistant. The observation consists of the part of the first answer's end that the policy did not sample, the new
-messages, and the text that opens the next answer.
+The token ids of a context grow only at the end: the prompt's ids are followed by the ids that the policy sampled, the
+ids of an *observation*, the next sampled ids, and so on. An observation is the text that the chat template writes
+between two answers of the assistant. An observation consists of the part of the first answer's end that the policy did
+not sample, the new messages, and the text that opens the next answer.
 
 To find the text of an observation, a short conversation is rendered: a user's message, an *anchor*, and the new
-messages. The anchor is an answer of the assistant that ends with a known word. The observation is the text after the
-known word, and only this text is tokenized. If the new messages start with results of tools, the anchor calls these
-tools, because some templates refuse tool results without calls. `rltrain.data.turn_probe` checks at the start of a run
-that the ids of a row agree with the template's rendering of the whole conversation.
+messages. The anchor is an answer of the assistant that ends with a known word. The observation is the rendered text
+after the anchor's known word, and only the observation is tokenized. If the new messages start with tool results, the
+anchor message calls the tools, because some templates refuse tool results without calls. `rltrain.data.turn_probe`
+checks at the start of a run that the ids of a conversation that is built turn by turn agree with the template's
+rendering of the whole conversation.
 """
 
 import functools
@@ -29,18 +30,18 @@ Message = Mapping[str, Any]
 _USER = {"role": "user", "content": "a"}
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}")
 _SURROGATES = re.compile("[\ud800-\udfff]")  # Unpaired surrogates are not valid Unicode.
-_PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # The class ControlTokens itself uses these characters.
+_PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # The class ControlTokens uses these private-use characters.
 _ANCHORS = 1024  # Maximum number of cached anchors.
 
 
 @dataclass(frozen=True)
 class Anchor:
-    """An answer of the assistant that stands for the sampled answer before an observation.
+    """An assistant message that replaces the sampled answer when the observation after the answer is rendered.
 
     Attributes:
         message: the assistant's message.
-        marks: number of occurrences of the known word in the rendered message.
-        markup: text that belongs to the answer after the last occurrence of the known word, such as the end of a call.
+        marks: number of occurrences of the renderer's `mark` in the rendered message.
+        markup: text that belongs to the answer after the last occurrence of `mark`, such as the end of a tool call.
         closing: text that the template writes after the answer if no other message follows.
     """
 
@@ -62,9 +63,9 @@ class TurnRenderer:
         templates: object that renders messages; by default a new `ChatTemplates`.
 
     Attributes:
-        tokenizer, tools, stop_ids: the arguments of the same names.
+        tokenizer, tools, stop_ids: the constructor arguments of the same names.
         special_ids: `stop_ids`, and the ids of all control tokens except the unknown token.
-        mark: the known word, which occurs in no tool's schema.
+        mark: known word in the assistant messages that stand for sampled answers; the word occurs in no tool's schema.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class TurnRenderer:
         The names of control tokens in the messages and in the tools are encoded as ordinary text.
 
         Raises:
-            TemplateError: the template refuses the messages, or they cannot be encoded.
+            TemplateError: the template refuses the messages, or the messages cannot be encoded.
         """
 
         def write(value: Mapping[str, Any]) -> str:
@@ -120,21 +121,22 @@ class TurnRenderer:
 
         The returned ids start with the part of the answer's end that the policy did not sample: for example, the end
         token and a newline if the answer was cut, and only the newline if the policy sampled the end token. If the
-        policy ended the answer with another of `stop_ids`, that token takes the place of the template's end token. If
-        the template has no end token, the opener of the next message ends an answer. An opener that the policy sampled
-        is not added again. If the policy sampled the opener of another role, the right opener follows.
+        policy ended the answer with a token of `stop_ids` other than the template's end token, the sampled token
+        replaces the template's end token. If the template has no end token, the opener of the next message ends an
+        answer. An opener that the policy sampled is not added again. If the policy sampled the opener of another role,
+        the opener of the next message's role is added.
 
         Args:
             messages: the new messages: results of tools, or messages of a user. Tool results at the start belong to the
                 calls in the sampled answer.
-            action_ids: token ids of the sampled answer, of which only the last one matters.
+            action_ids: token ids of the sampled answer; only the last id affects the result.
 
         Raises:
-            TemplateError: the template refuses the messages, or they cannot be encoded.
-            ValueError: there are no messages, or one of them is the assistant's.
+            TemplateError: the template refuses the messages, or the messages cannot be encoded.
+            ValueError: there are no messages, or a message has the role "assistant".
         """
         if not messages or any(message["role"] == "assistant" for message in messages):
-            raise ValueError("an observation has at least one message, and none of the assistant")
+            raise ValueError("an observation must have at least one message, and no message of the assistant")
         ids = self._after_mark(self._usable(messages))
         if not action_ids or action_ids[-1] not in self.stop_ids:
             return ids
@@ -146,12 +148,13 @@ class TurnRenderer:
         return ids[first + 1 :] if closed or opened else ids
 
     def action_text(self, ids: Sequence[int]) -> str:
-        """Return the text of sampled ids, with the marks of tool calls and without the token that ended the answer."""
+        """Return the text of sampled ids, with the markup of tool calls and without the token that ended the answer."""
         ended = bool(ids) and ids[-1] in self.stop_ids
         return self.decoded(ids[: len(ids) - ended])
 
     def probe(self, roles: Collection[str] = ("tool", "user")) -> str | None:
-        """Return one line that says why turns cannot be appended exactly, or None if turns can be appended exactly.
+        """Return one line that says why appended turns would differ from the chat template's rendering; None if they
+        agree.
 
         Args:
             roles: roles of the messages that follow an answer of the assistant.
@@ -161,7 +164,8 @@ class TurnRenderer:
         return fault(self, roles)
 
     def strips_thinking(self) -> bool:
-        """Return whether the template removes `<think>...</think>` from an answer when a user's message follows it.
+        """Return whether the template removes `<think>...</think>` from an answer when a user's message follows the
+        answer.
 
         Sampled ids are never removed from a context, so a context keeps the thoughts that the template would remove.
         """
@@ -180,7 +184,7 @@ class TurnRenderer:
 
     @functools.cached_property
     def answer_anchor(self) -> Anchor:
-        """The anchor of an answer without tool calls."""
+        """An anchor without tool calls, that is, an assistant message that stands for a sampled answer."""
         message = {"role": "assistant", "content": self.mark}
         _, mark, closing = self.render([_USER, message], opened=False).rpartition(self.mark)
         if not mark:
@@ -188,9 +192,11 @@ class TurnRenderer:
         return Anchor(message, 1, "", closing)
 
     def anchor(self, messages: Sequence[Message]) -> Anchor:
-        """Return the anchor for new messages.
+        """Return the anchor for new messages: the assistant message that stands for the sampled answer before the new
+        messages.
 
-        The anchor calls tools if the new messages start with results of tools and the template writes calls.
+        The anchor message contains tool calls if the new messages start with tool results and the template writes tool
+        calls.
         """
         results = list(takewhile(lambda message: message["role"] == "tool", messages))
         if not results:
@@ -205,12 +211,12 @@ class TurnRenderer:
     def render(
         self, messages: Sequence[Message], *, opened: bool, tools: Sequence[Mapping[str, Any]] | None = None
     ) -> str:
-        """Return the template's text of a conversation.
+        """Return the text that the chat template writes for a conversation.
 
         Args:
             messages: the conversation.
             opened: whether the returned text includes the text that opens the assistant's next answer.
-            tools: schemas of the tools; None for the schemas of this renderer.
+            tools: schemas of the tools; None for the tools of this renderer.
         """
         given = self.tools if tools is None else tools
         chats = [list(messages)]
@@ -242,8 +248,10 @@ class TurnRenderer:
         return messages if self._control.first_in(messages) is None else _replaced(messages, _PRIVATE)
 
     def _after_mark(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of the text that the template writes after an answer, including the complete answer end."""
-        # The known word precedes the text, because some tokenizers treat the start of a text in a special way.
+        """Return the ids of the text that the template writes after the content of an answer, including the complete
+        answer end.
+        """
+        # `mark` is put before the text, because some tokenizers treat the start of a text in a special way.
         lead = self._mark_ids
         ids = self._encoded(messages, lambda messages: self.mark + self._difference(messages))
         if ids[: len(lead)] != lead:
@@ -261,10 +269,10 @@ class TurnRenderer:
         return after[len(anchor.markup) :]
 
     def _call_anchor(self, calls: Sequence[tuple[str, str]]) -> Anchor:
-        """Return an anchor that calls tools, in the first form that the template accepts.
+        """Return an anchor message with tool calls, in the first form of the calls that the template accepts.
 
-        Most templates expect the arguments as an object, and some expect the JSON text of the object. Some templates
-        refuse several calls in one message, but write several tool results.
+        Most templates expect the arguments of a tool call as an object, and some templates expect the JSON text of the
+        object. Some templates refuse several calls in one message, but write several tool results.
         """
         refusal = None
         for message in _call_messages(calls, self.mark):
@@ -273,14 +281,16 @@ class TurnRenderer:
             except TemplateError as error:
                 refusal = refusal or error
                 continue
-            if self.mark not in text:  # The template does not write calls.
+            if self.mark not in text:  # The template does not write tool calls.
                 return self.answer_anchor
             markup, closing = self._ended(text.rpartition(self.mark)[2])
             return Anchor(message, text.count(self.mark), markup, closing)
         raise refusal or TemplateError("the chat template refuses tool calls")
 
     def _ended(self, tail: str) -> tuple[str, str]:
-        """Split the text after the known word of a call into the rest of the call and the text that ends the answer."""
+        """Split the rendered text after `mark` in a tool call into the end of the call and the text that ends the
+        answer.
+        """
         usual = self.answer_anchor.closing
         if tail.endswith(usual):
             return tail[: len(tail) - len(usual)], usual
@@ -304,14 +314,14 @@ class TurnRenderer:
 
 
 def _call_of(number: int, result: Message) -> tuple[str, str]:
-    """Return the name and the id of the call to which a result belongs."""
+    """Return the name and the id of the tool call to which a tool result belongs."""
     name, id = result.get("name"), result.get("tool_call_id")
     plain = isinstance(name, str) and _PLAIN_NAME.fullmatch(name) is not None
     return str(name) if plain else "tool", id if isinstance(id, str) else f"call{number:05d}"
 
 
 def _call_messages(calls: Sequence[tuple[str, str]], mark: str) -> Iterator[Message]:
-    """Yield messages of the assistant with calls, in the forms that templates accept."""
+    """Yield assistant messages with tool calls, in the forms that different chat templates accept."""
     for chosen in [calls, calls[:1]] if len(calls) > 1 else [calls]:
         for arguments in ({"value": mark}, json.dumps({"value": mark})):
             made = [
@@ -322,7 +332,7 @@ def _call_messages(calls: Sequence[tuple[str, str]], mark: str) -> Iterator[Mess
 
 
 def _replaced(value: Any, unusable: re.Pattern[str]) -> Any:
-    """Return messages in which unusable characters are replaced by U+FFFD."""
+    """Return the messages with each character that matches `unusable` replaced by U+FFFD."""
     if isinstance(value, str):
         return unusable.sub("\ufffd", value)
     if isinstance(value, Mapping):

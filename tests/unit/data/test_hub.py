@@ -271,7 +271,10 @@ def test_a_private_model_is_unknown_without_a_token(hub, client, tmp_path):
 def test_a_gated_model_asks_for_the_licence_and_the_token(hub, client, tmp_path):
     push(hub, tmp_path, SMALL | {"model.safetensors": b"w"})
     hub.gate("org/model", "hf_reader")
-    way_out = f"accept its licence on {hub.url}/org/model, and set HF_TOKEN to that account's token"
+    way_out = (
+        f"accept its licence on {hub.url}/org/model, and set HF_TOKEN to a token of the account that accepted the "
+        "licence"
+    )
     assert refusal(client, "org/model") == f"the model is gated, and no HF_TOKEN is set; {way_out}"
     assert refusal(client, "org/model", HF_TOKEN="hf_other") == (
         f"the model is gated, and HF_TOKEN belongs to an account without access; {way_out}"

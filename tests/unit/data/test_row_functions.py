@@ -92,7 +92,7 @@ def test_values_of_numpy_become_plain_and_other_plain_values_stay(function):
         ("def rows():\n    yield {'prompt': 'a', 'x': {1, 2}}", ", row 1, column 'x': an object of type set; use text"),
         (
             "def rows():\n    yield {'prompt': 'a', 'x': 10**5000}",
-            ", row 1, column 'x': a number of thousands of digits",
+            ", row 1, column 'x': a number with thousands of digits",
         ),
         (
             "def rows():\n    yield {'prompt': 'a', 'x': '\\ud800'}",
@@ -100,7 +100,7 @@ def test_values_of_numpy_become_plain_and_other_plain_values_stay(function):
         ),
         (
             "def rows():\n    x = []\n    x.append(x)\n    yield {'prompt': 'a', 'x': x}",
-            ", row 1, column 'x': the value has lists or dicts nested without end",
+            ", row 1, column 'x': the value has lists or dicts that contain themselves or are nested too deeply",
         ),
         ("def rows(size):\n    return []", ": the function needs 'size', but only split and seed are passed, by name"),
         ("def rows(split, /):\n    return []", ": the function needs 'split', but only split and seed are passed"),

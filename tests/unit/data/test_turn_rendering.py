@@ -160,7 +160,7 @@ def test_the_text_of_an_action_keeps_calls_and_drops_its_end(renderer):
 
 def test_an_observation_has_messages_and_none_of_the_assistant(renderer):
     for messages in ([], [{"role": "assistant", "content": "x"}]):
-        with pytest.raises(ValueError, match="at least one message, and none of the assistant"):
+        with pytest.raises(ValueError, match="at least one message, and no message of the assistant"):
             renderer("chatml").observation_ids(messages, [65])
 
 
