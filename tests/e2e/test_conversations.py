@@ -123,6 +123,27 @@ def test_an_agent_program_with_openais_client_gives_the_rows_of_the_same_environ
     assert json.dumps(rows) == json.dumps(expected)
 
 
+def test_T6_weights_change_in_the_middle_of_conversations_and_each_token_knows_its_version(common, tmp_path):
+    folder = Path(common[0].partition("=")[2]).parent
+    (folder / "slow.py").write_text(
+        GAME.replace("class Game:", "import time\n\n\nclass Game:").replace(
+            "reward = sum", "time.sleep(0.4)\n        reward = sum"
+        )
+    )
+    own = [f"rollout.environment={folder}/slow.py:Game", "trainer.deterministic=false", "trainer.total_steps=6"]
+    run = train(tmp_path / "run", *common, *own, "trainer.max_staleness=1", "algorithm=tis")
+    assert run.status == 0, run.stderr
+    mixed = 0
+    for step, table in enumerate(run.samples().values(), 1):
+        for row in table.to_pylist():
+            versions = [version for version in row["policy_version"] if version != NOT_SAMPLED]
+            assert versions == sorted(versions)
+            assert all(step - 2 <= version <= step - 1 for version in versions)
+            mixed += len(set(versions)) > 1
+    assert mixed > 0
+    assert run.metrics()[0]["actor/engine_gap"] < 1e-5  # In the first step, all tokens are from the current weights.
+
+
 def test_T5_a_killed_environment_worker_or_engine_changes_no_result(common, undisturbed, tmp_path):
     output = tmp_path / "run"
     process = start(output, *common, "placement.environment_workers=2", "trainer.total_steps=3")
