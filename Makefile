@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm demo-reasoning test test-broad check browser-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean
+.PHONY: help setup demo demo-llm demo-reasoning test test-broad check browser-test environment-test template-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -53,7 +53,8 @@ demo-llm: setup $(SMOLLM2)/model/config.json  ## Teach a real language model to 
 
 GYM := build/reasoning-gym
 ENVIRONMENTS := build/environments
-$(GYM)/.ready $(ENVIRONMENTS)/.ready: build/%/.ready: $(READY) docker/requirements-%.txt
+TEMPLATES := build/templates
+$(GYM)/.ready $(ENVIRONMENTS)/.ready $(TEMPLATES)/.ready: build/%/.ready: $(READY) docker/requirements-%.txt
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --upgrade --target build/$* \
 	-r docker/requirements-$*.txt
 	@touch $@
@@ -88,6 +89,9 @@ browser-test: setup  ## The report of runs in a headless Chromium, which is inst
 environment-test: setup $(GYM)/.ready $(ENVIRONMENTS)/.ready  ## The adapters, with the real Gymnasium, TextArena and reasoning-gym
 	@$(TEST_ENV) PYTHONPATH=$(GYM):$(ENVIRONMENTS) RLTRAIN_ENVIRONMENT_TEST=required $(BIN)/python -m pytest \
 	tests/unit/environments/test_adapters.py $(ARGS)
+
+template-test: setup $(TEMPLATES)/.ready $(SMOLLM2)/model/config.json  ## Conversations with the chat templates of 20 model families
+	@$(TEST_ENV) RLTRAIN_TEMPLATES=$(TEMPLATES) $(BIN)/python -m pytest tests/chat_templates $(ARGS)
 
 fuzz: setup  ## Draw COUNT bad and good command lines, environments, data, weights, rewards and checkpoints, with the seed SEED
 	@for file in tests/fuzz/test_*.py; do \
