@@ -85,8 +85,8 @@ def math_answer(
         answer_marker: the text before the right answer, such as "####" in GSM8K's solutions. If the right answer
             contains the marker, only the part after the marker's last occurrence is read.
         float_rounding: number of decimal places that are compared if one of the numbers is a decimal.
-        strict: if True, variables must have the same names, and a set never equals a tuple; if False, variables are
-            matched by their order.
+        strict: if True, variables of both answers must have the same names, and a set never equals a tuple; if False,
+            variables are matched by their order.
 
     Returns:
         1.0 if the two answers are equal, else 0.0; None if `answer` is None. A response that cannot be parsed gets 0.0.

@@ -14,8 +14,8 @@ the same minimal environment, and a folder that is removed after the run. The we
 the program from the machine. A program in the weak form of the sandbox can read and write every file that the current
 user can, use the network, and send signals to all processes of the current user, including the process that started the
 sandbox. For example, a program in the weak form of the sandbox can kill a reward process. A program in the weak form of
-the sandbox can hide that it has started, so that its sample is excluded from training as a failure instead of scoring
-0. If the current user is root, a program in the weak form of the sandbox can also read the tests and their results. The
+the sandbox can hide that it has started. Its sample then counts as a failure and is excluded from training, instead of
+scoring 0. If the current user is root, a program in the weak form of the sandbox can also read the tests and their results. The
 weak form of the sandbox protects against mistakes in programs but not against malicious programs.
 
 The strong form of the sandbox has one gap: if the current user is root, a program can change the file mode of the five

@@ -265,8 +265,8 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
     for name in RUN_FILES:
         require(
             not (output / name).exists(),
-            f"trainer.output_dir={trainer.output_dir}: holds {name} of a run other than the checkpoint's; name a new "
-            "folder, or use trainer.resume=auto to continue that run",
+            f"trainer.output_dir={trainer.output_dir}: holds {name} of another run than the resumed run; name a new "
+            "folder, or use trainer.resume=auto to continue the run in this folder",
         )
 
 

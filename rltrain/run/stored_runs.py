@@ -83,8 +83,8 @@ def _require_sampled_groups_only(algorithm: AlgorithmConfig) -> None:
     )
     require(
         "baseline_rewards" not in required_columns(algorithm.advantage_estimator, algorithm.loss_mode),
-        f"rollout=stored with algorithm.advantage_estimator={algorithm.advantage_estimator}: it needs a greedy answer "
-        "to each prompt, and a run stores sampled answers only; use another estimator",
+        f"rollout=stored with algorithm.advantage_estimator={algorithm.advantage_estimator}: the estimator needs a "
+        "greedy answer to each prompt, and a run stores only sampled answers; use another estimator",
     )
 
 

@@ -157,8 +157,8 @@ class DistillationConfig:
             require(names.count(teacher.name) == 1, f"teachers: two are named '{teacher.name}'; give each its own name")
             require(
                 bool(re.fullmatch(r"[^\s/]+", teacher.name)),
-                f"teachers: name {teacher.name!r}: names of metrics contain it, so it must not be empty or contain "
-                "spaces or /; choose another name",
+                f"teachers: name {teacher.name!r}: the name is part of metric names, so it must not be empty or "
+                "contain spaces or /; choose another name",
             )
             require(
                 not (teacher.is_endpoint and self.kl == "full"),

@@ -163,8 +163,8 @@ class RewardConfig:
             require(names.count(name) == 1, f"functions, models: two are named '{name}'; give each its own name")
             require(
                 bool(re.fullmatch(r"[^\s/]+", name)),
-                f"functions, models: name {name!r}: names of metrics contain it, so it must not contain spaces or /; "
-                "choose another name",
+                f"functions, models: name {name!r}: the name is part of metric names, so it must not contain spaces "
+                "or /; choose another name",
             )
             require(
                 component.outcome or not component.gate,

@@ -398,8 +398,8 @@ class DataConfig:
         for name, source in self.val_sets.items():
             require(
                 bool(re.fullmatch(r"(?!sampled_|greedy_)[\w.-]+", name)),
-                f"val_sets: name {name!r}: names of metrics contain it, so use letters, digits, and the characters . "
-                "_ -, and do not begin with sampled_ or greedy_",
+                f"val_sets: name {name!r}: the name is part of metric names, so use letters, digits, and the "
+                "characters . _ -, and do not begin with sampled_ or greedy_",
             )
             require(isinstance(source, str) and bool(source), f"val_sets.{name}={source}: must be text; name a source")
         for name in ("prompt", "system_prompt", "sft_response"):

@@ -60,7 +60,7 @@ class Task:
             token follows the answer.
         reward: import path `module:function` of the task's reward function.
         max_response_length: suggested limit on the length of a response in tokens, including the end token.
-        examples_per_step: number of flawed answers in one optimizer step of the starting model.
+        examples_per_step: number of flawed answers in one optimizer step when the starting model is trained.
     """
 
     name: str

@@ -36,7 +36,7 @@ class ConversationTask:
         max_response_length: suggested maximum number of tokens after the prompt, including the environment's tokens.
         tools: functions that the policy can call.
         phrases: texts that the task's tokenizer encodes as one token each.
-        examples_per_step: number of flawed conversations in one optimizer step of the starting model.
+        examples_per_step: number of flawed conversations in one optimizer step when the starting model is trained.
     """
 
     name: str

@@ -253,7 +253,7 @@ def number_of(named: Any, config: DistillationConfig, place: str) -> int:
 
 
 def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Columns:
-    """Merge the columns that teachers computed for their rows to columns (N, ...) of the whole batch.
+    """Merge the columns of all teachers, each of which scored some rows, into columns (N, ...) of the whole batch.
 
     If teachers differ in the width of their hidden states, the hidden states are padded with zeros to the largest
     width.

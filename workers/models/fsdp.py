@@ -90,8 +90,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
     """Run the `with` block without gradients, and then reshard the model if it is sharded.
 
     After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
-    dtype, for a later backward pass. Without a backward pass, the gathered copies of parameters would waste memory, and
-    would replace the float32 shards from which the weights are saved.
+    dtype, for a later backward pass. If no backward pass follows, `forward_only` releases the gathered copies, because
+    they waste memory and would be saved in checkpoints instead of the float32 shards.
     """
     with torch.no_grad():
         yield

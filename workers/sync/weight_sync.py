@@ -1,4 +1,4 @@
-"""The part of a weight sync that runs in the driver, which makes ranks and engines transfer the weights in buckets.
+"""The driver's part of a weight sync: the driver makes ranks and engines transfer the weights in buckets.
 
 For each bucket, all ranks write the rows that they hold, and then all engines load the bucket. Ranks write bucket n
 only after every engine has loaded bucket n - 2. Ranks can write one bucket while engines load the previous bucket, and

@@ -47,7 +47,7 @@ def test_a_run_that_stored_all_answers_is_accepted_also_for_fewer_steps_and_samp
         ("data.val=builtin:median", "stored answers belong to training prompts"),
         ("data.val_sets={hard: builtin:median}", "stored answers belong to training prompts"),
         ("algorithm=dapo", "a run does not store the groups that dynamic sampling drops"),
-        ("algorithm=remax", "it needs a greedy answer to each prompt"),
+        ("algorithm=remax", "the estimator needs a greedy answer to each prompt"),
         ("data.difficulty={}", "data.difficulty={easy_threshold: 1.0, hard_threshold: 0.0, easy_fraction: 0.1, "),
         ("data.difficulty={}", "sampled its prompts with null, and stored groups belong to these prompts; use data."),
     ],
