@@ -15,8 +15,8 @@ the program from the machine. A program in the weak form of the sandbox can read
 user can, use the network, and send signals to all processes of the current user, including the process that started the
 sandbox. For example, a program in the weak form of the sandbox can kill a reward process. A program in the weak form of
 the sandbox can hide that it has started. Its sample then counts as a failure and is excluded from training, instead of
-scoring 0. If the current user is root, a program in the weak form of the sandbox can also read the tests and their results. The
-weak form of the sandbox protects against mistakes in programs but not against malicious programs.
+scoring 0. If the current user is root, a program in the weak form of the sandbox can also read the tests and their
+results. The weak form of the sandbox protects against mistakes in programs but not against malicious programs.
 
 The strong form of the sandbox has one gap: if the current user is root, a program can change the file mode of the five
 device files of the machine that are visible in the sandbox (null, zero, full, random, urandom). If rltrain runs as a

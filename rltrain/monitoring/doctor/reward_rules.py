@@ -40,7 +40,9 @@ def reward_fails(history: History) -> Finding | None:
     if points and mean(points) > 0:
         step = next(step for step, value in points if value > 0)
         worst = max(points, key=lambda point: point[1])
-        evidence.append(f"on average {mean(points):.0%} of the rewards failed, and at most {worst[1]:.0%}, in step {worst[0]}")
+        evidence.append(
+            f"on average {mean(points):.0%} of the rewards failed, and at most {worst[1]:.0%}, in step {worst[0]}"
+        )
     if stopped:
         evidence.append(f"the run stopped at step {stopped[-1].step} because too many rewards failed")
     evidence += _messages(history, stopped[-1].step if stopped else worst[0])
