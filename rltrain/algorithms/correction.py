@@ -217,8 +217,8 @@ def _check(level: str, mode: str, lower: float | None, upper: float | None) -> t
     low, high = 0.0 if lower is None else lower, math.inf if upper is None else upper
     if not 0 <= low <= 1 <= high:
         raise ValueError(
-            f"lower={lower}, upper={upper}: 0 <= lower <= 1 <= upper must hold, or even a weight of 1 would be "
-            "corrected; use lower=0.5, upper=2.0, for example"
+            f"lower={lower}, upper={upper}: 0 <= lower <= 1 <= upper must hold, because otherwise even a "
+            "weight of 1 would be corrected; use lower=0.5, upper=2.0, for example"
         )
     return low, high
 

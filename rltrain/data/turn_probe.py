@@ -68,9 +68,9 @@ def fault(renderer: "TurnRenderer", roles: Collection[str]) -> str | None:
             try:
                 _check(renderer, turns)
             except (_FaultError, TemplateError) as error:
-                return f"turns cannot be appended exactly ({what}): {error}"
+                return f"new turns cannot be added as the template writes them ({what}): {error}"
     except (_FaultError, TemplateError) as error:
-        return f"turns cannot be appended exactly: {error}"
+        return f"new turns cannot be added as the template writes them: {error}"
     return None
 
 

@@ -358,7 +358,7 @@ def _enclosed(
         opening, closing: the marks before and after the call.
         read: function that makes a call from the JSON value between the marks.
         reopening: mark with which the next call starts; None if the next call starts with `opening`.
-        fence: text between the JSON value and the closing mark.
+        fence: end of a code block that may stand between the JSON value and the mark `closing`.
     """
     body = start + len(opening)
     try:

@@ -25,10 +25,8 @@ class Signals:
     without job control ignores SIGINT for the processes that it starts in the background. A SIGHUP after another signal
     has no effect, because a dropped connection causes two SIGHUPs, one from the terminal and one from the shell.
 
-    If a signal stops the code in the context immediately, the context raises the exception Stopped with the exit status
-    for that signal.
-
-    Until `stop_with` is called, even the first signal stops the code in the context immediately.
+    Until `stop_with` is called, the first signal interrupts the code of the `with` block at once. The context manager
+    then raises the exception Stopped with the exit status for that signal.
     """
 
     def __init__(self) -> None:

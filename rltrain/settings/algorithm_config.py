@@ -254,8 +254,8 @@ class CorrectionConfig:
         low, high = self.lower or 0.0, self.upper
         require(
             0 <= low <= 1 and (high is None or high >= 1),
-            f"lower={self.lower}, upper={high}: 0 <= lower <= 1 <= upper must hold, or even a weight of 1 would be "
-            "corrected; use lower=0.5 and upper=2.0, for example, or null for no bound",
+            f"lower={self.lower}, upper={high}: 0 <= lower <= 1 <= upper must hold, because otherwise even "
+            "a weight of 1 would be corrected; use lower=0.5 and upper=2.0, for example, or null for no bound",
         )
         require(
             self.level is None or self.mode == "truncate" or low > 0 or high is not None,

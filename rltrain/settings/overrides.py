@@ -285,7 +285,7 @@ def _set(composed: Any, setting: Setting) -> None:
 
 
 def set_text(values: dict[str, Any], items: list[Item]) -> None:
-    """Write the values of keys with free text into the nested plain values of a config."""
+    """Set the keys whose values are free text in a config of nested plain values."""
     for item in items:
         if isinstance(item, Setting) and item.key in TEXT_KEYS:
             *sections, name = item.key.split(".")

@@ -79,8 +79,8 @@ class CommandProgram:
     """An agent program that is a command.
 
     The command gets the URL and the key in the environment variables `OPENAI_BASE_URL` and `OPENAI_API_KEY`, which
-    OpenAI's clients read. The prompt and the columns are a JSON object on the standard input. All processes that the
-    command has started end with the conversation.
+    OpenAI's clients read. The prompt and the columns are a JSON object on the standard input. When the conversation
+    ends, the command and all processes of its process group are killed.
     """
 
     def __init__(self, command: str) -> None:

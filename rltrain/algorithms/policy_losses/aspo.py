@@ -35,10 +35,10 @@ def aspo(
         l = PPO's clipped loss with dual clip       where A <= 0, as in `vanilla`
 
     r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). As in PPO, the
-    clip range of r decides which tokens have a gradient. A good token (A > 0) with a gradient has the value -A / r and
-    the gradient -A / r grad log pi. A good token gets a larger weight if its probability has fallen, and a smaller
-    weight if its probability has risen. PPO's weight r, in contrast, is smaller for a token whose probability has
-    fallen.
+    clip range of r decides which tokens have a gradient. For a good token (A > 0) inside the clip range, the loss is -A
+    / r and its gradient is -A / r grad log pi, because a part of the weight is detached. A good token gets a larger
+    weight if its probability has fallen, and a smaller weight if its probability has risen. PPO's weight r, in
+    contrast, is smaller for a token whose probability has fallen.
 
     The dual clip of good tokens is soft: the value and the weight of the gradient are bounded by c, and the token keeps
     its gradient. A bad token (A < 0) with r > c has no gradient, as in PPO's dual clip (arXiv 1912.09729). In the

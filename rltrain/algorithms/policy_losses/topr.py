@@ -42,8 +42,9 @@ def topr(
     20].
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
-    `clip_fraction` (always 0, because the truncation removes no gradient), `weight_clip_fraction` (tokens of bad
-    answers with s above the bound), `weight_mean` (w), `ratio_mean` (of the tokens) and `ppo_kl`.
+    `clip_fraction`, `weight_clip_fraction`, `weight_mean`, `ratio_mean` and `ppo_kl`. `clip_fraction` is always 0,
+    because the truncation removes no gradient. `weight_clip_fraction` counts the tokens of bad answers whose ratio of
+    sequences exceeds the bound.
 
     Raises:
         ValueError: if `ratio_max` is not finite and positive.

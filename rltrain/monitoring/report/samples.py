@@ -223,7 +223,7 @@ def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleF
 
     The sample files of the first and the last step are always included.
     """
-    groups = 8  # Sample files are left out only if fewer than one in 8 prompt groups would be shown.
+    groups = 8  # The page omits sample files only if it would show fewer than one in 8 prompt groups.
     count = len(files) if share * groups >= 1 else max(2, round(len(files) * share * groups))
     if count >= len(files):
         yield from ((file, share) for file in files)
