@@ -34,10 +34,11 @@ class Script:
         action = self.actions[request.key[2]]
         observed = [10 * number + 1] * len(request.messages)
         if len(observed) + (2 if number else 0) > request.room:
-            return TurnResult(request.key, observed, messages=list(request.messages), full=True)
+            return TurnResult(request.key, observed, messages=list(request.messages), full=True, serial=request.serial)
         return TurnResult(
             request.key, observed, [50 + number, END], [-0.5, -0.25], [number, number],
             self.reasons.get(number, "stop"), f"text {number}", action, list(request.messages),
+            serial=request.serial,
         )  # fmt: skip
 
 

@@ -40,5 +40,6 @@ def missing_arguments(function: Callable[..., Any], offered: Sequence[str]) -> l
     """Return the parameters of a function that have no default and are not offered."""
     plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
-    needed = [one.name for one in parameters if one.kind in plain and one.default is inspect.Parameter.empty]
-    return [name for name in needed if name not in offered]
+    needed = [one for one in parameters if one.default is inspect.Parameter.empty]
+    unnamed = [one.name for one in needed if one.kind is inspect.Parameter.POSITIONAL_ONLY]
+    return unnamed + [one.name for one in needed if one.kind in plain and one.name not in offered]

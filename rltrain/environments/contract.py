@@ -58,13 +58,20 @@ def missing_columns(environment: type, columns: Sequence[str]) -> list[str]:
 def as_text(value: Any) -> str:
     """Convert a value that a tool or an environment has returned to the text that is shown to the policy."""
     if isinstance(value, str):
-        return value
+        return valid_unicode(value)
     if value is None:
         return ""
     try:
-        return json.dumps(value, ensure_ascii=False)
-    except (TypeError, ValueError):
-        return str(value)
+        return valid_unicode(json.dumps(value, ensure_ascii=False))
+    except (TypeError, ValueError, RecursionError):
+        return valid_unicode(str(value))
+
+
+def valid_unicode(text: str) -> str:
+    """Return a text in which U+FFFD replaces each unpaired surrogate, which UTF-8 cannot encode."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
 
 
 def as_step(value: Any) -> tuple[str, float | None, bool]:
@@ -89,7 +96,7 @@ def as_reward(value: Any) -> float | None:
         return None
     try:
         reward = float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         raise EnvironmentFailure(f"the reward {value!r:.80} is not a number") from None
     if reward != reward or abs(reward) == float("inf"):
         raise EnvironmentFailure(f"the reward {reward} is not finite")

@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from rltrain.environments.contract import valid_unicode
+
 Message = dict[str, Any]
 Event = dict[str, Any]
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
@@ -45,6 +47,7 @@ class ModelRequest:
         model: Name of the model, which the response repeats.
         stream: Whether the response is a stream of events.
         usage: Whether a stream of chat completions ends with the number of tokens.
+        text_only: Whether tool calls in the answer are returned as text (`tool_choice="none"`).
     """
 
     messages: Sequence[Message]
@@ -53,6 +56,7 @@ class ModelRequest:
     model: str = ""
     stream: bool = False
     usage: bool = False
+    text_only: bool = False
 
 
 @dataclass(frozen=True)
@@ -104,6 +108,7 @@ def chat_request(body: Mapping[str, Any]) -> ModelRequest:
         model=str(body.get("model") or ""),
         stream=bool(body.get("stream")),
         usage=bool((body.get("stream_options") or {}).get("include_usage")),
+        text_only=body.get("tool_choice") == "none",
     )
 
 
@@ -163,6 +168,7 @@ def responses_request(body: Mapping[str, Any], previous: Sequence[Message] = ())
         max_tokens=_max_tokens(body, "max_output_tokens"),
         model=str(body.get("model") or ""),
         stream=bool(body.get("stream")),
+        text_only=body.get("tool_choice") == "none",
     )
 
 
@@ -244,14 +250,10 @@ def _check_options(body: Mapping[str, Any]) -> None:
 
 
 def _tools(body: Mapping[str, Any], tools: Sequence[Any]) -> Sequence[Mapping[str, Any]]:
-    if body.get("tool_choice") == "none":
-        return []
     for tool in tools:
-        if (
-            not isinstance(tool, Mapping)
-            or tool.get("type") != "function"
-            or "name" not in (tool.get("function") or {})
-        ):
+        function = tool.get("function") if isinstance(tool, Mapping) else None
+        name = function.get("name") if isinstance(function, Mapping) else None
+        if not isinstance(name, str) or not name or tool.get("type") != "function":
             raise ApiError("each tool must be a function with a name")
     return [{"type": "function", "function": _without_strict(tool["function"])} for tool in tools]
 
@@ -292,10 +294,10 @@ def _text(content: Any) -> str:
     if content is None:
         return ""
     if isinstance(content, str):
-        return content
+        return valid_unicode(content)
     if isinstance(content, list) and all(isinstance(part, Mapping) for part in content):
         if all(part.get("type") in _TEXT_PARTS for part in content):
-            return "".join(str(part.get("text") or "") for part in content)
+            return valid_unicode("".join(str(part.get("text") or "") for part in content))
         raise ApiError("a message contains something other than text, which is not supported")
     raise ApiError("the content of a message must be a text or a list of text parts")
 
@@ -309,8 +311,9 @@ def _read_call(call: Any) -> Mapping[str, Any]:
 def _call(id: str, name: Any, arguments: Any) -> Mapping[str, Any]:
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments or "{}")
-        except ValueError:
+            arguments = json.loads(valid_unicode(arguments) or "{}")
+            json.dumps(arguments, ensure_ascii=False).encode()  # Fails if an escape is an unpaired surrogate.
+        except (ValueError, RecursionError):
             raise ApiError("the arguments of a tool call are not valid JSON") from None
     return {"id": id, "type": "function", "function": {"name": str(name), "arguments": arguments}}
 

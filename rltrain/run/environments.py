@@ -116,7 +116,7 @@ def absolute_command(address: str) -> str:
     if is_url(address):
         return address
     words = shlex.split(address)
-    return shlex.join(str(Path(word).absolute()) if "/" in word or Path(word).is_file() else word for word in words)
+    return shlex.join(str(Path(word).absolute()) if Path(word).is_file() else word for word in words)
 
 
 def _schemas_of_server(address: str) -> list[dict[str, Any]]:

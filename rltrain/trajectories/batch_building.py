@@ -9,6 +9,7 @@ from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.batch.sampled_tokens import sampled_tokens
 from rltrain.batch.trajectory import Trajectory
 from rltrain.data.prompts import Prompt
+from rltrain.environments.contract import valid_unicode
 from rltrain.settings.reward_config import RewardFunctionConfig, RewardModelConfig
 from rltrain.settings.schema import Config
 from rltrain.trajectories.prompt_groups import Group
@@ -80,7 +81,7 @@ def _environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
         counts,
         {
             "stop_reason": [t.stop_reason for t in trajectories],
-            "messages": [json.dumps(list(t.messages), ensure_ascii=False) for t in trajectories],
+            "messages": [valid_unicode(json.dumps(list(t.messages), ensure_ascii=False)) for t in trajectories],
         },
     )
 

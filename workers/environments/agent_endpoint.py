@@ -4,13 +4,15 @@ import asyncio
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from rltrain.base.errors import described
 from rltrain.environments.contract import EnvironmentFailure, as_reward
 from rltrain.environments.openai_api import (
     ApiError,
     Event,
+    ModelRequest,
     chat_events,
     chat_request,
     chat_response,
@@ -79,7 +81,7 @@ class AgentEndpoint:
 
     async def _chat(self, http: "web.Request") -> "web.StreamResponse":
         async def answered(session: AgentSession, body: Mapping[str, Any]) -> "web.StreamResponse":
-            asked = chat_request(body)
+            asked = read(chat_request, body)
             answer = await session.answer(asked)
             if asked.stream:
                 return await _streamed(http, [*chat_events(asked, answer), None])
@@ -91,7 +93,7 @@ class AgentEndpoint:
         async def answered(session: AgentSession, body: Mapping[str, Any]) -> "web.StreamResponse":
             earlier = str(body.get("previous_response_id") or "") if isinstance(body, Mapping) else ""
             before = session.conversation(plain_id(earlier)) if earlier else ()
-            asked = responses_request(body, before)
+            asked = read(responses_request, body, before)
             answer = await session.answer(asked)
             if asked.stream:
                 return await _streamed(http, list(responses_events(asked, answer)))
@@ -131,17 +133,41 @@ class AgentEndpoint:
                     code="invalid_api_key",
                 )
             session.calls.add(task)
-            try:
-                body = await http.json()
-            except ValueError as error:
-                raise ApiError(f"the body of the request is not valid JSON: {error}") from error
-            response: web.StreamResponse = await answered(session, body)
+            response: web.StreamResponse = await answered(session, await _body(http))
         except ApiError as error:
+            if session is not None:
+                session.refusal = str(error)
             return _json(error.body(), error.status)
         finally:
             if session is not None:
                 session.calls.discard(task)
         return response
+
+
+async def _body(http: "web.Request") -> Any:
+    """Return the JSON value of a request's body.
+
+    Raises:
+        ApiError: the body is too large, cannot be decoded or is not valid JSON.
+    """
+    try:
+        return await http.json()
+    except Exception as error:
+        raise ApiError(f"the body of the request cannot be read: {described(error)}") from error
+
+
+def read(function: Callable[..., ModelRequest], *arguments: Any) -> ModelRequest:
+    """Read a request with a function that checks only what it expects.
+
+    Raises:
+        ApiError: the request is malformed.
+    """
+    try:
+        return function(*arguments)
+    except ApiError:
+        raise
+    except Exception as error:
+        raise ApiError(f"the request is malformed: {described(error)}") from error
 
 
 def _bypass_proxies() -> None:

@@ -72,7 +72,8 @@ class FunctionProgram:
         arguments = arguments_of(self.function, dict(task.columns) | offered)
         if inspect.iscoroutinefunction(self.function):
             return await without_exit(self.function(**arguments))
-        return await in_daemon_thread(lambda: self.function(**arguments))
+        result = await in_daemon_thread(lambda: self.function(**arguments))
+        return await without_exit(result) if inspect.isawaitable(result) else result
 
 
 class CommandProgram:
@@ -141,7 +142,8 @@ async def run_agent(
         with endpoint.open(session):
             stop_reason, reward = await _ended(program, task, session)
         if not session.record.turns:
-            raise EnvironmentFailure(f"the agent got no answer: {session.refusal or 'it made no request'}")
+            late = f"there was none within {limits.timeout_s:g} s" if stop_reason == "deadline" else ""
+            raise EnvironmentFailure(f"the agent got no answer: {session.refusal or late or 'it made no request'}")
         return session.record.trajectory(stop_reason, reward)
 
     return await with_attempts(request, attempt)

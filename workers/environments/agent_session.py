@@ -47,6 +47,7 @@ class AgentSession:
         self.calls: set[asyncio.Task[Any]] = set()
         self._answering = asyncio.Lock()
         self._answers: dict[str, ModelAnswer] = {}
+        self._sent: Sequence[Message] = ()  # The last answered request's messages, and the answer.
         self._by_id: dict[str, Sequence[Message]] = {}  # Conversation up to each answer, in the order of the turns.
         self._tools: Sequence[Mapping[str, Any]] = ()
 
@@ -59,11 +60,7 @@ class AgentSession:
         async with self._answering:
             key = json.dumps([asked.messages, asked.tools], sort_keys=True)
             if key not in self._answers:
-                try:
-                    self._answers[key] = await self._sampled(asked)
-                except ApiError as error:
-                    self.refusal = str(error)
-                    raise
+                self._answers[key] = await self._sampled(asked)
             return self._answers[key]
 
     def rewarded(self, answer_id: str, reward: float | None) -> None:
@@ -113,12 +110,12 @@ class AgentSession:
         Raises:
             ApiError: the request does not continue the recorded conversation.
         """
-        known = len(self.record.messages)
+        known = len(self._sent)
         if not known:
             self._tools = asked.tools
             return list(asked.messages)
-        new = [_with_name(message, self.record.messages[-1]) for message in asked.messages[known:]]
-        if list(asked.messages[:known]) != [_without_name(message) for message in self.record.messages]:
+        new = [_with_name(message, self._sent[-1]) for message in asked.messages[known:]]
+        if list(asked.messages[:known]) != list(self._sent):
             raise ApiError(
                 "the request does not repeat the earlier messages of this conversation, or changes one of them: send "
                 "all earlier messages as they were, and new messages after them",
@@ -142,7 +139,8 @@ class AgentSession:
 
     def _recorded(self, asked: ModelRequest, result: TurnResult) -> ModelAnswer:
         assert result.action is not None, "a turn that is neither full nor failed has an action"
-        message = assistant_message(shown(result.action))
+        action = ParsedAction(result.text.strip()) if asked.text_only else result.action
+        message = assistant_message(shown(action))
         before = len(result.observation_ids) + sum(
             len(turn.observation_ids) + len(turn.action_ids) for turn in self.record.turns
         )
@@ -156,7 +154,8 @@ class AgentSession:
             completion_tokens=len(result.token_ids),
             created=int(time.time()),
         )
-        self._by_id[answer.id] = [*asked.messages, answer.message]
+        self._sent = self._by_id[answer.id] = [*asked.messages, answer.message]
+        self.stop_reason = ""  # A program may go on after a refused request, for example with a shorter message.
         return answer
 
 
@@ -177,7 +176,3 @@ def _with_name(message: Message, action: Mapping[str, Any]) -> Message:
     names = {call["id"]: call["function"]["name"] for call in action.get("tool_calls", ())}
     name = names.get(message.get("tool_call_id", ""))
     return message | {"name": name} if name else message
-
-
-def _without_name(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {key: value for key, value in message.items() if key != "name"}

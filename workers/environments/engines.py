@@ -1,7 +1,9 @@
 """Connections from an environment worker to the rollout replicas."""
 
 import asyncio
+import itertools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from workers.rollout.turns import SamplesTurns, TurnRequest, TurnResult
@@ -84,7 +86,8 @@ class Replica:
 
     def __init__(self, connection: Connection, client: str) -> None:
         self.connection, self.client = connection, client
-        self.waiting: dict[tuple[int, int, int], asyncio.Future[TurnResult]] = {}
+        self.waiting: dict[int, asyncio.Future[TurnResult]] = {}  # By the serial numbers of the requests.
+        self._serials = itertools.count()
         self.unsent: list[TurnRequest] = []
         self.task: asyncio.Task[None] | None = None
 
@@ -100,8 +103,9 @@ class Replica:
             ReplicaGone: the replica's process has ended.
         """
         future: asyncio.Future[TurnResult] = asyncio.get_running_loop().create_future()
-        self.waiting[request.key] = future
-        self.unsent.append(request)
+        serial = next(self._serials)
+        self.waiting[serial] = future
+        self.unsent.append(replace(request, serial=serial))
         if not self.polling:
             self.task = asyncio.create_task(self._serve())
         elif len(self.unsent) == 1:
@@ -109,7 +113,7 @@ class Replica:
         try:
             return await future
         finally:
-            self.waiting.pop(request.key, None)
+            self.waiting.pop(serial, None)
 
     def _send_soon(self) -> None:
         if self.unsent:
@@ -131,7 +135,7 @@ class Replica:
                 await self._send()
             while self.waiting:
                 for result in await self.connection.poll(self.client):
-                    future = self.waiting.get(result.key)
+                    future = self.waiting.get(result.serial)
                     if future is not None and not future.done():
                         future.set_result(result)
                 await asyncio.sleep(0)  # Let the trajectories take their results before the next poll.

@@ -127,8 +127,19 @@ class UserEnvironment:
 
 
 async def without_exit(call: Awaitable[Any]) -> Any:
-    """Await a call of the user's code, and raise RuntimeError if the code tries to end the process with SystemExit."""
+    """Await a call of the user's code, and raise RuntimeError if the code tries to end the process or its own task.
+
+    SystemExit and similar exceptions would end the process. A CancelledError would end the trajectory without a result,
+    unless the trajectory itself was cancelled.
+    """
     try:
         return await call
-    except (SystemExit, KeyboardInterrupt) as error:
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise RuntimeError("the code was cancelled by itself") from error
+    except Exception:
+        raise
+    except BaseException as error:
         raise RuntimeError(described(error)) from error

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from rltrain.base.errors import described
 from rltrain.data.turn_rendering import TurnRenderer
 from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, ParsedAction
 from rltrain.rewards.loading import import_function
@@ -76,8 +77,11 @@ class TurnServer:
                 messages = [self._shortened(message, turn.max_message_tokens) for message in messages]
                 observed = renderer.observation_ids(messages, turn.action_ids)
         except ValueError as refused:
-            return TurnResult(turn.key, error=str(refused)), [], 0
-        result = TurnResult(turn.key, observed, messages=messages)
+            return TurnResult(turn.key, error=str(refused), serial=turn.serial), [], 0
+        except Exception as failed:  # A program may send messages and tools for which the template was not written.
+            said = f"the messages cannot be rendered: {described(failed)}"
+            return TurnResult(turn.key, error=said, serial=turn.serial), [], 0
+        result = TurnResult(turn.key, observed, messages=messages, serial=turn.serial)
         if first and len(observed) > turn.max_prompt_tokens:
             error = f"the prompt has {len(observed)} tokens, above rollout.max_prompt_length={turn.max_prompt_tokens}"
             return replace(result, error=error), [], 0

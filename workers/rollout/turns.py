@@ -42,6 +42,8 @@ class TurnRequest:
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         seed: Seed of the random numbers with which the action is sampled.
         tools: Schemas of the tools that the prompt describes; None for the tools of the run.
+        serial: Number of the request among the requests of its client. A trajectory that starts again makes new
+            requests with the keys of its earlier requests.
     """
 
     key: tuple[int, int, int]
@@ -55,6 +57,7 @@ class TurnRequest:
     temperature: float
     seed: int
     tools: Sequence[Mapping[str, Any]] | None = None
+    serial: int = 0
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ class TurnResult:
         messages: The new messages as the model has seen them; long texts are cut off.
         full: Whether the new messages left no room for an action, so that no action was sampled.
         error: One line that says why the messages cannot be put into the context; "" if no error occurred.
+        serial: Field `serial` of the request.
     """
 
     key: tuple[int, int, int]
@@ -87,6 +91,7 @@ class TurnResult:
     messages: Sequence[Mapping[str, Any]] = ()
     full: bool = False
     error: str = ""
+    serial: int = 0
 
 
 class SamplesTurns(Protocol):

@@ -6,6 +6,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 
 import httpx
 import openai
@@ -19,7 +20,7 @@ from tests.scripted_turns import END, REQUEST, Script, call, limits, say
 from workers.environments.agent_endpoint import AgentEndpoint
 from workers.environments.agent_program import CommandProgram, FunctionProgram, run_agent
 from workers.environments.agent_session import shown
-from workers.environments.engines import ReplicaGone
+from workers.environments.engines import Replica, ReplicaGone
 from workers.environments.recording import ATTEMPTS
 
 PRICE = {
@@ -323,6 +324,84 @@ def test_a_request_may_limit_the_tokens_of_its_answer():
     assert engine.requests[0].max_tokens == 3
 
 
+def test_a_message_that_was_cut_for_the_model_does_not_change_what_the_program_repeats():
+    class Cutting(Script):
+        async def sample(self, request):
+            found = await super().sample(request)
+            short = [message | {"content": message["content"][:3] + " [cut off]"} for message in found.messages]
+            return replace(found, messages=short)
+
+    found = run(Cutting(*[say(f"text {n}") for n in range(3)]), talk, max_turns=3)
+    assert (found.stop_reason, len(found.turns)) == ("max_turns", 3)
+    assert [one["content"] for one in found.messages[:3]] == ["go [cut off]", "text 0", "go  [cut off]"]
+
+
+def test_a_program_may_go_on_after_a_refused_request():
+    async def shorter(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            done = await client.chat.completions.create(model="any", messages=messages)
+            messages.append(done.choices[0].message)
+            hint = {"role": "user", "content": "on"}
+            with pytest.raises(openai.BadRequestError, match="no token is left"):
+                await client.chat.completions.create(model="any", messages=messages + [hint] * 20)
+            await client.chat.completions.create(model="any", messages=[*messages, hint])
+
+    found = run(Script(say("a"), say("b")), shorter, max_response_tokens=20)
+    assert (found.stop_reason, len(found.turns)) == ("done", 2)
+
+
+def test_without_tool_calls_an_answer_is_text():
+    async def last(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            done = await client.chat.completions.create(model="any", messages=messages, tools=[PRICE])
+            call = done.choices[0].message
+            result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "4"}
+            done = await client.chat.completions.create(
+                model="any", messages=[*messages, call, result], tools=[PRICE], tool_choice="none"
+            )
+            assert done.choices[0].message.content == "text 1"
+
+    found = run(Script(ASK, ASK), last)
+    assert (found.stop_reason, len(found.turns), found.tool_calls) == ("done", 2, 1)
+
+
+def test_a_late_answer_to_an_earlier_attempt_is_not_taken_for_the_answer_of_this_attempt():
+    """The first attempt gives up while its second turn is sampled; the second attempt asks for the same turn."""
+
+    class Slow(Script):
+        def __init__(self, *actions):
+            super().__init__(*actions)
+            self.kept, self.results = None, []
+
+        async def submit(self, client, requests):
+            for request in requests:
+                result = await self.sample(request)
+                if request.key[2] == 1 and self.kept is None:
+                    self.kept = result
+                else:
+                    late = [self.kept] if request.key[2] == 1 else []
+                    self.results += [*late, result]
+
+        async def poll(self, client):
+            await asyncio.sleep(0.01)
+            taken, self.results = self.results, []
+            return taken
+
+    tries = []
+
+    async def impatient(base_url, api_key, messages):
+        tries.append(1)
+        async with client_of(base_url, api_key) as client:
+            done = await client.chat.completions.create(model="any", messages=messages)
+            more = [*messages, done.choices[0].message, {"role": "user", "content": "on"}]
+            await client.chat.completions.create(model="any", messages=more, timeout=0.5 if len(tries) == 1 else 30)
+
+    engine = Slow(say("a"), say("b"))
+    found = run(Replica(engine, "worker"), impatient)
+    assert (len(tries), len(engine.requests), engine.kept.serial) == (2, 4, 1)
+    assert found.response_ids() == [52, END, 31, 53, END]
+
+
 # Failures
 
 
@@ -341,6 +420,20 @@ def test_a_program_that_raises_or_never_asks_is_started_again_and_then_given_up(
 
     assert failure_of(broken) == "the agent failed: RuntimeError: SystemExit: no licence"
     assert len(calls) == ATTEMPTS
+
+    class OwnExit(BaseException):
+        pass
+
+    async def leaves():
+        raise OwnExit("now")
+
+    async def cancels_itself():
+        task = asyncio.ensure_future(asyncio.sleep(5))
+        task.cancel()
+        await task
+
+    assert failure_of(leaves) == "the agent failed: RuntimeError: OwnExit: now"
+    assert failure_of(cancels_itself) == "the agent failed: RuntimeError: the code was cancelled by itself"
     assert failure_of(lambda seed: 1.0) == "the agent got no answer: it made no request"
 
 
@@ -386,17 +479,62 @@ def test_what_training_does_not_support_is_refused_with_the_reason(options, said
     assert said in failure_of(ask)
 
 
+MALFORMED = [
+    {"stream_options": 5},
+    {"text": 5},
+    {"text": {"format": "text"}},
+    {"response_format": "json"},
+    {"response_format": [1]},
+    {"tools": 5},
+    {"tools": [5]},
+    {"tools": [{"type": "function", "function": "name"}]},
+    {"tools": [{"type": "function", "function": {"name": None}}]},
+    {"tools": [{"type": "function", "function": {"name": 5}}]},
+    {"messages": {"a": 1}, "input": {}},
+    {"messages": [5], "input": [5]},
+    {"messages": [{"role": []}], "input": [{"type": []}]},
+    {"messages": [{"role": "user", "content": 5}], "input": [{"role": "user", "content": 5}]},
+    {"messages": [{"role": "assistant", "tool_calls": 5}], "input": [{"type": "function_call", "arguments": "["}]},
+    {"messages": [{"role": "assistant", "tool_calls": [{"function": {"arguments": "[" * 10000}}]}], "input": 5},
+]
+
+
+@pytest.mark.parametrize("options", MALFORMED, ids=lambda one: json.dumps(one)[:40])
+def test_a_malformed_request_is_refused_and_the_refusal_is_the_reason_of_the_failure(options):
+    async def send(base_url, api_key):
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
+            for path, own in (("chat/completions", "messages"), ("responses", "input")):
+                if path == "responses" and not {"text", "tools", "input"} & options.keys():
+                    continue
+                body = {own: [{"role": "user", "content": "go"}]} | options
+                response = await http.post(f"{base_url}/{path}", json=body)
+                assert response.status_code == 400, (path, response.text)
+                assert response.json()["error"]["message"]
+
+    assert "it made no request" not in failure_of(send)
+
+
+def test_text_that_is_no_valid_unicode_is_replaced():
+    async def cut_emoji(base_url, api_key):
+        body = '{"messages": [{"role": "user", "content": "so \\ud83d"}]}'
+        async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
+            assert (await http.post(f"{base_url}/chat/completions", content=body)).status_code == 200
+
+    found = run(Script(say("a")), cut_emoji)
+    assert found.messages[0]["content"] == "so \ufffd"
+
+
 def test_a_body_that_is_not_json_or_no_object_is_refused():
     statuses = []
 
     async def send(base_url, api_key):
         async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
             for path in ("chat/completions", "responses", "reward"):
-                for body in (b"{", b"[]", b"null", b"\xff"):
+                for body in (b"{", b"[]", b"null", b"\xff", b"[" * 100_000):
                     statuses.append((await http.post(f"{base_url}/{path}", content=body)).status_code)
             assert (await http.get(f"{base_url}/models")).json()["data"][0]["id"] == "policy"
 
-    assert "it made no request" in failure_of(send)
+    failure_of(send)
     assert set(statuses) == {400}
 
 
