@@ -100,7 +100,7 @@ def test_every_algorithm_passes(algorithm):
         (["placement.actor_ranks=3"], "placement.actor_ranks=3: more than the 2 CPU cores of this machine; use fewer"),
         (["placement.rollout_replicas=3"], "placement.rollout_replicas=3: more than the 2 CPU cores"),
         (["rollout.vllm.tensor_parallel_size=4"], "x rollout.vllm.tensor_parallel_size=4: more than the 2 CPU cores"),
-        (["rollout.environment=a.py:A", "rollout.stop=x"], "rollout.stop=['x'] with an environment or tools"),
+        (["rollout.environment=a.py:A", "rollout.stop=x"], "rollout.stop=['x'] with an environment, tools or an agent"),
         (["rollout.tools=a.py:f", "rollout=stored", "rollout.run=r"], "tools or an agent with rollout.engine=stored"),
         (["data=lookup", "data.special_tokens=allow"], "data.special_tokens=allow with rollout.environment"),
         (["reward.functions=[environment_reward]"], "'environment_reward' is the reward that an environment gives"),
