@@ -60,7 +60,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "turn_index": ("response", "int64, number of the turn in which the token was sampled, from 0; -1 in observations"),
     "turn_states": (
         "response",
-        "int64, hash of the observation before the turn, equal for equal observations; 0 in observations",
+        "int64, hash of the observation before the token's turn; 0 at tokens that were not sampled",
     ),
     "turn_rewards": ("response", "reward that the environment gave for a turn, on the turn's last token; 0 elsewhere"),
     "token_level_rewards": ("response", "reward of each token, after shaping, normalisation and KL-in-reward"),

@@ -44,7 +44,7 @@ def rows_of_same_groups(uids: Sequence[int], chosen: Sequence[Rows], others: Seq
 
     Args:
         uids: number of the prompt group of each row of the batch that is divided into mini-batches, (B,).
-        chosen: for each mini-batch, the numbers of its rows in the divided batch.
+        chosen: for each mini-batch, the indices of its rows in the batch that is divided into mini-batches.
         others: number of the prompt group of each row of the other batch, whose rows are returned.
     """
     groups = [{uids[row] for row in rows} for rows in chosen]

@@ -221,6 +221,6 @@ def _other(error: Exception, chain: Sequence[BaseException]) -> str:
             "the network and HF_ENDPOINT, or give a file"
         )
     return (
-        f"the library datasets cannot read the data set ({reason}); give the path of the data set's files, or a "
+        f"the library `datasets` cannot read the data set ({reason}); give the path of the data set's files, or a "
         "function that reads the files"
     )

@@ -92,7 +92,7 @@ def require_library(where: str) -> None:
     """Raise ConfigError if the library `datasets` is not installed."""
     require(
         importlib.util.find_spec("datasets") is not None,
-        f"{where}: no such file or folder, and data sets of the hub need the library datasets; check the path, or "
+        f"{where}: no such file or folder, and data sets of the hub need the library `datasets`; check the path, or "
         "run pip install 'rltrain[datasets]'",
     )
 

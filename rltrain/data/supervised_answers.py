@@ -179,7 +179,7 @@ class AnswerEncoder:
         tokenizer: a Hugging Face tokenizer.
         options: length limit, end tokens and stop strings of answers.
         special_tokens: what happens to answers that contain the name of a control token, as in `PromptEncoder`.
-        templates: renders a chat, which shows the end token of the assistant's messages.
+        templates: object that renders a chat, to find the end token of the assistant's messages.
     """
 
     def __init__(

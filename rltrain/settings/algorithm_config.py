@@ -84,7 +84,7 @@ class NormalizationConfig:
 
     @property
     def on(self) -> bool:
-        """Whether the normalization subtracts a mean or divides by a standard deviation."""
+        """Whether the normalization is on: it subtracts a mean, divides by a standard deviation, or does both."""
         return self.mean_level is not None or self.std_level is not None
 
 

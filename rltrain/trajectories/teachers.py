@@ -139,7 +139,7 @@ class Teacher:
         return await group.rows(TeacherWorker.score_responses, batch, FORWARD, max_tokens=budget, only=only)
 
     async def _at_endpoint(self, batch: DataProto, why: list[str]) -> tuple[DataProto, list[str]]:
-        assert self.endpoint is not None, "a teacher that is not on the training ranks is an endpoint"
+        assert self.endpoint is not None, "a teacher must be either on the training ranks or an endpoint"
         asked = [row for row, reason in enumerate(why) if not reason]
         sent = [(batch_ids(batch, row, "prompts"), batch_ids(batch, row, "responses")) for row in asked]
         answers = dict(zip(asked, await self.endpoint.log_probs(sent), strict=True))

@@ -287,7 +287,7 @@ class ActorWorker:
             )
 
     def shard_groups(self) -> int:
-        """Return the number of groups of weights in which `shards` returns this rank's shards."""
+        """Return the number of weight groups. A call of `shards` returns this rank's shards of one weight group."""
         return len(weight_groups(self.model))
 
     def shards(self, number: int, to_host: bool, *_taken: None) -> list[Tensor]:

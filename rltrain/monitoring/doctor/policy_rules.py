@@ -40,8 +40,8 @@ def learning_rate_too_high(history: History) -> Finding | None:
     updates of at least 3 steps each moved the policy by a KL of at least 0.3 nats per token. Third condition: the
     entropy changed by a factor of at least 3 within two steps, the mean reward then fell, and the run measured no KL
     above 0, as is normal with one update per step. A fall of the mean reward counts only if it is at least half the
-    standard deviation of single rewards. The fall of the mean reward is the mean over the 5 steps that end with the
-    large update, minus the mean over the last 5 steps of the run.
+    standard deviation of single rewards. The fall of the mean reward is the difference between two means: the mean
+    reward of the step with the large update and the 4 steps before it, minus the mean reward of the last 5 steps.
     """
     kl = history.points("actor/ppo_kl")
     huge = [point for point in kl if point[1] >= HUGE_KL]
@@ -259,8 +259,8 @@ def far_from_reference(history: History) -> Finding | None:
 def critic_explains_nothing(history: History) -> Finding | None:
     """Detect a critic that does not learn.
 
-    The run has at least 20 steps, and the critic's explained variance, averaged over the last 10 steps, is at most 0,
-    although the rewards are not all equal.
+    The finding is reported if the run has at least 20 steps, the rewards are not all equal, and the critic's explained
+    variance is at most 0 on average over the last 10 steps.
     """
     points, spread = history.points("critic/explained_variance"), history.points("reward/std")
     judged = points[-JUDGED_STEPS:]

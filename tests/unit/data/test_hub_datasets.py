@@ -217,11 +217,11 @@ def test_files_that_are_no_data_are_refused(hub, tmp_path):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "train.parquet").write_bytes(b"not parquet at all")
     hub.push("org/bad", tmp_path / "bad", kind="dataset")
-    assert "the library datasets cannot read the data set (" in refusal("org/bad")
+    assert "the library `datasets` cannot read the data set (" in refusal("org/bad")
     (tmp_path / "script").mkdir()
     (tmp_path / "script" / "script.py").write_text("raise SystemExit")
     hub.push("org/script", tmp_path / "script", kind="dataset")
-    assert "the library datasets cannot read the data set (" in refusal("org/script")
+    assert "the library `datasets` cannot read the data set (" in refusal("org/script")
 
 
 @needs_library
