@@ -86,7 +86,7 @@ browser-test: setup  ## The report of runs in a headless Chromium, which is inst
 	echo "error: no Chromium here, and Playwright cannot download one: install it (Debian: apt-get install chromium)" >&2; exit 1; }
 	@$(TEST_ENV) RLTRAIN_BROWSER_TEST=required $(BIN)/python -m pytest tests/browser $(ARGS)
 
-environment-test: setup $(GYM)/.ready $(ENVIRONMENTS)/.ready  ## The adapters, with the real Gymnasium, TextArena and reasoning-gym
+environment-test: setup $(GYM)/.ready $(ENVIRONMENTS)/.ready  ## The adapters for environments, with the real Gymnasium, TextArena and reasoning-gym
 	@$(TEST_ENV) PYTHONPATH=$(GYM):$(ENVIRONMENTS) RLTRAIN_ENVIRONMENT_TEST=required $(BIN)/python -m pytest \
 	tests/unit/environments/test_adapters.py $(ARGS)
 
