@@ -1,11 +1,11 @@
-"""Requests and responses of two OpenAI-compatible HTTP APIs: chat completions and responses.
+"""What two OpenAI-compatible HTTP APIs, chat completions and responses, have in common.
 
 Both APIs are converted to and from the same two classes, `ModelRequest` and `ModelAnswer`. The JSON objects follow the
 public API reference of OpenAI, platform.openai.com/docs/api-reference.
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,7 +14,7 @@ from rltrain.environments.contract import valid_unicode
 Message = dict[str, Any]
 Event = dict[str, Any]
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-_CHAT_ID, _RESPONSE_ID = "chatcmpl-", "resp_"  # Prefixes of the ids of responses.
+CHAT_ID, RESPONSE_ID = "chatcmpl-", "resp_"  # Prefixes of the ids of responses.
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -88,147 +88,10 @@ class ModelAnswer:
 
 def plain_id(id: Any) -> str:
     """Return the `ModelAnswer.id` of a response, without the prefix that the API gives to the id."""
-    return str(id).removeprefix(_CHAT_ID).removeprefix(_RESPONSE_ID)
+    return str(id).removeprefix(CHAT_ID).removeprefix(RESPONSE_ID)
 
 
-def chat_request(body: Mapping[str, Any]) -> ModelRequest:
-    """Read a request of `POST /v1/chat/completions`.
-
-    Raises:
-        ApiError: the request is malformed, or asks for something that conversations in training do not support.
-    """
-    _check_options(body)
-    given = body.get("messages")
-    if not isinstance(given, list) or not given:
-        raise ApiError("messages must be a list with at least one message")
-    return ModelRequest(
-        messages=[_message(one) for one in given],
-        tools=_tools(body, list(body.get("tools") or [])),
-        max_tokens=_max_tokens(body, "max_completion_tokens", "max_tokens"),
-        model=str(body.get("model") or ""),
-        stream=bool(body.get("stream")),
-        usage=bool((body.get("stream_options") or {}).get("include_usage")),
-        text_only=body.get("tool_choice") == "none",
-    )
-
-
-def chat_response(request: ModelRequest, answer: ModelAnswer) -> Mapping[str, Any]:
-    """Return the response of `POST /v1/chat/completions`."""
-    message = {"role": "assistant", "content": answer.message["content"] or None, "refusal": None}
-    if answer.calls:
-        message["tool_calls"] = [_written_call(call) for call in answer.calls]
-    choice = {"index": 0, "message": message, "finish_reason": _finish_reason(answer), "logprobs": None}
-    head = {"id": _CHAT_ID + answer.id, "object": "chat.completion", "created": answer.created}
-    return head | {"model": request.model, "choices": [choice], "usage": _chat_usage(answer)}
-
-
-def chat_events(request: ModelRequest, answer: ModelAnswer) -> Iterator[Event]:
-    """Yield the events of a streamed chat completion, without the final `[DONE]`."""
-    head = {"id": _CHAT_ID + answer.id, "object": "chat.completion.chunk", "created": answer.created}
-    head |= {"model": request.model}
-
-    def event(delta: Mapping[str, Any], finish_reason: str | None = None) -> Event:
-        return head | {"choices": [{"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}]}
-
-    yield event({"role": "assistant", "content": ""})
-    if answer.message["content"]:
-        yield event({"content": answer.message["content"]})
-    for number, call in enumerate(answer.calls):
-        yield event({"tool_calls": [{"index": number, **_written_call(call)}]})
-    yield event({}, _finish_reason(answer))
-    if request.usage:
-        yield head | {"choices": [], "usage": _chat_usage(answer)}
-
-
-def responses_request(body: Mapping[str, Any], previous: Sequence[Message] = ()) -> ModelRequest:
-    """Read a request of `POST /v1/responses`.
-
-    Args:
-        body: The JSON object of the request.
-        previous: The conversation up to the response that `previous_response_id` names.
-
-    Raises:
-        ApiError: the request is malformed, or asks for something that conversations in training do not support.
-    """
-    _check_options(body)
-    given = body.get("input")
-    if isinstance(given, str):
-        given = [{"role": "user", "content": given}]
-    if not isinstance(given, list) or not given:
-        raise ApiError("input must be a text or a list with at least one item")
-    messages = list(previous)
-    if body.get("instructions"):
-        messages = [{"role": "system", "content": str(body["instructions"])}, *_without_system(messages)]
-    for item in given:
-        _add_item(messages, item)
-    nested = [{"type": one.get("type"), "function": _without_type(one)} for one in body.get("tools") or []]
-    return ModelRequest(
-        messages=messages,
-        tools=_tools(body, nested),
-        max_tokens=_max_tokens(body, "max_output_tokens"),
-        model=str(body.get("model") or ""),
-        stream=bool(body.get("stream")),
-        text_only=body.get("tool_choice") == "none",
-    )
-
-
-def responses_response(request: ModelRequest, answer: ModelAnswer, *, status: str = "") -> Mapping[str, Any]:
-    """Return the response of `POST /v1/responses`."""
-    status = status or ("incomplete" if answer.cut else "completed")
-    return {
-        "id": _RESPONSE_ID + answer.id,
-        "object": "response",
-        "created_at": answer.created,
-        "status": status,
-        "error": None,
-        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
-        "instructions": None,
-        "metadata": {},
-        "model": request.model,
-        "output": [] if status == "in_progress" else _items(answer),
-        "parallel_tool_calls": True,
-        "temperature": None,
-        "tool_choice": "auto",
-        "tools": [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools],
-        "top_p": None,
-        "usage": None if status == "in_progress" else _responses_usage(answer),
-    }
-
-
-def responses_events(request: ModelRequest, answer: ModelAnswer) -> Iterator[Event]:
-    """Yield the events of a streamed response."""
-    number = 0
-
-    def event(kind: str, /, **values: Any) -> Event:
-        nonlocal number
-        number += 1
-        return {"type": kind, "sequence_number": number - 1, **values}
-
-    started = responses_response(request, answer, status="in_progress")
-    yield event("response.created", response=started)
-    yield event("response.in_progress", response=started)
-    for index, item in enumerate(_items(answer)):
-        place = {"output_index": index, "item_id": item["id"]}
-        if item["type"] == "function_call":
-            yield event("response.output_item.added", output_index=index, item=item | {"arguments": ""})
-            yield event("response.function_call_arguments.delta", delta=item["arguments"], **place)
-            yield event(
-                "response.function_call_arguments.done", arguments=item["arguments"], name=item["name"], **place
-            )
-        else:
-            part = item["content"][0]
-            place |= {"content_index": 0}
-            yield event("response.output_item.added", output_index=index, item=item | {"content": []})
-            yield event("response.content_part.added", part=part | {"text": ""}, **place)
-            yield event("response.output_text.delta", delta=part["text"], logprobs=[], **place)
-            yield event("response.output_text.done", text=part["text"], logprobs=[], **place)
-            yield event("response.content_part.done", part=part, **place)
-        yield event("response.output_item.done", output_index=index, item=item)
-    ended = responses_response(request, answer)
-    yield event(f"response.{ended['status']}", response=ended)
-
-
-def _check_options(body: Mapping[str, Any]) -> None:
+def check_options(body: Mapping[str, Any]) -> None:
     """Raise ApiError if a request asks for something that would change which tokens are sampled or trained."""
     if not isinstance(body, Mapping):
         raise ApiError("the body of the request must be a JSON object")
@@ -249,7 +112,12 @@ def _check_options(body: Mapping[str, Any]) -> None:
         raise ApiError(f"the response format {form.get('type')!r} is not supported; use 'text'")
 
 
-def _tools(body: Mapping[str, Any], tools: Sequence[Any]) -> Sequence[Mapping[str, Any]]:
+def tools_of(tools: Sequence[Any]) -> Sequence[Mapping[str, Any]]:
+    """Return the schemas of a request's tools in the form of chat completions.
+
+    Raises:
+        ApiError: an entry is not a function with a name.
+    """
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
@@ -258,16 +126,12 @@ def _tools(body: Mapping[str, Any], tools: Sequence[Any]) -> Sequence[Mapping[st
     return [{"type": "function", "function": _without_strict(tool["function"])} for tool in tools]
 
 
-def _without_strict(function: Mapping[str, Any]) -> Mapping[str, Any]:
-    given = {key: value for key, value in function.items() if key != "strict"}
-    return {"description": "", "parameters": {"type": "object", "properties": {}}, **given}
+def max_tokens_of(body: Mapping[str, Any], *names: str) -> int | None:
+    """Return the value of the first given key that a request sets, or None if the request sets none of the keys.
 
-
-def _without_type(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    return {key: value for key, value in tool.items() if key != "type"}
-
-
-def _max_tokens(body: Mapping[str, Any], *names: str) -> int | None:
+    Raises:
+        ApiError: the value is not a positive integer.
+    """
     for name in names:
         value = body.get(name)
         if value is None:
@@ -278,8 +142,12 @@ def _max_tokens(body: Mapping[str, Any], *names: str) -> int | None:
     return None
 
 
-def _message(given: Any) -> Message:
-    """Return a message of a request in the form in which conversations are recorded."""
+def recorded_message(given: Any) -> Message:
+    """Return a message of a request in the form in which conversations are recorded.
+
+    Raises:
+        ApiError: the message is malformed, or contains something other than text and tool calls.
+    """
     if not isinstance(given, Mapping) or given.get("role") not in _ROLES:
         raise ApiError(f"each message needs a role, which is one of {', '.join(_ROLES)}")
     message: Message = {"role": _ROLES[given["role"]], "content": _text(given.get("content"))}
@@ -288,6 +156,28 @@ def _message(given: Any) -> Message:
     if message["role"] == "tool":
         message["tool_call_id"] = str(given.get("tool_call_id") or "")
     return message
+
+
+def recorded_call(id: str, name: Any, arguments: Any) -> Mapping[str, Any]:
+    """Return a tool call of a request in the form in which conversations are recorded.
+
+    Raises:
+        ApiError: the arguments are not valid JSON.
+    """
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(valid_unicode(arguments) or "{}")
+            json.dumps(arguments, ensure_ascii=False).encode()  # Fails if an escape is an unpaired surrogate.
+        except (ValueError, RecursionError):
+            raise ApiError("the arguments of a tool call are not valid JSON") from None
+    return {"id": id, "type": "function", "function": {"name": str(name), "arguments": arguments}}
+
+
+def written_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a recorded tool call in the form of chat completions, whose arguments are JSON text."""
+    function = call["function"]
+    written = {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
+    return {"id": call["id"], "type": "function", "function": written}
 
 
 def _text(content: Any) -> str:
@@ -305,82 +195,9 @@ def _text(content: Any) -> str:
 def _read_call(call: Any) -> Mapping[str, Any]:
     if not isinstance(call, Mapping) or not isinstance(call.get("function"), Mapping):
         raise ApiError("each tool call needs a function")
-    return _call(str(call.get("id") or ""), call["function"].get("name"), call["function"].get("arguments"))
+    return recorded_call(str(call.get("id") or ""), call["function"].get("name"), call["function"].get("arguments"))
 
 
-def _call(id: str, name: Any, arguments: Any) -> Mapping[str, Any]:
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(valid_unicode(arguments) or "{}")
-            json.dumps(arguments, ensure_ascii=False).encode()  # Fails if an escape is an unpaired surrogate.
-        except (ValueError, RecursionError):
-            raise ApiError("the arguments of a tool call are not valid JSON") from None
-    return {"id": id, "type": "function", "function": {"name": str(name), "arguments": arguments}}
-
-
-def _add_item(messages: list[Message], item: Any) -> None:
-    """Append an input item of the responses API to chat messages.
-
-    An answer of the model may consist of several items, which become one message of the assistant.
-    """
-    if not isinstance(item, Mapping):
-        raise ApiError("each item of input must be an object")
-    kind = item.get("type") or "message"
-    if kind == "function_call_output":
-        output = {"role": "tool", "content": item.get("output"), "tool_call_id": item.get("call_id")}
-        messages.append(_message(output))
-    elif kind == "function_call":
-        call = _call(str(item.get("call_id") or ""), item.get("name"), item.get("arguments"))
-        if not messages or messages[-1]["role"] != "assistant":
-            messages.append({"role": "assistant", "content": ""})
-        messages[-1] = messages[-1] | {"tool_calls": [*messages[-1].get("tool_calls", []), call]}
-    elif kind == "message":
-        messages.append(_message(item))
-    else:
-        raise ApiError(f"an input item of the type {kind!r} is not supported")
-
-
-def _without_system(messages: Sequence[Message]) -> list[Message]:
-    return [one for number, one in enumerate(messages) if number or one["role"] != "system"]
-
-
-def _written_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    function = call["function"]
-    written = {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
-    return {"id": call["id"], "type": "function", "function": written}
-
-
-def _items(answer: ModelAnswer) -> list[dict[str, Any]]:
-    """Return the output items of an answer: its text, and its tool calls."""
-    status = "incomplete" if answer.cut else "completed"
-    items: list[dict[str, Any]] = []
-    if answer.message["content"] or not answer.calls:
-        text = {"type": "output_text", "text": answer.message["content"], "annotations": [], "logprobs": []}
-        head = {"type": "message", "id": f"msg_{answer.id}", "role": "assistant", "status": status}
-        items.append({**head, "content": [text]})
-    for number, call in enumerate(answer.calls):
-        written = _written_call(call)
-        head = {"type": "function_call", "id": f"fc_{answer.id}_{number}", "call_id": call["id"], "status": status}
-        items.append({**head, **written["function"]})
-    return items
-
-
-def _finish_reason(answer: ModelAnswer) -> str:
-    if answer.cut:
-        return "length"
-    return "tool_calls" if answer.calls else "stop"
-
-
-def _chat_usage(answer: ModelAnswer) -> Mapping[str, int]:
-    prompt, completion = answer.prompt_tokens, answer.completion_tokens
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
-
-
-def _responses_usage(answer: ModelAnswer) -> Mapping[str, Any]:
-    return {
-        "input_tokens": answer.prompt_tokens,
-        "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
-        "output_tokens": answer.completion_tokens,
-        "output_tokens_details": {"reasoning_tokens": 0},
-        "total_tokens": answer.prompt_tokens + answer.completion_tokens,
-    }
+def _without_strict(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    given = {key: value for key, value in function.items() if key != "strict"}
+    return {"description": "", "parameters": {"type": "object", "properties": {}}, **given}

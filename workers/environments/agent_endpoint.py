@@ -9,18 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from rltrain.base.errors import described
 from rltrain.environments.contract import EnvironmentFailure, as_reward
-from rltrain.environments.openai_api import (
-    ApiError,
-    Event,
-    ModelRequest,
-    chat_events,
-    chat_request,
-    chat_response,
-    plain_id,
-    responses_events,
-    responses_request,
-    responses_response,
-)
+from rltrain.environments.openai_api import ApiError, Event, ModelRequest, plain_id
+from rltrain.environments.openai_chat import chat_events, chat_request, chat_response
+from rltrain.environments.openai_responses import responses_events, responses_request, responses_response
 from workers.environments.agent_session import AgentSession
 
 if TYPE_CHECKING:
