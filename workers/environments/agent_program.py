@@ -7,6 +7,7 @@ import json
 import os
 import shlex
 import signal
+import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,12 @@ from workers.environments.messages import EpisodeRequest, Limits
 from workers.environments.recording import with_attempts
 from workers.environments.user_environment import without_exit
 
+LAST_BYTES = 4096  # Number of bytes at the end of a command's output in which its last line is looked for.
+# Program that asks the kernel to kill it when its parent ends (PR_SET_PDEATHSIG), and then becomes the command.
+_WRAPPER = (
+    "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
+    "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
+)
 CANCEL_S = 5.0  # Maximum seconds for which a conversation waits until its cancelled program has ended.
 
 
@@ -97,7 +104,7 @@ class CommandProgram:
         variables = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key, "OPENAI_MODEL": MODEL}
         with tempfile.TemporaryFile("w+b") as output:
             process = await asyncio.create_subprocess_exec(
-                *self.words,
+                *_ending_with_this_process(self.words),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=output,
                 stderr=output,
@@ -110,9 +117,14 @@ class CommandProgram:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
             if process.returncode:
-                output.seek(0)
+                output.seek(max(0, output.seek(0, os.SEEK_END) - LAST_BYTES))
                 lines = output.read().decode(errors="replace").strip().splitlines()
                 raise RuntimeError(f"exit status {process.returncode}: {lines[-1] if lines else 'no output'}")
+
+
+def _ending_with_this_process(words: Sequence[str]) -> list[str]:
+    """Return a command that the kernel kills when this process ends, even if this process is killed."""
+    return [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *words]
 
 
 def program_of(agent: str) -> Program:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -583,6 +584,32 @@ def test_a_command_asks_with_the_environment_variables_of_the_client_and_its_pro
     while psutil.pid_exists(child) and psutil.Process(child).status() != "zombie" and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not psutil.pid_exists(child) or psutil.Process(child).status() == "zombie"
+
+
+WORKER = """
+import asyncio
+from tests.scripted_turns import REQUEST, Script, limits, say
+from workers.environments.agent_endpoint import AgentEndpoint
+from workers.environments.agent_program import CommandProgram, run_agent
+
+async def main():
+    await run_agent(REQUEST, Script(say("a")), CommandProgram("sleep 297"), AgentEndpoint(), limits())
+
+asyncio.run(main())
+"""
+
+
+def test_a_command_ends_with_a_worker_that_is_killed():
+    worker = subprocess.Popen([sys.executable, "-c", WORKER])
+    deadline = time.monotonic() + 60
+    found = []
+    while not found and time.monotonic() < deadline:
+        found = [child for child in psutil.Process(worker.pid).children() if "297" in child.cmdline()[-1:]]
+        time.sleep(0.05)
+    worker.kill()
+    worker.wait()
+    (command,) = found
+    assert not psutil.wait_procs([command], timeout=10)[1] or command.status() == "zombie"
 
 
 # Checks before the run
