@@ -116,6 +116,7 @@ class CommandProgram:
             finally:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
+                await process.wait()
             if process.returncode:
                 output.seek(max(0, output.seek(0, os.SEEK_END) - LAST_BYTES))
                 lines = output.read().decode(errors="replace").strip().splitlines()

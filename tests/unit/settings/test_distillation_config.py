@@ -89,8 +89,11 @@ def test_the_log_ratio_needs_the_actors_log_probs_before_the_update():
         (["algorithm=mopd", ONE, f"{DISTILLATION}.kl=full"], "kl=full with mode=reward: the exact KL of a position "),
         (["algorithm=distill", f"{DISTILLATION}.teachers=[{URL}]"], f"kl=full with the endpoint {URL}: an endpoint "),
         (["algorithm=mopd", f"{DISTILLATION}.teachers=[a/m,b/m]", TWO[1]], "teachers: two are named 'm'; give each"),
-        (["algorithm=mopd", f"{DISTILLATION}.teachers=[{{name: a b, path: m}}]"], "teachers: name 'a b': names of "),
-        (["algorithm=mopd", f"{DISTILLATION}.teachers=[{{name: '', path: m}}]"], "teachers: name '': names of "),
+        (
+            ["algorithm=mopd", f"{DISTILLATION}.teachers=[{{name: a b, path: m}}]"],
+            "teachers: name 'a b': the name is part",
+        ),
+        (["algorithm=mopd", f"{DISTILLATION}.teachers=[{{name: '', path: m}}]"], "teachers: name '': the name is part"),
         (["algorithm=mopd", ONE, f"{DISTILLATION}.coef=0"], "coef must be > 0, got 0"),
         (["algorithm=mopd", ONE, f"{DISTILLATION}.mode=both"], "mode=both: unknown choice; use one of reward, loss"),
         (["algorithm=mopd", f"{DISTILLATION}.teachers=m"], "teachers=m: must be a list, as in "),
