@@ -20,7 +20,7 @@ _BASIC = frozenset(
     {type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset}
 )  # Types whose objects can be pickled without naming a class or function in the pickle.
 # `_VALUES` maps each plain-data type outside `_BASIC` to the names of its attributes, in the order of the constructor's
-# arguments. Each type that is also a key of `_PARTS` is mapped to an empty string.
+# arguments. The value is an empty string for each type that is also a key of `_PARTS`.
 _VALUES = {
     "builtins.complex": "real imag",
     "builtins.range": "start stop step",

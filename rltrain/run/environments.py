@@ -4,6 +4,7 @@ import inspect
 import shlex
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def environments_for(
     """
     source, schemas = tools_of_run(config)
     if config.agent is not None:
-        source = EnvironmentSource("", {}, agent=agent_of(config.agent, prompts))
+        source = replace(source, agent=agent_of(config.agent, prompts))
     turns = turn_format(config, schemas, tokenizer, stop_ids)
     check_environment_columns(config, prompts)
     return Environments(source, turns, limits_of(config))

@@ -335,9 +335,9 @@ class AlgorithmConfig:
         "before the update. rollout: the engine."
     )
     suppress_truncated: bool = key(
-        "Cap the score of an answer that was cut at the length limit at the score that the answer would have if each "
-        "reward function returned 0. The length penalty still applies to truncated answers. Truncated answers do not "
-        "count in score statistics."
+        "Limit the score of an answer that was cut at the length limit. The limit is the score of an answer for which "
+        "each reward function returns 0. The length penalty still applies to truncated answers. Truncated answers do "
+        "not count in score statistics."
     )
     exclude_truncated: bool = key(
         "Leave answers that were cut at the length limit out of the score statistics. A truncated answer keeps its "

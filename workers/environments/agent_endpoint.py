@@ -75,7 +75,7 @@ class AgentEndpoint:
             asked = read(chat_request, body)
             answer = await session.answer(asked)
             if asked.stream:
-                return await _streamed(http, [*chat_events(asked, answer), None])
+                return await _streamed(http, chat_events(asked, answer), end="data: [DONE]\n\n")
             return _json(chat_response(asked, answer))
 
         return await self._with_session(http, answered)
@@ -87,7 +87,7 @@ class AgentEndpoint:
             asked = read(responses_request, body, before)
             answer = await session.answer(asked)
             if asked.stream:
-                return await _streamed(http, list(responses_events(asked, answer)))
+                return await _streamed(http, responses_events(asked, answer))
             return _json(responses_response(asked, answer))
 
         return await self._with_session(http, answered)
@@ -175,15 +175,14 @@ def _json(value: Mapping[str, Any], status: int = 200) -> "web.Response":
     return web.json_response(value, status=status)
 
 
-async def _streamed(http: "web.Request", events: list[Event | None]) -> "web.StreamResponse":
-    """Send server-sent events. None stands for the end mark of a chat completion, `[DONE]`."""
+async def _streamed(http: "web.Request", events: Iterator[Event], *, end: str = "") -> "web.StreamResponse":
+    """Send server-sent events, and then the text `end`."""
     from aiohttp import web
 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(http)
     for event in events:
-        name = "" if event is None or "type" not in event else f"event: {event['type']}\n"
-        data = "[DONE]" if event is None else json.dumps(event)
-        await response.write(f"{name}data: {data}\n\n".encode())
-    await response.write_eof()
+        name = f"event: {event['type']}\n" if "type" in event else ""
+        await response.write(f"{name}data: {json.dumps(event)}\n\n".encode())
+    await response.write_eof(end.encode())
     return response

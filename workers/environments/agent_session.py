@@ -1,7 +1,6 @@
 """The conversation of one agent program with the policy."""
 
 import asyncio
-import json
 import secrets
 import time
 from collections.abc import Mapping, Sequence
@@ -46,9 +45,8 @@ class AgentSession:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: set[asyncio.Task[Any]] = set()
         self._answering = asyncio.Lock()
-        self._answers: dict[str, ModelAnswer] = {}
-        self._sent: Sequence[Message] = ()  # The last answered request's messages, and the answer.
-        self._by_id: dict[str, Sequence[Message]] = {}  # Conversation up to each answer, in the order of the turns.
+        self._sent: list[Message] = []  # The last answered request's messages, and the answer.
+        self._answers: dict[int, ModelAnswer] = {}  # By the answer's position in `_sent`, in the order of the turns.
         self._tools: Sequence[Mapping[str, Any]] = ()
 
     async def answer(self, asked: ModelRequest) -> ModelAnswer:
@@ -58,10 +56,11 @@ class AgentSession:
             ApiError: the request does not continue the conversation, cannot be rendered, or exceeds a limit.
         """
         async with self._answering:
-            key = json.dumps([asked.messages, asked.tools], sort_keys=True)
-            if key not in self._answers:
-                self._answers[key] = await self._sampled(asked)
-            return self._answers[key]
+            position = len(asked.messages)
+            repeats = list(asked.messages) == self._sent[:position] and asked.tools == self._tools
+            if repeats and position in self._answers:
+                return self._answers[position]
+            return await self._sampled(asked)
 
     def rewarded(self, answer_id: str, reward: float | None) -> None:
         """Record the reward of one answer.
@@ -69,8 +68,7 @@ class AgentSession:
         Raises:
             ApiError: the session has no such answer.
         """
-        self.conversation(answer_id)
-        self.record.reward_turn(list(self._by_id).index(answer_id), reward)
+        self.record.reward_turn(list(self._answers).index(self._position(answer_id)), reward)
 
     def conversation(self, answer_id: str) -> Sequence[Message]:
         """Return the conversation up to an answer, including the answer.
@@ -78,9 +76,13 @@ class AgentSession:
         Raises:
             ApiError: the session has no such answer.
         """
-        if answer_id not in self._by_id:
-            raise ApiError(f"this conversation has no answer with the id {answer_id!r:.80}", code="not_found")
-        return self._by_id[answer_id]
+        return self._sent[: self._position(answer_id) + 1]
+
+    def _position(self, answer_id: str) -> int:
+        for position, answer in self._answers.items():
+            if answer.id == answer_id:
+                return position
+        raise ApiError(f"this conversation has no answer with the id {answer_id!r:.80}", code="not_found")
 
     def close(self) -> None:
         """Cancel all requests that are still being answered."""
@@ -102,7 +104,8 @@ class AgentSession:
             raise ApiError(result.error)
         if result.full:
             raise self._limit("max_response_length", "no token is left of rollout.max_response_length")
-        return self._recorded(asked, result)
+        before = len(turn.context_ids) + len(turn.action_ids) + len(result.observation_ids)
+        return self._recorded(asked, result, before)
 
     def _new_messages(self, asked: ModelRequest) -> list[Message]:
         """Return the messages of a request after the recorded conversation.
@@ -115,7 +118,7 @@ class AgentSession:
             self._tools = asked.tools
             return list(asked.messages)
         new = [_with_name(message, self._sent[-1]) for message in asked.messages[known:]]
-        if list(asked.messages[:known]) != list(self._sent):
+        if list(asked.messages[:known]) != self._sent:
             raise ApiError(
                 "the request does not repeat the earlier messages of this conversation, or changes one of them: send "
                 "all earlier messages as they were, and new messages after them",
@@ -137,24 +140,22 @@ class AgentSession:
         self.stop_reason = stop_reason
         return ApiError(message, code="context_length_exceeded" if stop_reason == "max_response_length" else "limit")
 
-    def _recorded(self, asked: ModelRequest, result: TurnResult) -> ModelAnswer:
+    def _recorded(self, asked: ModelRequest, result: TurnResult, prompt_tokens: int) -> ModelAnswer:
         assert result.action is not None, "a turn that is neither full nor failed has an action"
         action = ParsedAction(result.text.strip()) if asked.text_only else result.action
         message = assistant_message(shown(action))
-        before = len(result.observation_ids) + sum(
-            len(turn.observation_ids) + len(turn.action_ids) for turn in self.record.turns
-        )
         self.record.add(result, message)
         uid, sample, turn = result.key
         answer = ModelAnswer(
             id=f"{uid}-{sample}-{turn}-{self.key[:8]}",
             message=dict(message),
             cut=result.finish_reason == "length",
-            prompt_tokens=before,
+            prompt_tokens=prompt_tokens,
             completion_tokens=len(result.token_ids),
             created=int(time.time()),
         )
-        self._sent = self._by_id[answer.id] = [*asked.messages, answer.message]
+        self._answers[len(asked.messages)] = answer
+        self._sent = [*asked.messages, answer.message]
         self.stop_reason = ""  # A program may go on after a refused request, for example with a shorter message.
         return answer
 

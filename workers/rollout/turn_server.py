@@ -76,15 +76,14 @@ class TurnServer:
             else:
                 messages = [self._shortened(message, turn.max_message_tokens) for message in messages]
                 observed = renderer.observation_ids(messages, turn.action_ids)
-        except ValueError as refused:
-            return TurnResult(turn.key, error=str(refused), serial=turn.serial), [], 0
-        except Exception as failed:  # A program may send messages and tools for which the template was not written.
-            said = f"the messages cannot be rendered: {described(failed)}"
+        except Exception as error:  # A program may send messages and tools for which the template was not written.
+            refused = isinstance(error, ValueError)
+            said = str(error) if refused else f"the messages cannot be rendered: {described(error)}"
             return TurnResult(turn.key, error=said, serial=turn.serial), [], 0
         result = TurnResult(turn.key, observed, messages=messages, serial=turn.serial)
         if first and len(observed) > turn.max_prompt_tokens:
-            error = f"the prompt has {len(observed)} tokens, above rollout.max_prompt_length={turn.max_prompt_tokens}"
-            return replace(result, error=error), [], 0
+            said = f"the prompt has {len(observed)} tokens, above rollout.max_prompt_length={turn.max_prompt_tokens}"
+            return replace(result, error=said), [], 0
         room = turn.room if first else turn.room - len(observed)
         context = [*turn.context_ids, *turn.action_ids, *observed]
         return replace(result, full=room < 1), context, min(room, turn.max_tokens)
