@@ -58,6 +58,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
     ),
     "policy_version": ("response", "weight version (step) that sampled the token, int64; -1 in observations"),
     "turn_index": ("response", "int64, number of the turn in which the token was sampled, from 0; -1 in observations"),
+    "context_starts": (
+        "response",
+        "bool; True = the first token of a new context; a model that computes the context sees no token before it",
+    ),
     "turn_states": (
         "response",
         "int64, hash of the observation before the token's turn; 0 at tokens that were not sampled",

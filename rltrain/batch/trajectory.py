@@ -4,6 +4,11 @@ A trajectory becomes one row of a batch. The observation of the trajectory's fir
 after the prompt is the row's response: the sampled tokens of all turns, and the observations between the sampled
 tokens.
 
+A turn may have a new context, for instance because an agent program starts a sub-agent or shortens the conversation.
+The observation of such a turn is its whole context. The trajectory remains one row. The column `context_starts` marks
+the first token of each new context, and a model's forward pass computes each context independently of the tokens
+before it. A token that was sampled earlier and is repeated in a new context belongs to the observation there.
+
 Two columns of a batch distinguish tokens that the policy sampled from tokens that belong to observations. The column
 `response_mask` is True at sampled tokens that are trained on. Later stages of a training step may set `response_mask`
 to False, for instance in rows without a score. The column `policy_version` of a batch never changes, so
@@ -41,6 +46,8 @@ class Turn:
         finish_reason: why the turn ended: "stop", "length" or "abort", as the engine reported it.
         text: text of the tokens that the policy sampled in the turn, without special tokens.
         reward: reward that the environment gave for the turn; None if the environment gave no reward for the turn.
+        new_context: whether `observation_ids` is the whole context of the turn. If False, the context of the turn
+            continues the context and the action of the previous turn. The flag of the first turn has no effect.
     """
 
     observation_ids: Sequence[int]
@@ -50,6 +57,7 @@ class Turn:
     finish_reason: str
     text: str = ""
     reward: float | None = None
+    new_context: bool = False
 
     def __post_init__(self) -> None:
         if not len(self.action_ids) == len(self.log_probs) == len(self.versions):
@@ -69,7 +77,7 @@ class Turn:
 class Trajectory:
     """One sample of a prompt: a sequence of turns.
 
-    The context of each turn consists of all tokens of the trajectory before the turn.
+    The context of a turn consists of all tokens of the trajectory since the last turn with a new context.
 
     Attributes:
         uid: number of the prompt group.
@@ -79,6 +87,7 @@ class Trajectory:
             environment ended the trajectory), "error" (the environment failed), or one of `LIMITS`. "" for a single
             answer without an environment.
         messages: the conversation as chat messages, from the prompt to the last message; empty without an environment.
+            Messages at the start of a later context have the key `context`, which is the number of contexts before it.
         reward: reward that the environment gave for the whole trajectory; None if the environment gave no reward for
             the whole trajectory.
         error: one line that says how the environment failed; "" if the environment did not fail. A trajectory with an
@@ -134,9 +143,16 @@ class Trajectory:
         return sum(rewards) if rewards else None
 
     @property
+    def contexts(self) -> int:
+        """Number of contexts: 1, plus the number of later turns that have a new context."""
+        return 1 + sum(turn.new_context for turn in self.turns[1:])
+
+    @property
     def tool_calls(self) -> int:
-        """Number of well-formed tool calls in the conversation."""
-        return sum(len(message.get("tool_calls", ())) for message in self.messages)
+        """Number of well-formed tool calls that the policy made."""
+        # The messages at the start of a later context may repeat earlier calls.
+        own = [message for message in self.messages if "context" not in message]
+        return sum(len(message.get("tool_calls", ())) for message in own)
 
     def sampled_ids(self) -> list[int]:
         """Return the token ids that the policy sampled, in order, without the observations between the turns."""
@@ -176,6 +192,13 @@ class Trajectory:
         """Return for each sampled token a hash of the observation before the token's turn; 0 in observations."""
         observed = [[0] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([[_hash(turn.observation_ids)] * len(turn.action_ids) for turn in self.turns], observed)
+
+    def context_starts(self) -> Sequence[int]:
+        """Return for each response token 1 if the token is the first token of a new context, and 0 otherwise."""
+        observed = [[0] * len(turn.observation_ids) for turn in self.turns[1:]]
+        for ids, turn in zip(observed, self.turns[1:], strict=True):
+            ids[:1] = [int(turn.new_context)] if ids else []
+        return _response([[0] * len(turn.action_ids) for turn in self.turns], observed)
 
     def turn_rewards(self) -> Sequence[float]:
         """Return for each response token the reward of the turn that ends with the token; 0.0 for all other tokens."""

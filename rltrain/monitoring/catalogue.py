@@ -170,6 +170,11 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "rollout/turns_mean", "mean number of turns, that is, of the model's answers in a conversation", "turns"
         ),
         Metric("rollout/turns_max", "largest number of turns in a conversation", "turns"),
+        Metric(
+            "rollout/contexts_mean",
+            "mean number of contexts in a trajectory; above 1 if agent programs start further conversations",
+            "contexts",
+        ),
         Metric("rollout/tool_calls_mean", "mean number of well-formed tool calls in a conversation", "calls"),
         Metric(
             "rollout/observation_length_mean",

@@ -326,12 +326,18 @@ def sample_text(
 
 
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> list[Text]:
-    """Return one line of text for each message of a conversation, with the model's answers in bold."""
-    lines = []
+    """Return one line of text for each message of a conversation, with the model's answers in bold.
+
+    A further line marks the beginning of each new context.
+    """
+    lines, shown = list[Text](), 0
     for message in messages[:SHOWN_MESSAGES]:
         calls = [_call_text(call["function"]) for call in message.get("tool_calls", ())]
         said = one_line(" ".join(filter(None, [str(message.get("content") or ""), *calls])), SHOWN_TEXT)
         role = one_line(str(message["role"]), 20)
+        if (context := message.get("context", 0)) > shown:
+            lines.append(Text(f"    new context {context + 1}\n", "dim"))
+            shown = context
         lines.append(Text.assemble((f"    {role:<10} ", "dim"), (said, "bold" if role == "assistant" else ""), "\n"))
     if len(messages) > SHOWN_MESSAGES:
         lines.append(Text(f"    ... and {len(messages) - SHOWN_MESSAGES} more messages\n", "dim"))

@@ -85,8 +85,8 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
     The columns of the table include texts, token ids, log-probs, scores, advantages and finish reasons. The column
     `reward_components` maps the name of each reward function and reward model to its score for the sample. The score is
     null if the function does not apply to the sample or if the sample's reward failed. In a run with an environment,
-    the column `messages` holds the conversation as JSON, and further columns hold its number of turns, its number of
-    tool calls and the reason why it ended.
+    the column `messages` holds the conversation as JSON, and further columns hold its numbers of turns, contexts and
+    tool calls, and the reason why it ended.
     """
     objects = batch.non_tensor_batch
     offsets = batch.offsets("responses")
@@ -104,7 +104,7 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
         ],
     }
     columns |= {name: objects[name].tolist() for name in ("stop_reason", "messages") if name in objects}
-    columns |= {name: batch.batch[name].tolist() for name in ("turns", "tool_calls") if name in batch}
+    columns |= {name: batch.batch[name].tolist() for name in ("turns", "contexts", "tool_calls") if name in batch}
     names = {"responses": "response_ids"}
     for name in _OF_TOKENS:
         if name in batch:

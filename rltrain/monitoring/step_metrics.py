@@ -53,6 +53,7 @@ def environment_metrics(batch: DataProto) -> dict[str, float]:
     return {
         "rollout/turns_mean": float(batch.batch["turns"].float().mean()),
         "rollout/turns_max": float(batch.batch["turns"].max()),
+        "rollout/contexts_mean": float(batch.batch["contexts"].float().mean()),
         "rollout/tool_calls_mean": float(batch.batch["tool_calls"].float().mean()),
         "rollout/observation_length_mean": float((~sampled_tokens(batch)).sum()) / len(batch),
         **{f"rollout/stop_{reason}_fraction": reasons[reason] / len(batch) for reason in STOP_REASONS},

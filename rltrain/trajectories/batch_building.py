@@ -39,8 +39,8 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
 
     The column `responses` contains the sampled tokens and the observations after the prompt. The column `response_mask`
     is True exactly at the sampled tokens. At observation tokens, `rollout_log_probs` is 0 and `policy_version` is
-    `NOT_SAMPLED`. If the trajectories are from an environment, the batch also has columns for the number of turns and
-    of tool calls, the stop reason, the conversation, and the turn of each token.
+    `NOT_SAMPLED`. If the trajectories are from an environment, the batch also has columns for the numbers of turns,
+    contexts and tool calls, the stop reason, the conversation, the turn of each token, and the starts of new contexts.
     """
     batch = DataProto.from_dict(
         {
@@ -63,8 +63,9 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
 
 
 def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
-    """Return the columns `turn_index`, `turn_states` and `turn_rewards`, with one value per response token (N,)."""
+    """Return the columns that have one value per response token (N,) and that only conversations have."""
     return {
+        "context_starts": torch.tensor([s for t in trajectories for s in t.context_starts()], dtype=torch.bool),
         "turn_index": torch.tensor([n for t in trajectories for n in t.turn_index()], dtype=torch.int64),
         "turn_states": torch.tensor([n for t in trajectories for n in t.turn_states()], dtype=torch.int64),
         "turn_rewards": torch.tensor([r for t in trajectories for r in t.turn_rewards()], dtype=torch.float32),
@@ -75,6 +76,7 @@ def _environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
     """Return the columns that only trajectories in environments have, for metrics and for tables of rollouts."""
     counts = {
         "turns": torch.tensor([len(t.turns) for t in trajectories]),
+        "contexts": torch.tensor([t.contexts for t in trajectories]),
         "tool_calls": torch.tensor([t.tool_calls for t in trajectories]),
     }
     return DataProto.from_dict(

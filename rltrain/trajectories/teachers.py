@@ -111,7 +111,8 @@ class Teacher:
         """
         if self.prompts is None and self.group is not None:
             return await self._on_ranks(self.group, batch, rows), [""] * len(rows)
-        seen, why = self._in_context(batch[rows].select(FORWARD), prompts)
+        own = batch[rows].select([name for name in FORWARD if name in batch])
+        seen, why = self._in_context(own, prompts)
         if self.group is not None:
             return await self._on_ranks(self.group, seen, list(range(len(seen)))), why
         return await self._at_endpoint(seen, why)
@@ -120,17 +121,18 @@ class Teacher:
         """Replace the policy's prompts with the teacher's prompts.
 
         Returns:
-            The batch `own` with the teacher's prompts, and one text per row. If the teacher has no prompt for a row,
-            the row keeps the policy's prompt, and the row's text gives the reason; otherwise the row's text is "".
+            The batch `own` with the teacher's prompts, and one text per row. If the teacher cannot score a row, the row
+            keeps the policy's prompt, and the row's text gives the reason; otherwise the row's text is "".
         """
         if self.prompts is None:
-            return own, [""] * len(own)
-        ids, why = list[list[int]](), list[str]()
+            return own, several_contexts(own)
+        ids, why = list[list[int]](), several_contexts(own)
         for row, (prompt, response) in enumerate(zip(prompts, own.lengths("responses").tolist(), strict=True)):
             found = self.prompts.ids(prompt, None if self.longest is None else self.longest - response)
             ids.append(batch_ids(own, row, "prompts") if isinstance(found, str) else found)
-            why.append(found if isinstance(found, str) else "")
-        return DataProto.from_dict({"prompts": jagged(ids, torch.int64)}).union(own.select(["responses"])), why
+            why[row] = found if isinstance(found, str) else why[row]
+        others = [name for name in own.keys() if name != "prompts"]  # noqa: SIM118 (iterating a batch gives rows)
+        return DataProto.from_dict({"prompts": jagged(ids, torch.int64)}).union(own.select(others)), why
 
     async def _on_ranks(self, group: WorkerGroup[TeacherWorker], batch: DataProto, rows: list[int]) -> DataProto:
         longest = max(batch.lengths("prompts")[rows] + batch.lengths("responses")[rows]).item()
@@ -282,6 +284,19 @@ def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Co
                 whole[at] = values
         result[name] = whole
     return result
+
+
+def several_contexts(batch: DataProto) -> list[str]:
+    """Return for each row the reason why a teacher with prompts or an endpoint of its own cannot score the row.
+
+    The reason is "" for a row with one context.
+    """
+    if "context_starts" not in batch:
+        return [""] * len(batch)
+    starts = batch.values("context_starts").nonzero()[:, 0]
+    rows = set((torch.searchsorted(batch.offsets("responses"), starts, right=True) - 1).tolist())
+    why = "the trajectory has several contexts, which only a teacher on the training ranks without prompts can score"
+    return [why if row in rows else "" for row in range(len(batch))]
 
 
 def batch_ids(batch: DataProto, row: int, column: str) -> list[int]:

@@ -192,10 +192,15 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     if not algorithm.bootstrap_truncated:
         return batch
     lengths = batch.lengths("responses") + truncated_rows(batch).long()
-    tokens = torch.zeros(int(lengths.sum()), dtype=torch.int64)
-    tokens[_own_slots(batch, lengths)] = batch.values("responses")
-    longer = DataProto.from_dict({"responses": nested_tensor_from_jagged(tokens, offsets_of(lengths))})
-    return batch.select(["prompts"]).union(longer)
+    own = _own_slots(batch, lengths)
+
+    def longer(name: str) -> Tensor:
+        values = torch.zeros(len(own), dtype=batch.values(name).dtype)
+        values[own] = batch.values(name)
+        return nested_tensor_from_jagged(values, offsets_of(lengths))
+
+    names = [name for name in ("responses", "context_starts") if name in batch]
+    return batch.select(["prompts"]).union(DataProto.from_dict({name: longer(name) for name in names}))
 
 
 def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmConfig) -> DataProto:

@@ -123,6 +123,56 @@ def test_an_agent_program_with_openais_client_gives_the_rows_of_the_same_environ
     assert json.dumps(rows) == json.dumps(expected)
 
 
+BRANCHING = '''
+"""An agent that asks a sub-agent between its turns, and shortens its own conversation at the end."""
+
+from openai import AsyncOpenAI
+
+
+async def run(base_url, api_key, messages, answer):
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+
+        async def ask(conversation, text):
+            conversation.append({"role": "user", "content": text})
+            done = await client.chat.completions.create(model="policy", messages=conversation, max_tokens=4)
+            text = done.choices[0].message.content or ""
+            conversation.append({"role": "assistant", "content": text})
+            return text
+
+        own, helper = messages[:-1], []
+        said = [await ask(own, messages[-1]["content"])]
+        said.append(await ask(helper, f"help with {answer}"))
+        said.append(await ask(own, "and then"))
+        said.append(await ask(helper, "more"))
+        said.append(await ask([], "in short"))
+    return sum(map(ord, "".join(said))) % 5 / 4
+'''
+
+
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_T1_an_agent_with_several_conversations_is_trained_on_each_answer_in_its_own_context(
+    common, tmp_path, algorithm
+):
+    folder = Path(common[0].partition("=")[2]).parent
+    (folder / "branching.py").write_text(BRANCHING)
+    own = [f"rollout.agent={folder}/branching.py:run", "rollout.environment=null", f"algorithm={algorithm}"]
+    run = train(tmp_path / "run", *common, *own, "placement=inprocess", "rollout.max_response_length=400")
+    assert run.status == 0, run.stderr
+    tokenizer = AutoTokenizer.from_pretrained(common[0].partition("=")[2])
+    for row in (row for table in run.samples().values() for row in table.to_pylist()):
+        assert (row["turns"], row["contexts"], row["stop_reason"]) == (5, 5, "done")
+        assert [message.get("context") for message in json.loads(row["messages"]) if message["role"] == "user"] == [
+            None, 1, 2, 3, 4
+        ]  # fmt: skip
+        text = tokenizer.decode(row["response_ids"])
+        # The second turn of each conversation repeats its first message; each answer is trained once.
+        assert [text.count(part) for part in ("guess ", "help with", "and then", "more", "in short")] == [1, 2, 1, 1, 1]
+        assert sum(row["response_mask"]) <= 5 * 4
+    for metrics in run.metrics():
+        assert metrics["actor/engine_gap"] < 1e-5
+        assert metrics["rollout/contexts_mean"] == 5
+
+
 def test_T6_weights_change_in_the_middle_of_conversations_and_each_token_knows_its_version(common, tmp_path):
     folder = Path(common[0].partition("=")[2]).parent
     (folder / "slow.py").write_text(

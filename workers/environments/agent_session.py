@@ -4,6 +4,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from rltrain.environments.openai_api import ApiError, Message, ModelAnswer, ModelRequest
@@ -14,12 +15,30 @@ from workers.environments.recording import Recording
 from workers.rollout.turns import TurnResult
 
 
+@dataclass(frozen=True)
+class Answered:
+    """An answered request.
+
+    Attributes:
+        messages: The messages of the request, followed by the answer.
+        tools: Schemas of the tools of the request.
+        answer: The answer.
+    """
+
+    messages: Sequence[Message]
+    tools: Sequence[Mapping[str, Any]]
+    answer: ModelAnswer
+
+
 class AgentSession:
     """Answers the requests of one agent program, and records them as one trajectory.
 
-    Each request contains the whole conversation. A request must continue the recorded conversation: it repeats all
-    recorded messages and adds new messages. A request that is equal to an earlier request gets the recorded answer
-    again, because HTTP clients repeat requests after errors. Each answer is therefore sampled and trained once.
+    Each request contains a whole conversation. A request that repeats the messages and the answer of an earlier
+    request, and adds new messages, continues the context of that request. Any other request starts a new context: for
+    example, the first request of a sub-agent, or a request whose program has shortened the conversation. A request that
+    is equal to an earlier request gets the recorded answer again, because HTTP clients repeat requests after errors.
+    Each answer is therefore sampled and trained once. Requests that arrive at the same time are answered one after
+    another.
 
     Args:
         request: The prompt, the columns and the random streams of the trajectory.
@@ -45,21 +64,18 @@ class AgentSession:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: set[asyncio.Task[Any]] = set()
         self._answering = asyncio.Lock()
-        self._sent: list[Message] = []  # The last answered request's messages, and the answer.
-        self._answers: dict[int, ModelAnswer] = {}  # By the answer's position in `_sent`, in the order of the turns.
-        self._tools: Sequence[Mapping[str, Any]] = ()
+        self._answered: list[Answered] = []  # In the order of the turns.
 
     async def answer(self, asked: ModelRequest) -> ModelAnswer:
         """Sample the answer to a request, or return the recorded answer if the request was answered before.
 
         Raises:
-            ApiError: the request does not continue the conversation, cannot be rendered, or exceeds a limit.
+            ApiError: the request ends with an answer, cannot be rendered, or exceeds a limit.
         """
         async with self._answering:
-            position = len(asked.messages)
-            repeats = list(asked.messages) == self._sent[:position] and asked.tools == self._tools
-            if repeats and position in self._answers:
-                return self._answers[position]
+            for earlier in reversed(self._answered):
+                if [*asked.messages] == [*earlier.messages[:-1]] and asked.tools == earlier.tools:
+                    return earlier.answer
             return await self._sampled(asked)
 
     def rewarded(self, answer_id: str, reward: float | None) -> None:
@@ -68,7 +84,7 @@ class AgentSession:
         Raises:
             ApiError: the session has no such answer.
         """
-        self.record.reward_turn(list(self._answers).index(self._position(answer_id)), reward)
+        self.record.reward_turn(self._turn_of(answer_id), reward)
 
     def conversation(self, answer_id: str) -> Sequence[Message]:
         """Return the conversation up to an answer, including the answer.
@@ -76,12 +92,12 @@ class AgentSession:
         Raises:
             ApiError: the session has no such answer.
         """
-        return self._sent[: self._position(answer_id) + 1]
+        return self._answered[self._turn_of(answer_id)].messages
 
-    def _position(self, answer_id: str) -> int:
-        for position, answer in self._answers.items():
-            if answer.id == answer_id:
-                return position
+    def _turn_of(self, answer_id: str) -> int:
+        for turn, answered in enumerate(self._answered):
+            if answered.answer.id == answer_id:
+                return turn
         raise ApiError(f"this conversation has no answer with the id {answer_id!r:.80}", code="not_found")
 
     def close(self) -> None:
@@ -91,9 +107,13 @@ class AgentSession:
         self.lost.cancel()
 
     async def _sampled(self, asked: ModelRequest) -> ModelAnswer:
-        new = self._new_messages(asked)
+        if asked.messages[-1]["role"] == "assistant":
+            raise ApiError("the last message is an answer: send a new message after it", code="no_new_messages")
+        after = self._continued(asked)
+        known = 0 if after is None else len(self._answered[after].messages)
         self._check_limits()
-        turn = self.record.turn_request(new, tools=asked.tools, max_tokens=asked.max_tokens)
+        new = _with_names(asked.messages)[known:]
+        turn = self.record.turn_request(new, after=after, tools=asked.tools, max_tokens=asked.max_tokens)
         try:
             result = await self.engine.sample(turn)
         except Exception as error:
@@ -103,32 +123,24 @@ class AgentSession:
         if result.error:
             raise ApiError(result.error)
         if result.full:
-            raise self._limit("max_response_length", "no token is left of rollout.max_response_length")
+            raise self._no_room()
         before = len(turn.context_ids) + len(turn.action_ids) + len(result.observation_ids)
-        return self._recorded(asked, result, before)
+        return self._recorded(asked, result, after, before)
 
-    def _new_messages(self, asked: ModelRequest) -> list[Message]:
-        """Return the messages of a request after the recorded conversation.
+    def _continued(self, asked: ModelRequest) -> int | None:
+        """Return the index of the turn whose context a request continues, or None if the request starts a context.
 
-        Raises:
-            ApiError: the request does not continue the recorded conversation.
+        The request continues the longest earlier conversation that it repeats, if it adds no answers to it.
         """
-        known = len(self._sent)
-        if not known:
-            self._tools = asked.tools
-            return list(asked.messages)
-        new = [_with_name(message, self._sent[-1]) for message in asked.messages[known:]]
-        if list(asked.messages[:known]) != self._sent:
-            raise ApiError(
-                "the request does not repeat the earlier messages of this conversation, or changes one of them: send "
-                "all earlier messages as they were, and new messages after them",
-                code="conversation_changed",
-            )
-        if asked.tools != self._tools:
-            raise ApiError("the tools must stay the same in a conversation", code="tools_changed")
-        if not new or any(message["role"] == "assistant" for message in new):
-            raise ApiError("new messages must be there, and must come from tools or a user", code="no_new_messages")
-        return new
+        found, longest = None, 0
+        for turn in reversed(range(len(self._answered))):
+            known, size = self._answered[turn], len(self._answered[turn].messages)
+            if not longest < size < len(asked.messages) or known.tools != asked.tools:
+                continue
+            if [*asked.messages[:size]] == [*known.messages]:
+                found, longest = turn, size
+        added = asked.messages[longest:]
+        return None if any(message["role"] == "assistant" for message in added) else found
 
     def _check_limits(self) -> None:
         if len(self.record.turns) >= self.limits.max_turns:
@@ -140,11 +152,14 @@ class AgentSession:
         self.stop_reason = stop_reason
         return ApiError(message, code="context_length_exceeded" if stop_reason == "max_response_length" else "limit")
 
-    def _recorded(self, asked: ModelRequest, result: TurnResult, prompt_tokens: int) -> ModelAnswer:
+    def _no_room(self) -> ApiError:
+        return self._limit("max_response_length", "no token is left of rollout.max_response_length")
+
+    def _recorded(self, asked: ModelRequest, result: TurnResult, after: int | None, prompt_tokens: int) -> ModelAnswer:
         assert result.action is not None, "a turn that is neither full nor failed has an action"
         action = ParsedAction(result.text.strip()) if asked.text_only else result.action
         message = assistant_message(shown(action))
-        self.record.add(result, message)
+        self.record.add(result, message, after=after)
         uid, sample, turn = result.key
         answer = ModelAnswer(
             id=f"{uid}-{sample}-{turn}-{self.key[:8]}",
@@ -154,8 +169,7 @@ class AgentSession:
             completion_tokens=len(result.token_ids),
             created=int(time.time()),
         )
-        self._answers[len(asked.messages)] = answer
-        self._sent = [*asked.messages, answer.message]
+        self._answered.append(Answered([*asked.messages, answer.message], asked.tools, answer))
         self.stop_reason = ""  # A program may go on after a refused request, for example with a shorter message.
         return answer
 
@@ -172,8 +186,12 @@ def shown(action: ParsedAction) -> ParsedAction:
     return ParsedAction("\n".join(filter(None, [action.content, *broken])))
 
 
-def _with_name(message: Message, action: Mapping[str, Any]) -> Message:
-    """Add the name of the called tool to a tool's result, which some chat templates need."""
-    names = {call["id"]: call["function"]["name"] for call in action.get("tool_calls", ())}
-    name = names.get(message.get("tool_call_id", ""))
-    return message | {"name": name} if name else message
+def _with_names(messages: Sequence[Message]) -> list[Message]:
+    """Add the name of the called tool to each tool's result, which some chat templates need."""
+    names: dict[str, str] = {}
+    named = []
+    for message in messages:
+        names |= {call["id"]: call["function"]["name"] for call in message.get("tool_calls", ())}
+        name = names.get(message.get("tool_call_id", ""))
+        named.append(message | {"name": name} if name else message)
+    return named

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from rltrain.base.random_streams import stream_seed
@@ -13,11 +13,31 @@ from workers.rollout.turns import TurnRequest, TurnResult
 
 Message = Mapping[str, Any]
 ATTEMPTS = 2  # Maximum number of attempts to run a trajectory whose environment or agent program fails.
+LAST = -1  # Value of `after` that names the last finished turn.
 _NO_ACTION = Turn((), (), (), (), "abort")
+
+
+@dataclass(frozen=True)
+class _Context:
+    """The context of one turn.
+
+    Attributes:
+        ids: Token ids of the context, followed by the turn's action. Later turns that continue the context may have
+            appended their ids.
+        begin: Number of the context's tokens before the turn's action.
+        end: Number of the context's tokens up to the end of the turn's action.
+    """
+
+    ids: list[int]
+    begin: int
+    end: int
 
 
 class Recording:
     """The turns of a running trajectory.
+
+    A turn continues the context of an earlier turn, or has a new context. A turn that continues the context of an
+    earlier turn than the last one is recorded with its whole context, because other tokens stand between the two turns.
 
     Args:
         request: The prompt, the columns and the random streams of the trajectory.
@@ -25,14 +45,16 @@ class Recording:
 
     Attributes:
         turns: The finished turns.
-        messages: The conversation so far.
+        messages: The messages of all turns, in the order of the turns. Messages that start or resume another context
+            than that of the turn before have the key `context`, with the number of contexts before it.
     """
 
     def __init__(self, request: EpisodeRequest, limits: Limits) -> None:
         self.request, self.limits = request, limits
         self.turns: list[Turn] = []
         self.messages: list[Message] = []
-        self._ids: list[int] = []  # Token ids of the trajectory before the last action.
+        self._contexts: list[_Context] = []  # Contexts of the finished turns.
+        self._tokens = 0  # Number of tokens in all finished turns.
         self._deadline = time.monotonic() + limits.timeout_s
 
     @property
@@ -44,25 +66,27 @@ class Recording:
         self,
         new: Sequence[Message],
         *,
+        after: int | None = LAST,
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
     ) -> TurnRequest:
         """Return the request for the next action.
 
         Args:
-            new: The messages since the last action.
+            new: The messages since the action of the turn `after`, or all messages of a new context.
+            after: Index of the finished turn whose context the request continues; None for a new context.
             tools: Schemas of the tools; None for the tools of the run.
             max_tokens: Maximum number of tokens of the action, in addition to the limits of the trajectory.
         """
         limits, number = self.limits, len(self.turns)
-        last = list(self.turns[-1].action_ids) if self.turns else []
+        context, restated = self._continued(after)
         prompt = len(self.turns[0].observation_ids) if self.turns else 0
         return TurnRequest(
             key=(*self.request.key, number),
-            context_ids=list(self._ids),
-            action_ids=last,
+            context_ids=context.ids[: context.begin],
+            action_ids=context.ids[context.begin : context.end],
             messages=new,
-            room=limits.max_response_tokens - (len(self._ids) + len(last) - prompt),
+            room=limits.max_response_tokens - (self._tokens + len(restated) - prompt),
             max_prompt_tokens=limits.max_prompt_tokens,
             max_tokens=min(limits.max_turn_tokens, max_tokens or limits.max_turn_tokens),
             max_message_tokens=limits.max_message_tokens,
@@ -71,28 +95,45 @@ class Recording:
             tools=tools,
         )
 
-    def add(self, result: TurnResult, action: Message, reward: float | None = None) -> None:
+    def add(
+        self, result: TurnResult, action: Message, reward: float | None = None, *, after: int | None = LAST
+    ) -> None:
         """Record a finished turn.
 
         Args:
             result: The sampled action and the new messages before the action.
             action: The action as a chat message.
             reward: Reward of the turn.
+            after: Index of the finished turn whose context the turn continues; None for a new context.
         """
-        self.messages += [*result.messages, action]
-        if self.turns:
-            self._ids += self.turns[-1].action_ids
-        self._ids += result.observation_ids
+        context, restated = self._continued(after)
+        other = bool(self.turns) and after not in (LAST, len(self.turns) - 1)
+        ids = context.ids if len(context.ids) == context.end else context.ids[: context.end]
+        ids += result.observation_ids
+        self._contexts.append(_Context(ids, len(ids), len(ids) + len(result.token_ids)))
+        ids += result.token_ids
         turn = Turn(
-            result.observation_ids,
+            [*restated, *result.observation_ids],
             result.token_ids,
             result.log_probs,
             result.versions,
             result.finish_reason,
             result.text,
             reward,
+            other,
         )
         self.turns.append(turn)
+        self._tokens += len(turn.observation_ids) + len(turn.action_ids)
+        number = sum(one.new_context for one in self.turns)
+        self.messages += [{**message, "context": number} if other else message for message in result.messages]
+        self.messages.append(action)
+
+    def _continued(self, after: int | None) -> tuple[_Context, Sequence[int]]:
+        """Return the context that a turn continues, and the ids of it that the turn's observation has to repeat."""
+        if after is None or not self.turns:
+            return _Context([], 0, 0), []
+        context = self._contexts[after]
+        return context, [] if after in (LAST, len(self.turns) - 1) else context.ids[: context.end]
 
     def reward_turn(self, number: int, reward: float | None) -> None:
         """Set the reward of a finished turn."""

@@ -1,10 +1,13 @@
 """Packed forward passes: log-probs, entropies and values of response tokens, without padding in any linear layer.
 
-A pack concatenates rows into one sequence of N tokens. An attention function for packs is registered in transformers
-under the name `PACKED`. On GPUs and with 16-bit dtypes, one call of an attention kernel computes the attention of all
-rows. If no attention kernel is usable, rows of similar length form an attention batch, which is padded on the right and
-computed by one causal sdpa call. Attention masks are never built, and a row cannot attend to another row. All layers
-other than attention process the N tokens without padding.
+A pack concatenates rows into one sequence of N tokens. A row consists of one or more contexts, and a token sees only
+the earlier tokens of its own context. Almost all rows have one context; an agent program may start new contexts.
+
+An attention function for packs is registered in transformers under the name `PACKED`. On GPUs and with 16-bit dtypes,
+one call of an attention kernel computes the attention of all contexts. If no attention kernel is usable, contexts of
+similar length form an attention batch, which is padded on the right and computed by one causal sdpa call. Attention
+masks are never built, and a context cannot attend to another context. All layers other than attention process the N
+tokens without padding.
 """
 
 import functools
@@ -38,30 +41,30 @@ from workers.models.varlen_attention import kernel_for
 
 PACKED = "rltrain_packed"
 # Names of the batch columns that are used without padding, so `microbatch` does not pad these columns.
-PACKED_COLUMNS = ("responses", "ref_hidden", "teacher_hidden")
-SLACK = 0.75  # In an attention batch, the shortest row has at least this fraction of the longest row's tokens.
+PACKED_COLUMNS = ("responses", "context_starts", "ref_hidden", "teacher_hidden")
+SLACK = 0.75  # In an attention batch, the shortest context has at least this fraction of the longest one's tokens.
 
 
 @dataclass(frozen=True)
 class AttentionBatch:
-    """Rows whose attention is computed in one sdpa call.
+    """Contexts whose attention is computed in one sdpa call.
 
     Attributes:
-        index: (rows, L) position of each token in the pack, where L is the length of the longest row.
-        real: (rows, L) bool, False for entries of `index` that are padding.
+        index: (contexts, L) position of each token in the pack, where L is the length of the longest context.
+        real: (contexts, L) bool, False for entries of `index` that are padding.
     """
 
     index: Tensor
     real: Tensor
 
 
-class RowLayout:
-    """The row lengths of a pack, and the attention batches into which the rows are grouped by length.
+class ContextLayout:
+    """The context lengths of a pack, and the attention batches into which the contexts are grouped by length.
 
-    `RowLayout` is not a dataclass, because FSDP would copy a dataclass for each layer.
+    `ContextLayout` is not a dataclass, because FSDP would copy a dataclass for each layer.
 
     Args:
-        lengths: (rows,) number of tokens in each row, on the CPU.
+        lengths: (contexts,) number of tokens in each context, on the CPU.
         device: device on which attention is computed.
     """
 
@@ -84,19 +87,19 @@ class Pack:
     Attributes:
         input_ids: (1, N) prompt and response ids. Each row's last response token is left out, because the model
             predicts no token from it.
-        position_ids: (1, N) positions, which restart at 0 in each row.
-        rows: row lengths, and the attention batches, which are needed if no attention kernel is usable.
-        longest: number of tokens in the longest row.
-        offsets: (rows + 1,) int32, the start positions of all rows, followed by the end position of the last row.
+        position_ids: (1, N) positions, which restart at 0 in each context.
+        contexts: context lengths, and the attention batches, which are needed if no attention kernel is usable.
+        longest: number of tokens in the longest context.
+        offsets: (contexts + 1,) int32, the start positions of all contexts, followed by the end of the last context.
         predicting: (R,) position in the pack at which each of the R response tokens is predicted.
         targets: (R,) ids of the response tokens.
         sequence: the group of ranks that split the pack's tokens (sequence parallelism), or None. If `sequence` is a
-            group, all attributes except `rows`, `longest`, `offsets` and `sequence` hold only this rank's slice.
+            group, all attributes except `contexts`, `longest`, `offsets` and `sequence` hold only this rank's slice.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    rows: RowLayout
+    contexts: ContextLayout
     longest: int
     offsets: Tensor
     predicting: Tensor
@@ -107,7 +110,10 @@ class Pack:
 def pack(batch: DataProto) -> Pack:
     """Pack all rows of a batch.
 
-    The pack includes the prompt tokens of a row without response tokens, but no token is predicted for the row.
+    A row's first context begins with its prompt. The column `context_starts` marks the beginning of each later context,
+    and a batch without this column has one context per row. The value that is computed for the first token of a later
+    context has no meaning; the token was not sampled. The pack includes the prompt tokens of a row without response
+    tokens, but no token is predicted for the row.
     """
     prompt_lengths, response_lengths = batch.lengths("prompts"), batch.lengths("responses")
     lengths = prompt_lengths + response_lengths.clamp(min=1) - 1
@@ -117,10 +123,14 @@ def pack(batch: DataProto) -> Pack:
     at = (starts[:-1] + prompt_lengths).repeat_interleave(response_lengths) + positions(response_lengths)
     is_input = positions(response_lengths) < (response_lengths - 1).repeat_interleave(response_lengths)
     ids[at[is_input]] = batch.values("responses")[is_input]
+    if "context_starts" in batch:
+        begins = at[is_input & batch.values("context_starts")]
+        starts = torch.cat([starts, begins]).sort().values
+        lengths = starts.diff()
     return Pack(
         ids[None],
         positions(lengths)[None],
-        RowLayout(lengths, ids.device),
+        ContextLayout(lengths, ids.device),
         int(lengths.max()),
         starts.int(),
         at - 1,
@@ -135,10 +145,12 @@ def _attention_batches(lengths: Tensor, device: torch.device) -> tuple[Attention
     while begin < len(order):
         longest = int(lengths[order[begin]])
         count = int((lengths[order[begin:]] >= SLACK * longest).sum())
-        rows = order[begin : begin + count]
+        chosen = order[begin : begin + count]
         steps = torch.arange(longest)
-        real = steps < lengths[rows][:, None]
-        batches.append(AttentionBatch(torch.where(real, starts[rows][:, None] + steps, 0).to(device), real.to(device)))
+        real = steps < lengths[chosen][:, None]
+        batches.append(
+            AttentionBatch(torch.where(real, starts[chosen][:, None] + steps, 0).to(device), real.to(device))
+        )
         begin += count
     return tuple(batches)
 
@@ -150,7 +162,7 @@ def to_device(packed: Pack, device: torch.device) -> Pack:
     return Pack(
         packed.input_ids.to(device),
         packed.position_ids.to(device),
-        RowLayout(packed.rows.lengths, device),
+        ContextLayout(packed.contexts.lengths, device),
         packed.longest,
         packed.offsets.to(device),
         packed.predicting.to(device),
@@ -173,19 +185,19 @@ def packed_attention(
     s_aux: Tensor | None = None,
     **_: Any,  # transformers also passes arguments that only other attention functions use
 ) -> tuple[Tensor, None]:
-    """Compute causal attention within each row of a pack.
+    """Compute causal attention within each context of a pack.
 
     The shape of `query` is (1, H, N, D), with H heads of width D for N tokens. The shape of `key` and `value` is
     (1, K, N, D), where the number of key heads K divides H. The shape of the attention output is (1, N, H, D).
 
     Raises:
-        ValueError: the model uses soft caps, attention sinks, or a window shorter than the longest row, none of which
-            is supported.
+        ValueError: the model uses soft caps, attention sinks, or a window shorter than the longest context, none
+            of which is supported.
     """
     assert attention_mask is None, "a packed forward pass must not be given an attention mask"
     if softcap is not None or s_aux is not None or (sliding_window is not None and sliding_window < packed.longest):
         raise ValueError(
-            "this model's attention uses a soft cap, sinks, or a window shorter than the longest row of the batch, "
+            "this model's attention uses a soft cap, sinks, or a window shorter than the longest context of the batch, "
             "which are not supported; use another model"
         )
     if packed.sequence is not None:
@@ -206,7 +218,7 @@ def _in_attention_batches(
     """Compute attention (N, H, D) with one sdpa call for each attention batch."""
     tokens, heads = q.shape[:2]
     out = q.new_zeros(tokens, heads, v.size(-1))
-    for batch in packed.rows.attention_batches:
+    for batch in packed.contexts.attention_batches:
         rows, length = batch.index.shape
         flat = batch.index.reshape(-1)
         own, keys, values = (
@@ -219,7 +231,7 @@ def _in_attention_batches(
             own, keys, values, is_causal=True, scale=scaling, dropout_p=dropout, enable_gqa=keys.size(1) != heads
         )
         attended = attended.transpose(1, 2).reshape(rows * length, heads, -1)
-        if len(packed.rows.attention_batches) == 1 and bool(batch.real.all()):
+        if len(packed.contexts.attention_batches) == 1 and bool(batch.real.all()):
             out = attended.index_select(0, _inverse(flat))
         else:
             real = batch.real.reshape(-1)

@@ -65,8 +65,8 @@ def sequence_group_of(model: nn.Module) -> Sequence | None:
 def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
     """Return this rank's slice of a pack, and a mask of the response tokens that are predicted in the slice.
 
-    The mask (R,) has one entry for each of the R response tokens of the whole pack. The slice keeps the row boundaries
-    of the whole pack, because attention works on whole rows.
+    The mask (R,) has one entry for each of the R response tokens of the whole pack. The slice keeps the context
+    boundaries of the whole pack, because attention works on whole contexts.
     """
     own = replace(sequence, tokens=packed.input_ids.size(1))
     begin, length = own.rank * own.slice, own.slice

@@ -69,12 +69,14 @@ class TurnServer:
     def _begun(self, turn: TurnRequest) -> tuple[TurnResult, list[int], int]:
         """Return a turn's unfinished result, the context of the action, and the action's maximum number of tokens."""
         first, messages = turn.key[2] == 0, list(turn.messages)
+        new_context = not turn.context_ids and not turn.action_ids
         try:
             renderer = self.renderer if turn.tools is None else self._renderer_with(turn.tools)
-            if first:
+            if not first:
+                messages = [self._shortened(message, turn.max_message_tokens) for message in messages]
+            if new_context:
                 observed = renderer.prompt_ids(messages)
             else:
-                messages = [self._shortened(message, turn.max_message_tokens) for message in messages]
                 observed = renderer.observation_ids(messages, turn.action_ids)
         except Exception as error:  # A program may send messages and tools for which the template was not written.
             refused = isinstance(error, ValueError)
@@ -105,9 +107,14 @@ class TurnServer:
         return self._renderers[key]
 
     def _shortened(self, message: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
-        """Return a message with its text cut off after `limit` tokens, and with a mark at the end of a cut-off text."""
+        """Return a message with its text cut off after `limit` tokens, and with a mark at the end of a cut-off text.
+
+        Answers and the messages of the system, which new contexts begin with, are not cut off.
+        """
         text = message["content"]
-        if len(text) <= limit:  # A text has at most as many tokens as characters.
+        if (
+            message["role"] in ("assistant", "system") or len(text) <= limit
+        ):  # A text has at most as many tokens as characters.
             return message
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= limit:

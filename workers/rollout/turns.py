@@ -29,10 +29,11 @@ class TurnRequest:
 
     Attributes:
         key: (prompt group uid, number of the sample in its group, number of the turn).
-        context_ids: Token ids of the trajectory before the last action; empty in the first turn.
-        action_ids: Token ids of the last action; empty in the first turn.
-        messages: New chat messages for the context: the prompt in the first turn, or, for instance, the results of
-            tools in later turns.
+        context_ids: Token ids of the context before its last action; empty in a turn with a new context, for instance
+            in the first turn.
+        action_ids: Token ids of the context's last action; empty in a turn with a new context.
+        messages: New chat messages for the context: all messages in a turn with a new context, or, for instance, the
+            results of tools in other turns.
         room: Maximum number of tokens in the new messages and the action together. In the first turn, `room` limits
             only the action.
         max_prompt_tokens: Maximum number of tokens in the prompt of the first turn.

@@ -8,7 +8,8 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.settings.algorithm_config import AlgorithmConfig
 from workers.cluster.processes import Shared, WorkerProcess
 
-FORWARD = ("prompts", "responses")  # Names of the columns that a forward pass reads.
+# Names of the columns that a forward pass reads. A batch without conversations lacks `context_starts`.
+FORWARD = ("prompts", "responses", "context_starts")
 SUPERVISED = (*FORWARD, "response_mask")  # Names of the columns of supervised answers that an update reads.
 CRITIC_UPDATE = (*FORWARD, "response_mask", "values", "returns")
 

@@ -438,22 +438,119 @@ def test_a_program_that_raises_or_never_asks_is_started_again_and_then_given_up(
     assert failure_of(lambda seed: 1.0) == "the agent got no answer: it made no request"
 
 
+# New contexts
+
+
+class Recorded(Script):
+    """An engine that keeps the context of each turn. Each message becomes one token, which depends on its text."""
+
+    def __init__(self, count):
+        super().__init__(*[say(f"text {n}") for n in range(count)])
+        self.contexts = []
+
+    async def sample(self, request):
+        found = await super().sample(request)
+        observed = [200 + sum(map(ord, message["content"])) % 99 for message in request.messages]
+        self.contexts.append([*request.context_ids, *request.action_ids, *observed])
+        return replace(found, observation_ids=observed)
+
+
+def contexts_of(trajectory):
+    """Return the token ids that stand before each turn's action in the turn's context, as a model sees the row."""
+    found, context = [], []
+    for turn in trajectory.turns:
+        context = [*([] if turn.new_context else context), *turn.observation_ids]
+        found.append(list(context))
+        context += turn.action_ids
+    return found
+
+
+def talking(conversations):
+    """Return a program that sends conversations, each given by the indices of answers and by new texts."""
+
+    async def program(base_url, api_key, messages):
+        answers = []
+        async with client_of(base_url, api_key) as client:
+            for parts in conversations:
+                sent = [{"role": "user", "content": part} if isinstance(part, str) else answers[part] for part in parts]
+                done = await client.chat.completions.create(model="any", messages=sent)
+                answers.append({"role": "assistant", "content": done.choices[0].message.content})
+
+    return program
+
+
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("conversations", "new_contexts"),
     [
-        (lambda messages: [{"role": "user", "content": "other"}], "does not repeat the earlier messages"),
-        (lambda messages: [*messages, {"role": "assistant", "content": "mine"}], "must come from tools or a user"),
+        ([["a"], ["a", 0, "b"], ["a", 0, "b", 1, "c"]], [0, 0, 0]),
+        ([["a"], ["sub"], ["sub", 1, "b"], ["a", 0, "c"]], [0, 1, 0, 1]),
+        ([["a"], ["a", 0, "b"], ["summary", 1, "c"], ["summary", 1, "c", 2, "d"]], [0, 0, 1, 0]),
+        ([["a"], ["a", 0, "b"], ["a", 0, "other"], ["a", 0, "b", 1, "c"]], [0, 0, 1, 1]),
+        ([["a"], ["a", 0, "b"], ["a", 1, 0, "c"]], [0, 0, 1]),
+        ([["a"], ["b"], ["a", 0, "c"], ["b", 1, "c"], ["a", 0, "c", 2, "d"]], [0, 1, 1, 1, 1]),
     ],
-    ids=["branch", "own answer"],
+    ids=["continued", "sub-agent", "shortened", "taken back", "answers in another order", "side by side"],
 )
-def test_a_request_that_does_not_continue_the_conversation_is_refused(change, said):
+def test_a_request_that_does_not_continue_the_last_turn_has_a_context_of_its_own(conversations, new_contexts):
+    engine = Recorded(len(conversations))
+    found = run(engine, talking(conversations), max_response_tokens=1000)
+    assert [int(turn.new_context) for turn in found.turns] == new_contexts
+    assert contexts_of(found) == engine.contexts
+    sampled = [list(turn.action_ids) for turn in found.turns]
+    assert sampled == [[50 + n, END] for n in range(len(conversations))]
+    assert found.contexts == 1 + sum(new_contexts)
+
+
+def test_repeated_tokens_count_against_the_limit_of_the_trajectory():
+    engine = Recorded(4)
+    run(engine, talking([["a"], ["sub"], ["a", 0, "b"]]), max_response_tokens=100)
+    # 2 tokens of the first action, 1 + 2 of the sub-agent, and 3 tokens that the last turn repeats.
+    assert [request.room for request in engine.requests] == [100, 98, 92]
+
+
+def test_T8_a_repeated_request_in_an_earlier_context_gets_the_recorded_answer():
+    engine = Recorded(3)
+    found = run(engine, talking([["a"], ["sub"], ["a"], ["sub"], ["a", 2, "b"]]))
+    assert len(engine.requests) == len(found.turns) == 3
+
+
+def test_other_tools_start_a_new_context():
+    async def program(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            done = await client.chat.completions.create(model="any", messages=messages, tools=[PRICE])
+            said = {"role": "assistant", "content": done.choices[0].message.content}
+            longer = [*messages, said, {"role": "user", "content": "on"}]
+            await client.chat.completions.create(model="any", messages=longer)
+
+    engine = Recorded(2)
+    found = run(engine, program)
+    assert [turn.new_context for turn in found.turns] == [False, True]
+    assert [len(request.messages) for request in engine.requests] == [1, 3]
+
+
+def test_calls_that_a_new_context_repeats_are_counted_once():
+    async def program(base_url, api_key, messages):
+        async with client_of(base_url, api_key) as client:
+            done = await client.chat.completions.create(model="any", messages=messages, tools=[PRICE])
+            made = done.choices[0].message
+            result = {"role": "tool", "tool_call_id": made.tool_calls[0].id, "content": "4"}
+            shorter = [{"role": "user", "content": "short"}, made, result]
+            await client.chat.completions.create(model="any", messages=shorter, tools=[PRICE])
+
+    engine = Script(ASK, say("4"))
+    found = run(engine, program)
+    assert (found.contexts, found.tool_calls) == (2, 1)
+    assert engine.requests[1].messages[2]["name"] == "price"
+    assert [message.get("context") for message in found.messages] == [None, None, 1, 1, 1, None]
+
+
+def test_a_request_that_ends_with_an_answer_is_refused():
     async def strange(base_url, api_key, messages):
         async with client_of(base_url, api_key) as client:
-            done = await client.chat.completions.create(model="any", messages=messages)
-            messages.append({"role": "assistant", "content": done.choices[0].message.content})
-            await client.chat.completions.create(model="any", messages=change(messages))
+            messages.append({"role": "assistant", "content": "mine"})
+            await client.chat.completions.create(model="any", messages=messages)
 
-    assert said in failure_of(strange)
+    assert "the last message is an answer: send a new message after it" in failure_of(strange)
 
 
 @pytest.mark.parametrize(

@@ -71,7 +71,7 @@ def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing,
         for count in range(2, 14):
             packed = of_lengths([2**row + count for row in range(count // 2)] + [3] * count)
             found = gradients(model, packed)
-            assert ("attention_batches" in vars(packed.rows)) is not kernel, "they cost copies to the device"
+            assert ("attention_batches" in vars(packed.contexts)) is not kernel, "they cost copies to the device"
             graphs.add(counter.frame_count)
             for gradient, wanted in zip(found, gradients(plain, packed), strict=True):
                 assert torch.allclose(gradient, wanted, atol=1e-5)
@@ -88,5 +88,5 @@ def test_attention_batches_are_made_once_for_all_layers_of_a_sharded_model():
     packed = of_lengths([3, 4])
     cast = _apply_to_tensors(lambda tensor: tensor, {"packed": packed})["packed"]
     assert cast is not packed
-    assert cast.rows is packed.rows
-    assert packed.rows.attention_batches is packed.rows.attention_batches
+    assert cast.contexts is packed.contexts
+    assert packed.contexts.attention_batches is packed.contexts.attention_batches

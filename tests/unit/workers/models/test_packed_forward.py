@@ -180,7 +180,7 @@ def test_unpack_puts_values_at_real_slots_and_is_differentiable():
 
 def test_rows_of_like_length_share_a_bucket_and_no_bucket_wastes_more_than_a_quarter():
     batch = batch_of([[1]] * 9, [[2] * n for n in (40, 39, 31, 30, 12, 11, 10, 3, 1)])
-    for bucket in pack(batch).rows.attention_batches:
+    for bucket in pack(batch).contexts.attention_batches:
         assert float(bucket.real.float().mean()) >= 0.75
 
 

@@ -79,3 +79,22 @@ def test_a_long_message_is_cut_off_with_a_mark(server, tokenizer):
     (found,) = server.take("a")
     assert [message["content"] for message in found.messages] == ["0123\n[cut off after 4 tokens]"]
     assert "0123\n[cut off" in tokenizer.decode(found.observation_ids)
+
+
+def test_a_later_turn_with_a_new_context_renders_the_whole_conversation(server, tokenizer):
+    messages = [
+        {"role": "system", "content": "a long text of the system"},
+        {"role": "user", "content": "0123456789"},
+        {"role": "assistant", "content": "a long answer"},
+        {"role": "user", "content": "more"},
+    ]
+    asked = turn(1, "", key=(1, 0, 3), messages=messages, room=300, max_prompt_tokens=1)
+    (request,), ended = server.begin("a", [asked])
+    assert ended == []
+    seen = [*messages[:1], {"role": "user", "content": "0123\n[cut off after 4 tokens]"}, *messages[2:]]
+    assert list(request.prompt_ids) == tokenizer.apply_chat_template(
+        seen, add_generation_prompt=True, return_dict=False
+    )
+    assert request.max_tokens == 10
+    _, (full,) = server.begin("a", [turn(2, "", key=(2, 0, 3), messages=messages, room=20)])
+    assert full.full

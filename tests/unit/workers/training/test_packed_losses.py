@@ -1,4 +1,7 @@
-"""Tests of invariant B6: for every loss, actor and critic give equal results on packs and on separate rows."""
+"""Tests of invariants B6 and T2: for every loss, actor and critic give equal results on packs and on separate contexts.
+
+Each row of the batch has one context, except row 3, which has two.
+"""
 
 from dataclasses import replace
 
@@ -22,6 +25,7 @@ SIZES = {
 PROMPTS = [[5, 6, 7], [9], [3, 4, 5, 6, 7, 8], [11, 12], [30, 31]]
 RESPONSES = [[20, 21, 22, 23], [30], [], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [1, 2, 3]]
 TOKENS = sum(map(len, RESPONSES))
+SECOND_CONTEXT = 3  # Number of tokens in row 3's response before its second context.
 TERMS = [
     "algorithm.kl_loss.kl_loss_coef=0.5", "algorithm.entropy_coef=0.3", "algorithm.squared_log_ratio_coef=0.2",
 ]  # fmt: skip
@@ -41,18 +45,19 @@ def model_of(kind):
 def batch_of() -> DataProto:
     """Return a batch with every column that a loss may read.
 
-    The tokens from tools in row 3 are not trained.
+    The observation in row 3, with which its second context starts, is not trained.
     """
     generator = torch.Generator().manual_seed(1)
 
     def normal():
         return torch.randn(TOKENS, generator=generator, dtype=torch.float64)
 
-    mask = torch.ones(TOKENS, dtype=torch.bool)
-    mask[8:10] = False
+    mask, starts = torch.ones(TOKENS, dtype=torch.bool), torch.zeros(TOKENS, dtype=torch.bool)
+    begin = sum(map(len, RESPONSES[:3])) + SECOND_CONTEXT
+    mask[begin : begin + 2], starts[begin] = False, True
     made = DataProto.from_dict(
         {"prompts": jagged(PROMPTS, torch.int64), "responses": jagged(RESPONSES, torch.int64)}
-    ).with_values("responses", response_mask=mask)
+    ).with_values("responses", response_mask=mask, context_starts=starts)
     old = -3.5 + 0.5 * normal()
     columns = {name: old + 0.3 * normal() for name in ("ref_log_probs", "rollout_log_probs")}
     columns |= {"old_log_probs": old, "advantages": normal(), "entropies": normal().abs(), "values": normal()}
@@ -61,9 +66,14 @@ def batch_of() -> DataProto:
 
 
 def alone(model, row):
-    """Compute the logits that predict the response tokens of one row, with eager attention on that row only."""
+    """Compute the logits that predict the response tokens of one row, with eager attention on one context at a time."""
     prompt, response = PROMPTS[row], RESPONSES[row]
-    return model(torch.tensor([prompt + response]), use_cache=False).logits[0][len(prompt) - 1 : -1]
+    if row != 3:
+        return model(torch.tensor([prompt + response]), use_cache=False).logits[0][len(prompt) - 1 : -1]
+    contexts = prompt + response[:SECOND_CONTEXT], response[SECOND_CONTEXT:]
+    first, second = (model(torch.tensor([ids]), use_cache=False).logits[0] for ids in contexts)
+    # The token that starts the second context is not trained, so any logits serve for it.
+    return torch.cat([first[len(prompt) - 1 :], second[:-1]])
 
 
 def counts_of(batch):
