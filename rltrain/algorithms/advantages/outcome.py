@@ -1,5 +1,6 @@
 """Helpers for the advantage estimators that assign one score to a whole response."""
 
+import torch
 from torch import Tensor
 
 from rltrain.algorithms.ratio import as_mask, masked
@@ -13,7 +14,10 @@ def counted_rows(response_mask: Tensor, valid: Tensor) -> Tensor:
 
 def response_scores(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Return the reward of each row (B,), summed over trained tokens, and the mask (B,) from `counted_rows`."""
-    scores = masked(token_level_rewards.detach(), as_mask(response_mask)).sum(-1)
+    rewards = masked(token_level_rewards.detach(), as_mask(response_mask))
+    # A sum in float32 depends on the order of the tokens and on the padding. Two rows with equal rewards would differ
+    # in the last bits, and a division by their std would turn the difference into an advantage.
+    scores = rewards.sum(-1, dtype=torch.float64).to(rewards.dtype)
     return scores, counted_rows(response_mask, valid)
 
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from rltrain.algorithms import ADVANTAGE_ESTIMATORS
+from rltrain.algorithms import ADVANTAGE_ESTIMATORS, columns_of
 
 opo = ADVANTAGE_ESTIMATORS.get("opo")
 gpg = ADVANTAGE_ESTIMATORS.get("gpg")
@@ -234,3 +234,18 @@ def test_gdpo_gives_zero_to_a_row_without_any_component_and_counts_it_nowhere():
 def test_gdpo_refuses_weights_that_are_all_zero(make_batch, call):
     with pytest.raises(ValueError, match=r"weights=\[0.0, 0.0\]: if all weights are 0, nothing is learnt"):
         call(ADVANTAGE_ESTIMATORS.get("gdpo"), make_batch(), weights=(0.0, 0.0))
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "grpo_passk", "maxrl", "gpg", "opo"])
+def test_rows_whose_rewards_have_equal_sums_have_no_advantage_in_any_order_and_with_any_padding(name):
+    estimator = ADVANTAGE_ESTIMATORS.get(name)
+    tokens = [0.1, -0.025, 0.7, 0.3, -0.0125, 1e-3, 1e3]
+    rows = [tokens, tokens[::-1], tokens[3:] + tokens[:3]]
+    for padding in range(12):
+        rewards = torch.tensor([[*row, *[0.0] * padding] for row in rows])
+        mask = torch.arange(rewards.size(1)).expand(rewards.shape) < len(tokens)
+        columns = {
+            "token_level_rewards": rewards, "response_mask": mask, "uid": torch.zeros(3, dtype=torch.int64),
+            "valid": torch.ones(3, dtype=torch.bool),
+        }  # fmt: skip
+        assert not estimator(*[columns[column] for column in columns_of(estimator)])[0].any()
