@@ -17,12 +17,12 @@ MAX_HOPS = 3
 # The probabilities below define the flawed conversations that the starting model imitates. Most imitated conversations
 # stop one call too early and give the last result as the answer, so reinforcement learning has to discover that one
 # more call earns more reward.
-RIGHT_COUNT = 0.3  # Probability that a conversation has as many calls as hops.
+RIGHT_COUNT = 0.25  # Probability that a conversation has as many calls as hops.
 # Probability that a conversation has one call too few. The remaining conversations have a random number of calls.
-TOO_FEW = 0.6
+TOO_FEW = 0.65
 # Probability that the key of a call is the last result (or the start, in the first call) instead of a random digit.
-RIGHT_KEY = 0.6
-RIGHT_ANSWER = 0.8  # Probability that the answer is the last result instead of a random digit.
+RIGHT_KEY = 0.8
+RIGHT_ANSWER = 0.7  # Probability that the answer is the last result instead of a random digit.
 CALL = ('<tool_call>\n{"name": "lookup", "arguments": {"key": ', "}}\n</tool_call>")
 QUESTION = ("Start at ", ", hops: ")
 
