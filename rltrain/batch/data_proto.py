@@ -60,7 +60,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "turn_index": ("response", "int64, number of the turn in which the token was sampled, from 0; -1 in observations"),
     "context_starts": (
         "response",
-        "bool; True = the first token of a new context; a model that computes the context sees no token before it",
+        "bool; True = the first token of a new context, whose tokens do not see the tokens before the context",
     ),
     "turn_states": (
         "response",

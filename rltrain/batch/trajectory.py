@@ -7,7 +7,8 @@ tokens.
 A turn may have a new context, for instance because an agent program starts a sub-agent or shortens the conversation.
 The observation of such a turn is its whole context. The trajectory remains one row. The column `context_starts` marks
 the first token of each new context, and a model's forward pass computes each context independently of the tokens
-before it. A token that was sampled earlier and is repeated in a new context belongs to the observation there.
+before it. If a new context repeats tokens that the policy sampled earlier, these tokens belong to the observation, so
+they are not trained on again.
 
 Two columns of a batch distinguish tokens that the policy sampled from tokens that belong to observations. The column
 `response_mask` is True at sampled tokens that are trained on. Later stages of a training step may set `response_mask`
@@ -77,7 +78,8 @@ class Turn:
 class Trajectory:
     """One sample of a prompt: a sequence of turns.
 
-    The context of a turn consists of all tokens of the trajectory since the last turn with a new context.
+    The context of an action begins with the observation of the most recent turn that has a new context. If no turn has
+    a new context, the context begins with the prompt.
 
     Attributes:
         uid: number of the prompt group.
@@ -87,7 +89,8 @@ class Trajectory:
             environment ended the trajectory), "error" (the environment failed), or one of `LIMITS`. "" for a single
             answer without an environment.
         messages: the conversation as chat messages, from the prompt to the last message; empty without an environment.
-            Messages at the start of a later context have the key `context`, which is the number of contexts before it.
+            The messages with which a later context begins have the key `context`. The key's value is the number of
+            earlier contexts.
         reward: reward that the environment gave for the whole trajectory; None if the environment gave no reward for
             the whole trajectory.
         error: one line that says how the environment failed; "" if the environment did not fail. A trajectory with an
@@ -144,13 +147,13 @@ class Trajectory:
 
     @property
     def contexts(self) -> int:
-        """Number of contexts: 1, plus the number of later turns that have a new context."""
+        """Number of contexts in the trajectory: the first one, and one for each later turn with a new context."""
         return 1 + sum(turn.new_context for turn in self.turns[1:])
 
     @property
     def tool_calls(self) -> int:
         """Number of well-formed tool calls that the policy made."""
-        # The messages at the start of a later context may repeat earlier calls.
+        # The messages with which a later context begins may repeat calls of earlier contexts. Count each call once.
         own = [message for message in self.messages if "context" not in message]
         return sum(len(message.get("tool_calls", ())) for message in own)
 
@@ -193,12 +196,14 @@ class Trajectory:
         observed = [[0] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([[_hash(turn.observation_ids)] * len(turn.action_ids) for turn in self.turns], observed)
 
-    def context_starts(self) -> Sequence[int]:
-        """Return for each response token 1 if the token is the first token of a new context, and 0 otherwise."""
-        observed = [[0] * len(turn.observation_ids) for turn in self.turns[1:]]
-        for ids, turn in zip(observed, self.turns[1:], strict=True):
-            ids[:1] = [int(turn.new_context)] if ids else []
-        return _response([[0] * len(turn.action_ids) for turn in self.turns], observed)
+    def context_starts(self) -> list[int]:
+        """Return the positions in the response at which new contexts begin, in order."""
+        starts, position = [], len(self.turns[0].action_ids)
+        for turn in self.turns[1:]:
+            if turn.new_context:
+                starts.append(position)
+            position += len(turn.observation_ids) + len(turn.action_ids)
+        return starts
 
     def turn_rewards(self) -> Sequence[float]:
         """Return for each response token the reward of the turn that ends with the token; 0.0 for all other tokens."""

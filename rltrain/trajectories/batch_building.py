@@ -59,13 +59,24 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
     assert torch.equal(sampled_tokens(batch), mask), "the weight version of a sampled token must be 0 or above"
     if not any(t.stop_reason for t in trajectories):
         return batch
-    return batch.union(_environment_columns(trajectories)).with_values("responses", **_turn_columns(trajectories))
+    return batch.union(_environment_columns(trajectories)).with_values(
+        "responses", **_turn_columns(trajectories, batch.offsets("responses"))
+    )
 
 
-def _turn_columns(trajectories: Sequence[Trajectory]) -> dict[str, torch.Tensor]:
-    """Return the columns that have one value per response token (N,) and that only conversations have."""
+def _turn_columns(trajectories: Sequence[Trajectory], offsets: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Return the columns of conversations that have one value per response token (N,).
+
+    Args:
+        trajectories: the trajectories of all rows.
+        offsets: offsets (B + 1,) of the rows' responses.
+    """
+    context_starts = torch.zeros(int(offsets[-1]), dtype=torch.bool)
+    for begin, trajectory in zip(offsets.tolist(), trajectories, strict=False):
+        for start in trajectory.context_starts():
+            context_starts[begin + start] = True
     return {
-        "context_starts": torch.tensor([s for t in trajectories for s in t.context_starts()], dtype=torch.bool),
+        "context_starts": context_starts,
         "turn_index": torch.tensor([n for t in trajectories for n in t.turn_index()], dtype=torch.int64),
         "turn_states": torch.tensor([n for t in trajectories for n in t.turn_states()], dtype=torch.int64),
         "turn_rewards": torch.tensor([r for t in trajectories for r in t.turn_rewards()], dtype=torch.float32),

@@ -129,10 +129,11 @@ class Teacher:
         ids, why = list[list[int]](), several_contexts(own)
         for row, (prompt, response) in enumerate(zip(prompts, own.lengths("responses").tolist(), strict=True)):
             found = self.prompts.ids(prompt, None if self.longest is None else self.longest - response)
+            if isinstance(found, str):
+                why[row] = found
             ids.append(batch_ids(own, row, "prompts") if isinstance(found, str) else found)
-            why[row] = found if isinstance(found, str) else why[row]
-        others = [name for name in own.keys() if name != "prompts"]  # noqa: SIM118 (iterating a batch gives rows)
-        return DataProto.from_dict({"prompts": jagged(ids, torch.int64)}).union(own.select(others)), why
+        _, others = own.pop(["prompts"])
+        return DataProto.from_dict({"prompts": jagged(ids, torch.int64)}).union(others), why
 
     async def _on_ranks(self, group: WorkerGroup[TeacherWorker], batch: DataProto, rows: list[int]) -> DataProto:
         longest = max(batch.lengths("prompts")[rows] + batch.lengths("responses")[rows]).item()
@@ -287,16 +288,18 @@ def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Co
 
 
 def several_contexts(batch: DataProto) -> list[str]:
-    """Return for each row the reason why a teacher with prompts or an endpoint of its own cannot score the row.
+    """Return for each row "" if the row has one context, and otherwise the reason why a teacher cannot score the row.
 
-    The reason is "" for a row with one context.
+    A row with several contexts can be scored only by a teacher that runs on the training ranks and reads the policy's
+    prompts.
     """
     if "context_starts" not in batch:
         return [""] * len(batch)
-    starts = batch.values("context_starts").nonzero()[:, 0]
-    rows = set((torch.searchsorted(batch.offsets("responses"), starts, right=True) - 1).tolist())
-    why = "the trajectory has several contexts, which only a teacher on the training ranks without prompts can score"
-    return [why if row in rows else "" for row in range(len(batch))]
+    why = (
+        "the trajectory has several contexts; only a teacher that runs on the training ranks and has no prompts of its "
+        "own can score it"
+    )
+    return [why if several else "" for several in batch.padded("context_starts").any(-1).tolist()]
 
 
 def batch_ids(batch: DataProto, row: int, column: str) -> list[int]:

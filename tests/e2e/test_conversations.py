@@ -124,7 +124,7 @@ def test_an_agent_program_with_openais_client_gives_the_rows_of_the_same_environ
 
 
 BRANCHING = '''
-"""An agent that asks a sub-agent between its turns, and shortens its own conversation at the end."""
+"""An agent that also asks as a sub-agent, and whose last request starts a new conversation."""
 
 from openai import AsyncOpenAI
 
@@ -165,7 +165,7 @@ def test_T1_an_agent_with_several_conversations_is_trained_on_each_answer_in_its
             None, 1, 2, 3, 4
         ]  # fmt: skip
         text = tokenizer.decode(row["response_ids"])
-        # The second turn of each conversation repeats its first message; each answer is trained once.
+        # The second request of a conversation repeats its first message. Each answer is trained on once.
         assert [text.count(part) for part in ("guess ", "help with", "and then", "more", "in short")] == [1, 2, 1, 1, 1]
         assert sum(row["response_mask"]) <= 5 * 4
     for metrics in run.metrics():

@@ -17,7 +17,7 @@ from workers.rollout.turns import TurnResult
 
 @dataclass(frozen=True)
 class Answered:
-    """An answered request.
+    """A request of an agent program that was answered.
 
     Attributes:
         messages: The messages of the request, followed by the answer.
@@ -28,6 +28,11 @@ class Answered:
     messages: Sequence[Message]
     tools: Sequence[Mapping[str, Any]]
     answer: ModelAnswer
+
+    def begins(self, asked: ModelRequest, size: int) -> bool:
+        """Return whether a request has the same tools and starts with the first `size` messages of this request."""
+        same = len(asked.messages) >= size and asked.tools == self.tools
+        return same and list(asked.messages[:size]) == list(self.messages[:size])
 
 
 class AgentSession:
@@ -64,7 +69,7 @@ class AgentSession:
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.calls: set[asyncio.Task[Any]] = set()
         self._answering = asyncio.Lock()
-        self._answered: list[Answered] = []  # In the order of the turns.
+        self._answered: list[Answered] = []  # The answered requests of all turns, in the order of the turns.
 
     async def answer(self, asked: ModelRequest) -> ModelAnswer:
         """Sample the answer to a request, or return the recorded answer if the request was answered before.
@@ -74,7 +79,8 @@ class AgentSession:
         """
         async with self._answering:
             for earlier in reversed(self._answered):
-                if [*asked.messages] == [*earlier.messages[:-1]] and asked.tools == earlier.tools:
+                size = len(earlier.messages) - 1
+                if len(asked.messages) == size and earlier.begins(asked, size):
                     return earlier.answer
             return await self._sampled(asked)
 
@@ -128,16 +134,16 @@ class AgentSession:
         return self._recorded(asked, result, after, before)
 
     def _continued(self, asked: ModelRequest) -> int | None:
-        """Return the index of the turn whose context a request continues, or None if the request starts a context.
+        """Return the index of the turn whose context a request continues, or None if the request starts a new context.
 
-        The request continues the longest earlier conversation that it repeats, if it adds no answers to it.
+        A request continues the longest earlier conversation that the request repeats. If the messages after this
+        conversation contain an answer, the request starts a new context, because the policy has not sampled the answer
+        at this place.
         """
         found, longest = None, 0
-        for turn in reversed(range(len(self._answered))):
-            known, size = self._answered[turn], len(self._answered[turn].messages)
-            if not longest < size < len(asked.messages) or known.tools != asked.tools:
-                continue
-            if [*asked.messages[:size]] == [*known.messages]:
+        for turn, earlier in enumerate(self._answered):
+            size = len(earlier.messages)
+            if longest < size < len(asked.messages) and earlier.begins(asked, size):
                 found, longest = turn, size
         added = asked.messages[longest:]
         return None if any(message["role"] == "assistant" for message in added) else found
@@ -187,7 +193,10 @@ def shown(action: ParsedAction) -> ParsedAction:
 
 
 def _with_names(messages: Sequence[Message]) -> list[Message]:
-    """Add the name of the called tool to each tool's result, which some chat templates need."""
+    """Return the messages, with the name of the called tool added to each tool's result.
+
+    Some chat templates need this name.
+    """
     names: dict[str, str] = {}
     named = []
     for message in messages:

@@ -13,13 +13,13 @@ from workers.rollout.turns import TurnRequest, TurnResult
 
 Message = Mapping[str, Any]
 ATTEMPTS = 2  # Maximum number of attempts to run a trajectory whose environment or agent program fails.
-LAST = -1  # Value of `after` that names the last finished turn.
+LAST = -1  # Index of the last finished turn, counted from the end.
 _NO_ACTION = Turn((), (), (), (), "abort")
 
 
 @dataclass(frozen=True)
 class _Context:
-    """The context of one turn.
+    """The context in which the action of one turn was sampled.
 
     Attributes:
         ids: Token ids of the context, followed by the turn's action. Later turns that continue the context may have
@@ -36,8 +36,9 @@ class _Context:
 class Recording:
     """The turns of a running trajectory.
 
-    A turn continues the context of an earlier turn, or has a new context. A turn that continues the context of an
-    earlier turn than the last one is recorded with its whole context, because other tokens stand between the two turns.
+    A turn continues the context of an earlier turn, or has a new context. If a turn continues the context of a turn
+    other than the last one, its whole context is recorded again, because a row of a batch contains the tokens of all
+    turns in their order.
 
     Args:
         request: The prompt, the columns and the random streams of the trajectory.
@@ -45,8 +46,8 @@ class Recording:
 
     Attributes:
         turns: The finished turns.
-        messages: The messages of all turns, in the order of the turns. Messages that start or resume another context
-            than that of the turn before have the key `context`, with the number of contexts before it.
+        messages: The messages of all turns, in the order of the turns. If a turn does not continue the context of the
+            turn before it, its new messages have the key `context`. The key's value is the number of earlier contexts.
     """
 
     def __init__(self, request: EpisodeRequest, limits: Limits) -> None:
@@ -79,14 +80,15 @@ class Recording:
             max_tokens: Maximum number of tokens of the action, in addition to the limits of the trajectory.
         """
         limits, number = self.limits, len(self.turns)
-        context, restated = self._continued(after)
+        context, of_last = self._continued(after)
+        repeated = 0 if of_last else context.end
         prompt = len(self.turns[0].observation_ids) if self.turns else 0
         return TurnRequest(
             key=(*self.request.key, number),
             context_ids=context.ids[: context.begin],
             action_ids=context.ids[context.begin : context.end],
             messages=new,
-            room=limits.max_response_tokens - (self._tokens + len(restated) - prompt),
+            room=limits.max_response_tokens - (self._tokens + repeated - prompt),
             max_prompt_tokens=limits.max_prompt_tokens,
             max_tokens=min(limits.max_turn_tokens, max_tokens or limits.max_turn_tokens),
             max_message_tokens=limits.max_message_tokens,
@@ -106,34 +108,36 @@ class Recording:
             reward: Reward of the turn.
             after: Index of the finished turn whose context the turn continues; None for a new context.
         """
-        context, restated = self._continued(after)
-        other = bool(self.turns) and after not in (LAST, len(self.turns) - 1)
+        context, of_last = self._continued(after)
+        repeated = [] if of_last else context.ids[: context.end]
         ids = context.ids if len(context.ids) == context.end else context.ids[: context.end]
         ids += result.observation_ids
         self._contexts.append(_Context(ids, len(ids), len(ids) + len(result.token_ids)))
         ids += result.token_ids
         turn = Turn(
-            [*restated, *result.observation_ids],
+            [*repeated, *result.observation_ids],
             result.token_ids,
             result.log_probs,
             result.versions,
             result.finish_reason,
             result.text,
             reward,
-            other,
+            new_context=not of_last,
         )
         self.turns.append(turn)
         self._tokens += len(turn.observation_ids) + len(turn.action_ids)
         number = sum(one.new_context for one in self.turns)
-        self.messages += [{**message, "context": number} if other else message for message in result.messages]
+        self.messages += [message if of_last else {**message, "context": number} for message in result.messages]
         self.messages.append(action)
 
-    def _continued(self, after: int | None) -> tuple[_Context, Sequence[int]]:
-        """Return the context that a turn continues, and the ids of it that the turn's observation has to repeat."""
+    def _continued(self, after: int | None) -> tuple[_Context, bool]:
+        """Return the context that a new turn continues, and whether it is the context of the last turn.
+
+        A new context is empty. The first turn of a trajectory counts as continuing the last turn.
+        """
         if after is None or not self.turns:
-            return _Context([], 0, 0), []
-        context = self._contexts[after]
-        return context, [] if after in (LAST, len(self.turns) - 1) else context.ids[: context.end]
+            return _Context([], 0, 0), not self.turns
+        return self._contexts[after], after in (LAST, len(self.turns) - 1)
 
     def reward_turn(self, number: int, reward: float | None) -> None:
         """Set the reward of a finished turn."""

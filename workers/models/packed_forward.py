@@ -111,9 +111,10 @@ def pack(batch: DataProto) -> Pack:
     """Pack all rows of a batch.
 
     A row's first context begins with its prompt. The column `context_starts` marks the beginning of each later context,
-    and a batch without this column has one context per row. The value that is computed for the first token of a later
-    context has no meaning; the token was not sampled. The pack includes the prompt tokens of a row without response
-    tokens, but no token is predicted for the row.
+    and a batch without this column has one context per row. The values that are computed for the first token of a later
+    context have no meaning and must not be used. The policy did not sample this token.
+
+    The pack includes the prompt tokens of a row without response tokens, but no token is predicted for the row.
     """
     prompt_lengths, response_lengths = batch.lengths("prompts"), batch.lengths("responses")
     lengths = prompt_lengths + response_lengths.clamp(min=1) - 1

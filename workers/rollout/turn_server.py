@@ -73,7 +73,11 @@ class TurnServer:
         try:
             renderer = self.renderer if turn.tools is None else self._renderer_with(turn.tools)
             if not first:
-                messages = [self._shortened(message, turn.max_message_tokens) for message in messages]
+                whole = ("assistant", "system") if new_context else ()  # Roles whose messages are never cut off.
+                messages = [
+                    message if message["role"] in whole else self._shortened(message, turn.max_message_tokens)
+                    for message in messages
+                ]
             if new_context:
                 observed = renderer.prompt_ids(messages)
             else:
@@ -107,14 +111,9 @@ class TurnServer:
         return self._renderers[key]
 
     def _shortened(self, message: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
-        """Return a message with its text cut off after `limit` tokens, and with a mark at the end of a cut-off text.
-
-        Answers and the messages of the system, which new contexts begin with, are not cut off.
-        """
+        """Return a message with its text cut off after `limit` tokens, and with a mark at the end of a cut-off text."""
         text = message["content"]
-        if (
-            message["role"] in ("assistant", "system") or len(text) <= limit
-        ):  # A text has at most as many tokens as characters.
+        if len(text) <= limit:  # A text has at most as many tokens as characters.
             return message
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= limit:

@@ -32,14 +32,14 @@ class TurnRequest:
         context_ids: Token ids of the context before its last action; empty in a turn with a new context, for instance
             in the first turn.
         action_ids: Token ids of the context's last action; empty in a turn with a new context.
-        messages: New chat messages for the context: all messages in a turn with a new context, or, for instance, the
-            results of tools in other turns.
+        messages: Chat messages that are added to the context: the whole conversation in a turn with a new context, and,
+            for instance, the results of tools in other turns.
         room: Maximum number of tokens in the new messages and the action together. In the first turn, `room` limits
             only the action.
         max_prompt_tokens: Maximum number of tokens in the prompt of the first turn.
         max_tokens: Maximum number of tokens in the action.
         max_message_tokens: Maximum number of tokens in the text of each new message after the first turn; longer texts
-            are cut off.
+            are cut off. Answers and system messages of a new context are never cut off.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         seed: Seed of the random numbers with which the action is sampled.
         tools: Schemas of the tools that the prompt describes; None for the tools of the run.

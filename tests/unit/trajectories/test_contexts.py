@@ -1,8 +1,8 @@
 """Tests of trajectories with several contexts (invariants T2 and T3).
 
 The same conversations are recorded in two ways: as turns that continue one context, and as turns that each repeat the
-whole conversation in a new context. Both records have the same sampled tokens after the same tokens, so training has to
-be the same.
+whole conversation in a new context. In both recordings, the same tokens stand before each sampled token in its context,
+so training must give equal results.
 """
 
 import pytest
@@ -23,7 +23,8 @@ TURNS = [  # (observation, action, reward) of the turns of each trajectory; all 
     [([5, 6, 7], [11], 0.0), ([33, 34, 35], [12, 13], 1.0)],
     [([5, 6, 7], [14, 15, 16], 4.0)],
 ]
-STATES = [[1, 2, 3], [1, 4], [1]]  # One number for the observation before each turn.
+# For each turn in TURNS, a number that identifies the observation before the turn.
+STATES = [[1, 2, 3], [1, 4], [1]]
 
 
 def trajectories(*, repeated: bool) -> list[Trajectory]:
@@ -43,7 +44,10 @@ BATCHES = [batch_of(trajectories(repeated=repeated)) for repeated in (False, Tru
 
 
 def columns(batch, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return padded columns with random values at the sampled tokens, and with 9 elsewhere."""
+    """Return the columns that estimators and losses read, with one value per token (B, T) or per row (B,).
+
+    The values at sampled tokens are random but equal for both recordings. Most columns are 9 at all other tokens.
+    """
     mask, generator = batch.padded("response_mask"), torch.Generator().manual_seed(seed)
     count, rows = int(mask.sum()), len(batch)
 

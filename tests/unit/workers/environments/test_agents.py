@@ -51,6 +51,13 @@ def client_of(base_url, api_key):
     return openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0)
 
 
+async def call_and_result(client, messages):
+    """Let the model call the tool, and return two messages: the model's call and the tool's result."""
+    done = await client.chat.completions.create(model="any", messages=messages, tools=[PRICE])
+    made = done.choices[0].message
+    return [made, {"role": "tool", "tool_call_id": made.tool_calls[0].id, "content": "4"}]
+
+
 # One program in the forms of the APIs
 
 
@@ -354,11 +361,9 @@ def test_a_program_may_go_on_after_a_refused_request():
 def test_without_tool_calls_an_answer_is_text():
     async def last(base_url, api_key, messages):
         async with client_of(base_url, api_key) as client:
-            done = await client.chat.completions.create(model="any", messages=messages, tools=[PRICE])
-            call = done.choices[0].message
-            result = {"role": "tool", "tool_call_id": call.tool_calls[0].id, "content": "4"}
+            exchange = await call_and_result(client, messages)
             done = await client.chat.completions.create(
-                model="any", messages=[*messages, call, result], tools=[PRICE], tool_choice="none"
+                model="any", messages=[*messages, *exchange], tools=[PRICE], tool_choice="none"
             )
             assert done.choices[0].message.content == "text 1"
 
@@ -442,7 +447,7 @@ def test_a_program_that_raises_or_never_asks_is_started_again_and_then_given_up(
 
 
 class Recorded(Script):
-    """An engine that keeps the context of each turn. Each message becomes one token, which depends on its text."""
+    """An engine that stores the context of each turn, and encodes each message as one token."""
 
     def __init__(self, count):
         super().__init__(*[say(f"text {n}") for n in range(count)])
@@ -456,7 +461,7 @@ class Recorded(Script):
 
 
 def contexts_of(trajectory):
-    """Return the token ids that stand before each turn's action in the turn's context, as a model sees the row."""
+    """Return for each turn the token ids of the context in which the model sees the turn's action."""
     found, context = [], []
     for turn in trajectory.turns:
         context = [*([] if turn.new_context else context), *turn.observation_ids]
@@ -466,7 +471,10 @@ def contexts_of(trajectory):
 
 
 def talking(conversations):
-    """Return a program that sends conversations, each given by the indices of answers and by new texts."""
+    """Return a program that sends one request for each conversation.
+
+    In a conversation, a text stands for a user's message, and a number n stands for the model's n-th answer, from 0.
+    """
 
     async def program(base_url, api_key, messages):
         answers = []
@@ -504,7 +512,7 @@ def test_a_request_that_does_not_continue_the_last_turn_has_a_context_of_its_own
 def test_repeated_tokens_count_against_the_limit_of_the_trajectory():
     engine = Recorded(4)
     run(engine, talking([["a"], ["sub"], ["a", 0, "b"]]), max_response_tokens=100)
-    # 2 tokens of the first action, 1 + 2 of the sub-agent, and 3 tokens that the last turn repeats.
+    # The first action has 2 tokens, the sub-agent's turn has 1 + 2 tokens, and the last turn repeats 3 tokens.
     assert [request.room for request in engine.requests] == [100, 98, 92]
 
 
@@ -531,10 +539,7 @@ def test_other_tools_start_a_new_context():
 def test_calls_that_a_new_context_repeats_are_counted_once():
     async def program(base_url, api_key, messages):
         async with client_of(base_url, api_key) as client:
-            done = await client.chat.completions.create(model="any", messages=messages, tools=[PRICE])
-            made = done.choices[0].message
-            result = {"role": "tool", "tool_call_id": made.tool_calls[0].id, "content": "4"}
-            shorter = [{"role": "user", "content": "short"}, made, result]
+            shorter = [{"role": "user", "content": "short"}, *await call_and_result(client, messages)]
             await client.chat.completions.create(model="any", messages=shorter, tools=[PRICE])
 
     engine = Script(ASK, say("4"))

@@ -25,7 +25,7 @@ SIZES = {
 PROMPTS = [[5, 6, 7], [9], [3, 4, 5, 6, 7, 8], [11, 12], [30, 31]]
 RESPONSES = [[20, 21, 22, 23], [30], [], [7, 8, 9, 10, 11, 12, 13, 14, 15, 16], [1, 2, 3]]
 TOKENS = sum(map(len, RESPONSES))
-SECOND_CONTEXT = 3  # Number of tokens in row 3's response before its second context.
+SECOND_CONTEXT = 3  # Position in the response of row 3 at which the row's second context starts.
 TERMS = [
     "algorithm.kl_loss.kl_loss_coef=0.5", "algorithm.entropy_coef=0.3", "algorithm.squared_log_ratio_coef=0.2",
 ]  # fmt: skip
@@ -45,7 +45,7 @@ def model_of(kind):
 def batch_of() -> DataProto:
     """Return a batch with every column that a loss may read.
 
-    The observation in row 3, with which its second context starts, is not trained.
+    The second context of row 3 starts with an observation of two tokens, which is not trained on.
     """
     generator = torch.Generator().manual_seed(1)
 
@@ -66,13 +66,14 @@ def batch_of() -> DataProto:
 
 
 def alone(model, row):
-    """Compute the logits that predict the response tokens of one row, with eager attention on one context at a time."""
+    """Compute the logits that predict a row's response tokens. The model runs on each context of the row separately."""
     prompt, response = PROMPTS[row], RESPONSES[row]
     if row != 3:
         return model(torch.tensor([prompt + response]), use_cache=False).logits[0][len(prompt) - 1 : -1]
     contexts = prompt + response[:SECOND_CONTEXT], response[SECOND_CONTEXT:]
     first, second = (model(torch.tensor([ids]), use_cache=False).logits[0] for ids in contexts)
-    # The token that starts the second context is not trained, so any logits serve for it.
+    # No loss reads the logits for the first token of the second context, because this token is not trained on. The last
+    # logits of the first context are returned for it.
     return torch.cat([first[len(prompt) - 1 :], second[:-1]])
 
 
