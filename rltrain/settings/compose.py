@@ -1,6 +1,8 @@
 """Composes rltrain's YAML files, the user's config files and command-line settings into one typed config."""
 
+import copy
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -118,8 +120,7 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
     Return the composed config as nested dicts of plain values.
     """
     try:
-        with initialize_config_dir(str(config_dir()), version_base="1.3"):
-            composed = hydra_compose("train", [f"{group}={choice}" for group, choice in chosen(items).items()])
+        composed = copy.deepcopy(_chosen_files(tuple(chosen(items).items())))
         apply([*_without_knobs_of_other_functions(items, composed), *items], composed)
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -130,6 +131,16 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
         raise ConfigError(f"{_first_line(error)}; see --help") from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
+
+
+@functools.cache
+def _chosen_files(choices: tuple[tuple[str, str], ...]) -> Any:
+    """Return rltrain's YAML files with the given choices of config groups as one `DictConfig`.
+
+    The result is cached, because a process composes the same files several times. Callers must change a copy only.
+    """
+    with initialize_config_dir(str(config_dir()), version_base="1.3"):
+        return hydra_compose("train", [f"{group}={choice}" for group, choice in choices])
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:

@@ -73,11 +73,8 @@ class TurnServer:
         try:
             renderer = self.renderer if turn.tools is None else self._renderer_with(turn.tools)
             if not first:
-                whole = ("assistant", "system") if new_context else ()  # Roles whose messages are never cut off.
-                messages = [
-                    message if message["role"] in whole else self._shortened(message, turn.max_message_tokens)
-                    for message in messages
-                ]
+                prompt = _prompt_of(messages) if new_context else []
+                messages = prompt + [self._shortened(one, turn.max_message_tokens) for one in messages[len(prompt) :]]
             if new_context:
                 observed = renderer.prompt_ids(messages)
             else:
@@ -111,9 +108,12 @@ class TurnServer:
         return self._renderers[key]
 
     def _shortened(self, message: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
-        """Return a message with its text cut off after `limit` tokens, and with a mark at the end of a cut-off text."""
+        """Return a message with its text cut off after `limit` tokens, and with a mark at the end of a cut-off text.
+
+        An answer is returned as it is.
+        """
         text = message["content"]
-        if len(text) <= limit:  # A text has at most as many tokens as characters.
+        if message["role"] == "assistant" or len(text) <= limit:  # A text has at most as many tokens as characters.
             return message
         ids = self.tokenizer.encode(text, add_special_tokens=False)
         if len(ids) <= limit:
@@ -150,6 +150,11 @@ class TurnServer:
         """Forget all turns."""
         self.open.clear()
         self.finished.clear()
+
+
+def _prompt_of(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return the prompt of a new context: all messages before the first answer."""
+    return list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
 
 
 def turn_server(tokenizer: Any, turn_format: TurnFormat, stop_ids: Sequence[int]) -> TurnServer:

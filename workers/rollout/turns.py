@@ -39,7 +39,8 @@ class TurnRequest:
         max_prompt_tokens: Maximum number of tokens in the prompt of the first turn.
         max_tokens: Maximum number of tokens in the action.
         max_message_tokens: Maximum number of tokens in the text of each new message after the first turn; longer texts
-            are cut off. Answers and system messages of a new context are never cut off.
+            are cut off. Answers are never cut off. In a new context, the messages before the first answer are never cut
+            off, because they are the prompt of the context.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         seed: Seed of the random numbers with which the action is sampled.
         tools: Schemas of the tools that the prompt describes; None for the tools of the run.

@@ -81,17 +81,17 @@ def test_a_long_message_is_cut_off_with_a_mark(server, tokenizer):
     assert "0123\n[cut off" in tokenizer.decode(found.observation_ids)
 
 
-def test_a_later_turn_with_a_new_context_renders_the_whole_conversation(server, tokenizer):
+def test_a_new_context_renders_the_whole_conversation_and_cuts_no_prompt_and_no_answer(server, tokenizer):
     messages = [
         {"role": "system", "content": "a long text of the system"},
-        {"role": "user", "content": "0123456789"},
+        {"role": "user", "content": "a long question"},
         {"role": "assistant", "content": "a long answer"},
-        {"role": "user", "content": "more"},
+        {"role": "user", "content": "0123456789"},
     ]
     asked = turn(1, "", key=(1, 0, 3), messages=messages, room=300, max_prompt_tokens=1)
     (request,), ended = server.begin("a", [asked])
     assert ended == []
-    seen = [*messages[:1], {"role": "user", "content": "0123\n[cut off after 4 tokens]"}, *messages[2:]]
+    seen = [*messages[:3], {"role": "user", "content": "0123\n[cut off after 4 tokens]"}]
     assert list(request.prompt_ids) == tokenizer.apply_chat_template(
         seen, add_generation_prompt=True, return_dict=False
     )
