@@ -278,6 +278,13 @@ async def test_more_prompt_tokens_than_fit_one_engine_step_are_answered(engine):
     assert len(got) == 800
 
 
+async def test_two_unfinished_turns_of_one_trajectory_are_both_answered(engine):
+    """A turn can be requested again while the engine still samples the same turn for a client that has died."""
+    twice = [Request((0, 0, number), PROMPT, 1.0, 16, 0) for number in range(2)]
+    got = await answers(engine, twice)
+    assert got[0, 0, 0].token_ids == got[0, 0, 1].token_ids
+
+
 async def weights_in_the_middle(engine: Role[RolloutWorker], models: dict[int, torch.nn.Module]) -> None:
     """Check invariants E6 and E7 with weights that arrive while the engine generates an unknown token of an answer.
 

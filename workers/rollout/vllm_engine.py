@@ -542,7 +542,7 @@ def sleep_level(config: Config) -> int:
 
 
 def _name(request: Request) -> str:
-    return f"{request.key[0]}-{request.key[1]}"
+    return "-".join(map(str, request.key))
 
 
 def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | AsyncVLLM:
