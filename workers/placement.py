@@ -98,8 +98,10 @@ def build_environment_worker(
         threaded: Whether the worker runs its trajectories in a separate thread.
     """
     process, name = spawn(number), f"{ENVIRONMENT} {number}.{starts}"
+    # A worker that is not threaded runs in the driver's process, whose memory must not be limited.
+    memory_mb = environments.memory_mb if threaded else None
     source, limits = environments.source, environments.limits
-    built = process.build(ENVIRONMENT, ENVIRONMENT_WORKER, name, source, limits, threaded=threaded)
+    built = process.build(ENVIRONMENT, ENVIRONMENT_WORKER, name, source, limits, threaded=threaded, memory_mb=memory_mb)
     return Role(process, ENVIRONMENT), built
 
 

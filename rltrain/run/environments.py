@@ -38,7 +38,7 @@ def environments_for(
         source = replace(source, agent=agent_of(config.agent, prompts))
     turns = turn_format(config, schemas, tokenizer, stop_ids)
     check_environment_columns(config, prompts)
-    return Environments(source, turns, limits_of(config))
+    return Environments(source, turns, limits_of(config), config.environment_memory_mb)
 
 
 def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[str, Any]]]:

@@ -550,6 +550,12 @@ class RolloutConfig:
     trajectory_timeout_s: float = key(
         "Wall-clock time after which a conversation with an environment gets no further turn.", unit="seconds", above=0
     )
+    environment_memory_mb: int = key(
+        "Maximum memory that all conversations of an environment process may allocate together.",
+        unit="MB",
+        at_least=1,
+        changeable=True,
+    )
     max_prompt_length: int = key("Maximum number of tokens in a prompt.", at_least=1)
     max_response_length: int = key("Maximum number of tokens in an answer, including the end token.", at_least=1)
     max_concurrent_sequences: int = key(

@@ -75,8 +75,10 @@ class Environments:
         source: Paths of the environment class and of the tools.
         turn_format: Schemas of the tools, and the format of tool calls.
         limits: Limits of each trajectory.
+        memory_mb: Maximum memory that an environment process may allocate after its start, in MB.
     """
 
     source: EnvironmentSource
     turn_format: TurnFormat
     limits: Limits
+    memory_mb: int

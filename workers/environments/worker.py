@@ -7,6 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from rltrain.base.background_tasks import outside_event_loop
+from rltrain.base.process_limits import limit_memory
 from rltrain.batch.trajectory import Trajectory
 from rltrain.rewards.loading import import_function
 from workers.environments.agent_endpoint import AgentEndpoint
@@ -36,6 +37,8 @@ class EnvironmentWorker:
         limits: Limits of each trajectory.
         threaded: Whether the trajectories run in a separate thread. If `threaded` is False, the trajectories run only
             during `poll`.
+        memory_mb: Maximum memory that the process may allocate from now on, in MB; None for no limit. An allocation
+            above the limit raises MemoryError in the code of the user.
 
     Attributes:
         records_events: Always True, so that the caller records no timeline events for the calls of this class. The
@@ -44,7 +47,9 @@ class EnvironmentWorker:
 
     records_events = True
 
-    def __init__(self, name: str, source: EnvironmentSource, limits: Limits, *, threaded: bool) -> None:
+    def __init__(
+        self, name: str, source: EnvironmentSource, limits: Limits, *, threaded: bool, memory_mb: int | None = None
+    ) -> None:
         self.name, self.limits, self.epoch = name, limits, 0
         path = source.environment
         self.make: Any = import_function(path, f"rollout.environment={path}") if path else None
@@ -55,6 +60,8 @@ class EnvironmentWorker:
         for address, names in source.servers.items():
             self.tools |= {tool: self.servers[address].tool(tool) for tool in names}
         self.program = program_of(source.agent) if source.agent else None
+        if memory_mb is not None:
+            limit_memory(memory_mb)  # The user's modules have been imported by now.
         self.replicas: dict[ReplicaId, Replica] = {}
         self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.finished: list[Trajectory] = []
