@@ -636,7 +636,7 @@ def spawner(
 
     Args:
         config: The run's whole config.
-        name: Name of the actors in messages, to which the number of each actor is appended.
+        name: Name of the Ray actors in messages. A message appends the actor's number to the name.
         count: Number of actors that the returned function will start.
         liveness: Monitor that observes the actors' processes.
         devices: GPUs of the actors, one per actor. If `devices` is None, Ray chooses among all GPUs with enough free

@@ -317,8 +317,8 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         f"groups with all outcomes equal are replaced, <= {algorithm.dynamic_sampling} batches a "
         "step": algorithm.dynamic_sampling > 1,
         f"entropy bonus {algorithm.entropy_coef:g}": algorithm.entropy_coef > 0 and target is None,
-        f"entropy bonus from {algorithm.entropy_coef:g}, at most {algorithm.entropy_coef_max:g}, towards a target of "
-        f"{target or 0:g} nats": target is not None,
+        f"entropy bonus towards a target of {target or 0:g} nats; its coefficient starts at {algorithm.entropy_coef:g} "
+        f"and is at most {algorithm.entropy_coef_max:g}": target is not None,
         f"squared log-ratio to the engine's policy {algorithm.squared_log_ratio_coef:g}": (
             algorithm.squared_log_ratio_coef > 0
         ),

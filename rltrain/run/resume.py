@@ -334,8 +334,8 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
 
     The files of data, models and rewards must be unchanged, and the checkpoint's state must be loadable.
 
-    If an error in a user's function ended the saved run, the file with this function may have changed, because the user
-    may have repaired the function.
+    One change is accepted: if a function of the user raised an error that ended the earlier run, the file of this
+    function may be different now, because the user has to repair the function.
 
     Args:
         config: the whole config.

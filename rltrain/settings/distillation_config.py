@@ -9,7 +9,7 @@ from rltrain.settings.typed import require
 TEACHER = "teacher"  # The role name of a teacher on the training ranks is "teacher", a space, and the teacher's name.
 TEACHER_KEY = "algorithm.distillation.teachers: path of '{}'"  # Template of a teacher's key `path` in error messages.
 REFERENCE = "reference"  # A teacher whose `path` is "reference" is the run's reference model.
-# Default prompt template of a teacher whose path is `reference`, as in SDFT, arXiv 2601.19897 section 3.
+# Default prompt template of a teacher that is the reference model. Source: SDFT, arXiv 2601.19897 section 3.
 DEMONSTRATION_TEMPLATE = (
     "{prompt}\n\nThis is an example for a response to the question:\n{demonstration}\n\n"
     "Now answer with a response of your own, including the thinking process."

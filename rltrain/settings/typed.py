@@ -60,17 +60,17 @@ def _hints(kind: type) -> dict[str, Any]:
 
 def unknown_key(key: str, known: list[str]) -> ConfigError:
     """Return the ConfigError for a key that does not exist. The error message names the most similar known key."""
-    hint = f"; the nearest known key is '{max(known, key=lambda name: _likeness(key, name))}'" if known else ""
+    hint = f"; the nearest known key is '{max(known, key=lambda name: _similarity(key, name))}'" if known else ""
     return ConfigError(f"unknown config key '{key}'{hint}")
 
 
-def _likeness(key: str, name: str) -> float:
-    # A key that the user wrote in a wrong section should still match well, so the likeness is at least 0.9 times the
+def _similarity(key: str, name: str) -> float:
+    # A key that the user wrote in a wrong section should still match well, so the result is at least 0.9 times the
     # similarity of the two key names without their sections.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
-    # A user may write only the beginning of a long key name. A name that starts with the user's key has a likeness of
-    # at least 0.9, because SequenceMatcher's ratio alone could prefer an unrelated short name.
+    # A user may write only the beginning of a long config key. SequenceMatcher's ratio alone would then prefer an
+    # unrelated short key, so a known key that starts with the written text has a similarity of at least 0.9.
     return max(whole, 0.9 * last, 0.9 * name.startswith(key))
 
 

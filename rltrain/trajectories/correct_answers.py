@@ -17,7 +17,7 @@ def correct_answers(groups: Sequence[Group], config: Config) -> dict[int, tuple[
     `RewardResult.success`. Shaping and length penalties do not affect the decision. With
     `algorithm.suppress_truncated`, an answer that was cut at the length limit is wrong. Answers whose correctness is
     undecided are not counted as judged. With `algorithm.exclude_truncated`, answers that were cut at the length limit
-    are also not counted as judged. Greedy baselines are not counted.
+    are also not counted as judged. ReMax's greedy baseline answers are neither correct nor judged.
 
     Raises:
         RewardError: answers have scores, but no reward function decides whether any answer is correct.
