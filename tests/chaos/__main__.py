@@ -3,6 +3,7 @@
 python -m tests.chaos --runs 120 --seed 0
 python -m tests.chaos --only actor:update_actor:KILL driver:checkpoint:KILL
 python -m tests.chaos --asynchronous --runs 11
+python -m tests.chaos --conversations --runs 60
 """
 
 import argparse
@@ -12,8 +13,8 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from tests.chaos.runs import ASYNCHRONOUS, Outcome, run, start, usual
-from tests.chaos.strikes import PHASES, ROLES, START, draw, is_strike, kinds, named
+from tests.chaos.runs import ASYNCHRONOUS, CONVERSATIONS, Outcome, run, start, usual
+from tests.chaos.strikes import PHASES, ROLES, START, draw, draw_in_conversations, is_strike, kinds, named
 
 HEAD = ("role", "phase", "signal", "step", "detected after", "serving again after", "steps repeated", "run", "wrong")
 SUMMARY = (
@@ -53,7 +54,9 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=len(kinds()))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROLE:PHASE:SIGNAL")
-    parser.add_argument("--asynchronous", action="store_true", help="with answers under way while the actor trains")
+    variants = parser.add_mutually_exclusive_group()
+    variants.add_argument("--asynchronous", action="store_true", help="with answers under way while the actor trains")
+    variants.add_argument("--conversations", action="store_true", help="with answers of several turns")
     parser.add_argument("--out", type=Path, help="folder for the runs; kept where it is given")
     arguments = parser.parse_args()
     if wrong := [text for text in arguments.only if not is_strike(text)]:
@@ -61,8 +64,10 @@ def main() -> int:
             f"{wrong[0]}: not ROLE:PHASE:SIGNAL with {', '.join(ROLES)}; {', '.join(PHASES)}; KILL or STOP, for the "
             f"driver KILL or HUP, for Ray's daemons KILL; or driver:{START}:KILL"
         )
-    strikes = named(arguments.only) if arguments.only else draw(arguments.runs, seed=arguments.seed)
-    outcomes, overrides = [], ASYNCHRONOUS if arguments.asynchronous else []
+    drawn = draw_in_conversations if arguments.conversations else draw
+    strikes = named(arguments.only) if arguments.only else drawn(arguments.runs, seed=arguments.seed)
+    overrides = ASYNCHRONOUS if arguments.asynchronous else CONVERSATIONS if arguments.conversations else []
+    outcomes = []
     with tempfile.TemporaryDirectory(prefix="rltrain-chaos-") as temporary:
         folder = arguments.out or Path(temporary)
         undisturbed = folder / "undisturbed"

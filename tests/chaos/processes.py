@@ -29,7 +29,7 @@ def victim(role: str, output_dir: Path) -> int:
         raylets = {parent(process["pid"]) for process in table.values()}
         guards = [pid for raylet in raylets for pid in below(raylet) if command(pid).startswith(GUARD)]
         return min(guards, default=0)
-    names = [f"{role} replica 0", f"{role} rank 0", "training rank 0"]
+    names = [f"{role} replica 0", f"{role} worker 0", f"{role} rank 0", "training rank 0"]
     return next((table[name]["pid"] for name in names if name in table), 0)
 
 

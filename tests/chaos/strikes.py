@@ -13,6 +13,8 @@ STEPS = 4
 WORKERS = ("rollout", "reward", "actor", "critic", "reference")
 DAEMONS = ("gcs_server", "raylet")  # Names of the daemon processes of Ray.
 ROLES = (*WORKERS, "driver", *DAEMONS)
+# Roles whose processes hold unfinished conversations. Only runs with conversations have the role "environment".
+CONVERSING = ("environment", "rollout", "driver")
 START = "start"  # Name for the time before the first training step.
 PHASES = (
     "generate", "ref_log_probs", "old_log_probs", "values", "rewards", "advantages", "update_critic", "update_actor",
@@ -100,6 +102,20 @@ def draw(count: int, *, seed: int) -> list[Strike]:
     return strikes
 
 
+def draw_in_conversations(count: int, *, seed: int) -> list[Strike]:
+    """Draw `count` strikes on the processes that hold unfinished conversations, in turn.
+
+    The strikes are drawn evenly from the whole phase `generate`, so that they come in every turn of a conversation.
+    """
+    strikes = []
+    for number in range(count):
+        random_of, role = random.Random(f"{seed}/conversations/{number}"), CONVERSING[number % len(CONVERSING)]
+        kind = "STOP" if role != "driver" and random_of.random() < 1 / 3 else "KILL"
+        share, replicas = random_of.random(), 2 if random_of.random() < 0.25 else 1
+        strikes.append(Strike(role, "generate", kind, random_of.randrange(STEPS), share, replicas, number))
+    return strikes
+
+
 def _step(phase: str, otherwise: int) -> int:
     """Return the training step of a strike in the given phase.
 
@@ -112,7 +128,7 @@ def _step(phase: str, otherwise: int) -> int:
 def is_strike(text: str) -> bool:
     """Return whether a text is "role:phase:signal" with an existing role, phase and signal."""
     role, phase, signal = (*text.split(":"), "", "")[:3]
-    if text.count(":") != 2 or role not in ROLES:
+    if text.count(":") != 2 or role not in (*ROLES, *CONVERSING):
         return False
     if phase == START:
         return (role, signal) == ("driver", "KILL")

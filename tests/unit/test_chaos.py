@@ -10,7 +10,18 @@ import pytest
 
 from tests.chaos.driver import Watcher
 from tests.chaos.runs import Outcome, measure, unnamed
-from tests.chaos.strikes import DAEMONS, PHASES, ROLES, START, STARTS, draw, is_strike, kinds, named
+from tests.chaos.strikes import (
+    DAEMONS,
+    PHASES,
+    ROLES,
+    START,
+    STARTS,
+    draw,
+    draw_in_conversations,
+    is_strike,
+    kinds,
+    named,
+)
 
 
 def test_every_role_is_struck_in_every_phase_before_any_kind_of_strike_comes_again():
@@ -24,6 +35,14 @@ def test_every_role_is_struck_in_every_phase_before_any_kind_of_strike_comes_aga
     assert [signals[daemon, "KILL"] for daemon in DAEMONS] == [len(PHASES)] * 2
     assert all(is_strike(f"{strike.role}:{strike.phase}:{strike.signal}") for strike in strikes)
     assert len({strike.role for strike in draw(6, seed=0)}) > 2  # the strikes of six runs cover more than two roles
+
+
+def test_strikes_in_conversations_come_in_turn_and_at_any_moment_of_generation():
+    strikes = draw_in_conversations(60, seed=0)
+    assert Counter(strike.role for strike in strikes) == {"environment": 20, "rollout": 20, "driver": 20}
+    assert {strike.phase for strike in strikes} == {"generate"}
+    assert {int(strike.share * 5) for strike in strikes} == set(range(5))
+    assert all(is_strike(f"{strike.role}:{strike.phase}:{strike.signal}") for strike in strikes)
 
 
 @pytest.mark.parametrize(
