@@ -37,6 +37,25 @@ def token(page, card: int, place: int):
 
 
 @pytest.mark.slow
+def test_a_conversation_shows_its_turns_and_its_stop_reason(tmp_path, opened):
+    run = train(
+        tmp_path / "run", "data=higher_lower", "placement=inprocess", "rollout=hf", "trainer.total_steps=1",
+        "trainer.prompts_per_step=4", "trainer.prompts_per_minibatch=4", "data.val=null",
+    )  # fmt: skip
+    assert run.status == 0, run.stderr
+    rows = pq.read_table(run.output / "rollouts/step_000001.parquet").to_pylist()
+    page = opened(run.output / "report.html")
+    for card, row in enumerate(rows[:4]):
+        facts = page.locator(".card").nth(card).locator(".facts").inner_text()
+        assert f"{row['turns']} turn" in facts
+        assert f"ended by {row['stop_reason']}" in facts
+    observed = page.locator(".card").first.locator(".tokens span.observed").all_inner_texts()
+    assert "".join(observed).count("user") == rows[0]["turns"] - (rows[0]["stop_reason"] != "max_turns")
+    reasons = [option for option in page.locator("select[name=finish] option").all_inner_texts() if option != "all"]
+    assert reasons == sorted({row["stop_reason"] for row in rows})
+
+
+@pytest.mark.slow
 def test_the_page_of_a_real_run_has_the_values_of_the_stored_tokens(tmp_path, opened):
     run = train(
         tmp_path / "run", "algorithm.kl_loss.kl_loss_coef=0.01", "placement=inprocess", "rollout=hf",

@@ -664,6 +664,10 @@ function card(row, chunk, summary, colored) {
   const start = chunk.starts[row.row];
   if (chunk.columns.advantage && row.length) facts.push(["advantage", meanAdvantage(chunk, row)]);
   facts.push(["ended by", row.finish], ["", several(row.length, "token")]);
+  const { turns, contexts, tool_calls: calls } = summary.conversation;
+  if (turns) facts.push(["", several(turns[row.row], "turn")]);
+  if (calls && calls[row.row]) facts.push(["", several(calls[row.row], "tool call")]);
+  if (contexts && contexts[row.row] > 1) facts.push(["", several(contexts[row.row], "context")]);
   if (!summary.valid[row.row] && !row.bad) facts.push(["", "excluded from statistics"]);
   const body = el("div", { class: "tokens", tabindex: 0, role: "group", "aria-label": "answer; arrow keys move over its tokens" });
   body.chunk = chunk;

@@ -47,7 +47,7 @@ NOT_SAMPLED = -1
 _COLUMNS = (
     *("uid", "prompt", "response", "score", "valid", "finish_reason", "reward_error", "reward_components"),
     *("response_ids", "response_mask", "rollout_log_probs", "old_log_probs", "ref_log_probs", "entropies"),
-    *("policy_version", "advantages", "prompt_ids"),
+    *("policy_version", "advantages", "prompt_ids", "turns", "contexts", "tool_calls", "stop_reason"),
 )
 _NEEDED = {"uid", "prompt", "response", "response_ids"}
 _UNFINISHED_CHARACTER = re.compile(r"\\x[89a-f][0-9a-f]")
@@ -387,7 +387,9 @@ class Chunk:
             "uid": table["uid"].to_pylist(),
             "score": [number(score) for score in column("score", math.nan)],
             "valid": [int(bool(valid)) for valid in column("valid", True)],
-            "finish": column("finish_reason", ""),
+            # The stop reason of a conversation says more than "stop" or "length".
+            "finish": column("stop_reason" if "stop_reason" in names else "finish_reason", ""),
+            "conversation": {name: column(name, 0) for name in ("turns", "contexts", "tool_calls") if name in names},
             "errors": {row: error for row, error in enumerate(errors) if error},
             "components": {name: [number(row.get(name)) for row in components] for name in parts},
             "length": np.diff(self.offsets).tolist(),
