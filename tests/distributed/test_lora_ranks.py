@@ -96,7 +96,7 @@ async def merged_log_probs(workers, folder, tokens) -> list[float]:
     return predicting.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()
 
 
-@pytest.mark.parametrize("workers", ["inprocess", "async"], indirect=True)
+@pytest.mark.parametrize("workers", ["inprocess", pytest.param("async", marks=pytest.mark.broad)], indirect=True)
 async def test_E5_E6_adapters_of_all_ranks_are_applied_once_however_many_syncs_there_are(workers, tmp_path):
     said = []
     for version, share in enumerate([True, True, False, True]):  # sync 0 has B = 0; syncs 2 and 3 have equal adapters

@@ -115,6 +115,7 @@ def test_gpus_that_are_not_free_in_time_are_an_error_and_nothing_stays_reserved(
     assert said["own"] is None
 
 
+@pytest.mark.broad
 def test_a_run_shares_gpus_in_pairs_and_gives_them_back_also_when_it_cannot_start(start):
     said = told(RUN, start)
     assert said["error"].startswith("a worker failed: OSError")

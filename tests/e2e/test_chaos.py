@@ -8,8 +8,11 @@ from tests.chaos.processes import below
 from tests.chaos.runs import ASYNCHRONOUS, run, start, usual
 from tests.chaos.strikes import named
 
-STRIKES = named(["actor:update_actor:KILL", "driver:checkpoint:KILL", "gcs_server:update_actor:KILL"])
-BROAD = named(["rollout:generate:KILL", "reward:generate:KILL", "actor:sync_weights:STOP", "driver:start:KILL"])
+STRIKES = named(["gcs_server:update_actor:KILL"])
+BROAD = named(
+    ["actor:update_actor:KILL", "driver:checkpoint:KILL", "rollout:generate:KILL", "reward:generate:KILL",
+     "actor:sync_weights:STOP", "driver:start:KILL"]
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")

@@ -64,6 +64,7 @@ def test_one_process_without_ray_trains_end_to_end_and_a_seed_reproduces_it(tmp_
     assert first.timeless() != other.timeless()
 
 
+@pytest.mark.broad
 def test_with_vllm_two_synchronous_runs_have_the_same_samples(vllm_run, tmp_path):
     (first, _), again = vllm_run, train(tmp_path / "again", *WHOLE_STACK)
     assert again.status == 0, again.stderr

@@ -106,6 +106,7 @@ def test_a_recipe_trains(hub, tmp_path, name):
     assert [row["step"] for row in run.lines("evaluations.jsonl")] == [0, 1]
 
 
+@pytest.mark.broad
 def test_the_gsm8k_recipe_trains_with_vllm_and_again_from_the_cache_without_a_network(hub, tmp_path, monkeypatch):
     run = recipe("gsm8k", tmp_path / "run", "rollout.vllm.kv_cache_mb=64")
     assert run.status == 0, run.stderr

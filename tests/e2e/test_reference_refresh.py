@@ -42,6 +42,7 @@ def kill(process, output, name, *, after):
     os.kill(json.loads((output / "processes.json").read_text())[name]["pid"], signal.SIGKILL)
 
 
+@pytest.mark.broad
 def test_F4_a_reference_in_processes_of_its_own_that_dies_comes_back_as_it_was_to_the_last_bit(tmp_path):
     """The undisturbed run has all roles in one process, and the other run has a process for each role."""
     undisturbed, output = train(tmp_path / "undisturbed", *RUN, "placement=inprocess"), tmp_path / "run"
