@@ -7,10 +7,12 @@ import decimal
 import enum
 import fractions
 import functools
+import gc
 import math
 import pickle
 import signal
 import types
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -187,6 +189,14 @@ def _interrupts():
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGINT, before)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _no_garbage_for_other_files():
+    """Delete returned coroutines that nobody awaited, whose warning would otherwise fail a test of another file."""
+    yield
+    with warnings.catch_warnings(action="ignore"):
+        gc.collect()
 
 
 @pytest.fixture(scope="module")
