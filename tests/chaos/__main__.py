@@ -1,6 +1,6 @@
 """Inject faults into training runs, and print tables of the results. The exit status is 1 if a check of any run fails.
 
-python -m tests.chaos --runs 120 --seed 0
+python -m tests.chaos --runs 120 --seed 0 --jobs 3
 python -m tests.chaos --only actor:update_actor:KILL driver:checkpoint:KILL
 python -m tests.chaos --asynchronous --runs 11
 python -m tests.chaos --conversations --runs 60
@@ -11,6 +11,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 
 from tests.chaos.runs import ASYNCHRONOUS, CONVERSATIONS, Outcome, run, start, usual
@@ -57,6 +58,7 @@ def main() -> int:
     variants = parser.add_mutually_exclusive_group()
     variants.add_argument("--asynchronous", action="store_true", help="with answers under way while the actor trains")
     variants.add_argument("--conversations", action="store_true", help="with answers of several turns")
+    parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time; a run uses less than one core")
     parser.add_argument("--out", type=Path, help="folder for the runs; kept where it is given")
     arguments = parser.parse_args()
     if wrong := [text for text in arguments.only if not is_strike(text)]:
@@ -77,10 +79,15 @@ def main() -> int:
             return 1
         usual_s = usual(undisturbed)
         sys.stdout.write(" | ".join(HEAD) + "\n")
-        for strike in strikes:
-            outcomes.append(run(strike, folder / strike.name, undisturbed, usual_s, *overrides))
-            sys.stdout.write(" | ".join(cells(outcomes[-1])) + "\n")
-            sys.stdout.flush()
+        # Orphans of a run become children of the process that started the run, so each job is a process.
+        with ProcessPoolExecutor(arguments.jobs) as jobs:
+            started = [
+                jobs.submit(run, strike, folder / strike.name, undisturbed, usual_s, *overrides) for strike in strikes
+            ]
+            for done in as_completed(started):
+                outcomes.append(done.result())
+                sys.stdout.write(" | ".join(cells(outcomes[-1])) + "\n")
+                sys.stdout.flush()
     wrong = sum(bool(outcome.wrong) for outcome in outcomes)
     sys.stdout.write("\n".join([*summary(outcomes), f"{len(outcomes)} runs, {wrong} with something wrong"]) + "\n")
     return 1 if wrong else 0
