@@ -374,7 +374,8 @@ def summary(
 ) -> None:
     """Print the results of training, the paths of the result files, and a shell command to run next."""
     title = "Done" if finished else "Stopped early"
-    console.print(f"\n[bold]{title}[/] after {steps} steps, {seconds:.0f} s", highlight=False)
+    counted = "1 step" if steps == 1 else f"{steps} steps"
+    console.print(f"\n[bold]{title}[/] after {counted}, {seconds:.0f} s", highlight=False)
     if len(evaluations) >= 2:
         for name in evaluated_sets(evaluations[-1]):
             console.print(_before_and_after(name, evaluations[0], evaluations[-1]))
