@@ -1,7 +1,6 @@
 """Adapters that turn environments of other libraries into environments of rltrain.
 
-The user passes a function that creates the other library's object, or the address of a server, so the adapters do not
-import the other library. Example:
+The user passes a function that creates the other library's object, so the adapters import no other library. Example:
 
     import reasoning_gym
     from rltrain.environments.adapters import from_reasoning_gym
@@ -11,8 +10,7 @@ import the other library. Example:
 The setting `rollout.environment=my_env.py:Spelling` makes a run use the class `Spelling`.
 """
 
-import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from rltrain.environments.contract import as_text
@@ -103,64 +101,3 @@ def from_reasoning_gym(make: Callable[[int], Any]) -> type:
             return "", float(self._data.score_answer(text, self._entry)), True
 
     return ReasoningGymEnvironment
-
-
-def from_openenv(
-    url: str,
-    *,
-    action: str | Callable[[str], Mapping[str, Any]],
-    observation: str | Callable[[Mapping[str, Any]], Any] | None = None,
-) -> type:
-    """Return an environment class for an environment of OpenEnv that a server offers at a URL.
-
-    Each conversation opens a WebSocket connection to the server, because the server has one environment object for each
-    connection. `reset` sends a seed and all columns of the data, and the server ignores names that its environment does
-    not know. The reward of a turn is the reward of the observation.
-
-    Args:
-        url: Address of the server, for example `http://localhost:8000`.
-        action: Name of the field of the action that gets the text of the answer, or a function that takes the text and
-            returns all fields of the action.
-        observation: Name of the field of the observation that the model sees, or a function that takes all fields and
-            returns the text. None: the model sees all fields as JSON.
-
-    Raises:
-        ValueError: the URL does not start with http, https, ws or wss.
-    """
-    scheme, separator, address = url.partition("://")
-    if not separator or scheme not in ("http", "https", "ws", "wss"):
-        raise ValueError(f"{url}: the address of an OpenEnv server starts with http://, https://, ws:// or wss://")
-    endpoint = f"{scheme.replace('http', 'ws')}://{address.rstrip('/')}/ws"
-
-    class OpenEnvEnvironment:
-        _socket: Any = None
-
-        async def reset(self, seed: int, **columns: Any) -> str:
-            from websockets.asyncio.client import connect
-
-            self._socket = await connect(endpoint, max_size=None)
-            return self._seen(await self._answer("reset", {**columns, "seed": seed % SEEDS}))
-
-        async def step(self, text: str) -> tuple[str, float | None, bool]:
-            result = await self._answer("step", {action: text} if isinstance(action, str) else dict(action(text)))
-            return self._seen(result), result.get("reward"), bool(result.get("done"))
-
-        async def close(self) -> None:
-            if self._socket is not None:
-                await self._socket.close()
-
-        async def _answer(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-            await self._socket.send(json.dumps({"type": kind, "data": data}, default=str))
-            answer = json.loads(await self._socket.recv())
-            result: Mapping[str, Any] = answer["data"]
-            if answer["type"] == "error":
-                raise RuntimeError(f"the OpenEnv server {url} reports {result.get('code')}: {result.get('message')}")
-            return result
-
-        def _seen(self, result: Mapping[str, Any]) -> str:
-            fields: Mapping[str, Any] = result["observation"]
-            if observation is None:
-                return as_text(fields)
-            return as_text(fields[observation] if isinstance(observation, str) else observation(fields))
-
-    return OpenEnvEnvironment

@@ -24,7 +24,8 @@ LARGEST_REQUEST = 1 << 26  # Maximum number of bytes of a request.
 class AgentEndpoint:
     """Server on the loopback interface, which starts with the first session.
 
-    The API key of a request decides to which session the request belongs.
+    The API key of a request decides to which session the request belongs. A client that cannot send an API key of its
+    own has the API key in its URL: `http://HOST:PORT/KEY/v1` in place of `http://HOST:PORT/v1`.
     """
 
     def __init__(self) -> None:
@@ -45,10 +46,11 @@ class AgentEndpoint:
 
         _bypass_proxies()
         app = web.Application(client_max_size=LARGEST_REQUEST)
-        app.router.add_post("/v1/chat/completions", self._chat)
-        app.router.add_post("/v1/responses", self._responses)
-        app.router.add_post("/v1/reward", self._reward)
-        app.router.add_get("/v1/models", self._models)
+        for base in ("/v1", "/{key}/v1"):
+            app.router.add_post(f"{base}/chat/completions", self._chat)
+            app.router.add_post(f"{base}/responses", self._responses)
+            app.router.add_post(f"{base}/reward", self._reward)
+            app.router.add_get(f"{base}/models", self._models)
         runner = web.AppRunner(app, access_log=None, handle_signals=False)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
@@ -112,7 +114,7 @@ class AgentEndpoint:
 
     async def _with_session(self, http: "web.Request", answered: Any) -> "web.StreamResponse":
         """Answer a request in the session to which the request's API key belongs."""
-        key = http.headers.get("Authorization", "").removeprefix("Bearer ")
+        key = http.match_info.get("key") or http.headers.get("Authorization", "").removeprefix("Bearer ")
         session = self.sessions.get(key)
         task = asyncio.current_task()
         assert task is not None, "a request is answered in a task"

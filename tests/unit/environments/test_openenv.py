@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from websockets.asyncio.server import serve
 
-from rltrain.environments.adapters import from_openenv
 from rltrain.environments.contract import missing_columns, reset_arguments
+from rltrain.environments.servers import from_openenv
 
 EXCHANGE = [json.loads(line) for line in (Path(__file__).parent / "openenv_exchange.jsonl").read_text().splitlines()]
 COLUMNS = {"prompt": "guess", "answer": "7"}
