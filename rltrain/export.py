@@ -54,7 +54,7 @@ def export(checkpoint: str, out: str) -> int:
     state = StateFiles(source.at(f"{STATE}/actor"))
     try:
         whole = skeleton(model.root)
-    except Exception as error:  # The library transformers may raise any exception for invalid model files.
+    except Exception as error:  # For invalid model files, the library transformers can raise any exception.
         raise CheckpointError(f"{model}: cannot be loaded ({reason(error)}); give another checkpoint") from None
     return len(export_model(state, small, whole, target))
 

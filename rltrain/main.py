@@ -1,8 +1,8 @@
 """The command `python -m rltrain.main`, which reads and checks the config, starts the workers, trains, and prints a
 summary.
 
-The module defines no classes, because a class `X` would be pickled as `__main__.X`, which worker processes cannot
-import.
+This module defines no classes, because a class `X` of this module would be pickled as `__main__.X`, which worker
+processes cannot import.
 """
 
 import asyncio
@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 # A printed error message has at most 4000 characters, because a message may quote long user input or data.
 LONGEST = 4000
-# The exit status STOPPED is used after Ctrl-C; the exit status is 143 after SIGTERM and 129 after SIGHUP.
+# STOPPED is the exit status after Ctrl-C. The exit status is 143 after SIGTERM and 129 after SIGHUP.
 FAILED, BAD_INPUT, STOPPED = 1, 2, 130
 
 
@@ -192,7 +192,8 @@ def locked_folder(config: Config, args: Args, lock: RunLock, tokenizer: Any) -> 
 
     output_dir, text = output_folder(config.trainer), resolved_yaml(config)
     lock.take()
-    # The file config.yaml is replaced atomically, so that the file is complete even if the run is killed at this point.
+    # The file config.yaml is replaced atomically, so that config.yaml is complete even if the run is killed while the
+    # run writes config.yaml.
     (output_dir / "config.yaml.partial").write_text(text, "utf-8")
     (output_dir / "config.yaml.partial").replace(output_dir / "config.yaml")
     describe(output_dir, args, tokenizer)
@@ -203,7 +204,7 @@ def _traceback() -> str:
     try:
         return traceback.format_exc()
     # `format_exc` raises an exception if a user's function has an invalid source file name, because `format_exc` opens
-    # the file.
+    # the source file.
     except Exception as error:
         return f"Traceback that cannot be shown ({described(error)})"
 
@@ -391,8 +392,8 @@ def environments_of(
 ) -> "Environments | None":
     """Load and check the environments and tools of the run. Return None if the run has neither environments nor tools.
 
-    Raise ConfigError if an environment or a tool cannot be loaded or described to the model, or if the data lacks a
-    column that the environment needs.
+    Raise ConfigError if an environment or a tool cannot be loaded, if an environment or a tool cannot be described to
+    the model, or if the data lacks a column that the environment needs.
     """
     if not config.rollout.has_environment:
         return None
@@ -402,7 +403,11 @@ def environments_of(
 
 
 def collector_of(config: Config, workers: "Workers", prompts: PromptSet, tasks: BackgroundTasks) -> "Collector":
-    """Create the collector, which requests answers from the engines and scores from the reward workers."""
+    """Create the collector of the run.
+
+    The collector requests answers from the rollout engines, and requests the scores of the answers from the reward
+    workers.
+    """
     from rltrain.trajectories.collector import Collector
     from rltrain.trajectories.reward_models import reward_models
 
@@ -445,7 +450,8 @@ def checkpoints_of(config: Config, prompts: PromptSet) -> "Checkpoints":
 async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Console) -> int:
     """Train from a checkpoint or from step 0 to the last step, and return the exit status.
 
-    On a stop signal, or if the user quits a debugger in user code, `fit` saves another checkpoint and ends the run.
+    On a stop signal, or if the user quits a debugger in the user's own code, `fit` saves a checkpoint of the current
+    step and ends the run.
 
     If a Ray daemon dies, `fit` saves a checkpoint, provided that the training ranks still respond, and then raises
     ClusterLost.
@@ -453,12 +459,13 @@ async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Cons
     if checkpoint is not None:
         await trainer.restore(checkpoint)
     else:
-        # `restore` removes the metrics of an earlier run in the output folder that ended before its first checkpoint.
+        # If an earlier run in the same output folder ended before its first checkpoint, `restore` removes the metrics
+        # of the earlier run.
         trainer.tracker.restore(0, {})
     try:
         await trainer.fit()
         return 0
-    except (Stopped, bdb.BdbQuit) as stopped:  # BdbQuit is raised if the user quits a debugger in user code.
+    except (Stopped, bdb.BdbQuit) as stopped:  # BdbQuit is raised if the user quits a debugger.
         console.print(f"stopping: saving a checkpoint of step {trainer.step}", highlight=False)
         await trainer.save()
         await trainer.checkpoints.finish()
@@ -490,7 +497,10 @@ async def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
 
 
 def resolved_yaml(config: Config) -> str:
-    """Return the config as YAML, including the defaults of the loss's and the advantage estimator's parameters."""
+    """Return the config as YAML text.
+
+    The YAML text also contains parameters of the loss and of the advantage estimator that keep their default values.
+    """
     from rltrain.trajectories.token_rewards import with_all_knobs
 
     return to_yaml(with_all_knobs(config))
@@ -524,7 +534,7 @@ def end_ids_of(config: Config, tokenizer: Any) -> list[int]:
 
 
 def supervised_options(config: Config, tokenizer: Any) -> SupervisedOptions | None:
-    """Return the settings of the supervised answers in the training data; None without a supervised loss."""
+    """Return the settings of the supervised answers in the training data, or None if the run has no supervised loss."""
     response = config.data.sft_response
     if config.algorithm.sft_coef == 0 or response is None:
         return None
@@ -540,8 +550,8 @@ def supervised_options(config: Config, tokenizer: Any) -> SupervisedOptions | No
 def start_model(config: Config, display: "ConsoleDisplay") -> str:
     """Return the path of the model with which training starts.
 
-    The path does not depend on the working directory: it is an absolute directory, or a repository name on the Hugging
-    Face hub with a commit.
+    The returned path is the absolute path of a directory, or a repository name on the Hugging Face hub with a commit.
+    The returned path does not depend on the working directory.
 
     The built-in model is created when it is first used, while the display shows the progress.
     """
@@ -561,7 +571,9 @@ def start_model(config: Config, display: "ConsoleDisplay") -> str:
 
 
 def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, PromptSet]]:
-    """Load the training prompts and the evaluation prompts. The evaluation sets are returned as a dict by name.
+    """Load the training prompts and the evaluation prompts.
+
+    The evaluation prompts are returned as a dict that maps the name of each evaluation set to the prompts of the set.
 
     Raise ConfigError if a data set lacks a column that a reward function reads, or if there are too few training
     prompts.

@@ -1,15 +1,15 @@
 """The training step of a run, and the training loop that repeats the training step.
 
-A training step has five phases, which an optional sixth phase may follow:
+A training step has five phases, and also a sixth phase if the reference model is due for an update:
 
 1. Wait until the rollout engines have generated the answers of the next prompt groups.
-2. Compute the log-probs of the teachers, the reference and the actor, and the critic's values, while reward workers
-   compute the last rewards of the step.
+2. Compute the log-probs of the teachers, the reference and the actor, and compute the critic's values. Meanwhile,
+   reward workers compute the rewards of the step that are still missing.
 3. Convert the scores of answers to token rewards and advantages, and choose the tokens to train on.
 4. Update the critic and the actor on mini-batches. If the run has a supervised loss, each mini-batch of the actor also
    contains the supervised answers to the prompts of the mini-batch. During the critic's warm-up, update the critic
    alone.
-5. Send the new weights to the rollout engines.
+5. Send the actor's new weights to the rollout engines.
 6. Update the reference model with the weights of the actor.
 
 The class `Trainer` gets its workers as arguments, so the same training code runs with fake workers in a test, with
@@ -77,7 +77,7 @@ class Trainer:
         checkpoints: saves and reads the checkpoints of the run.
         val_prompts: maps the name of each evaluation set to the prompts of the set; the evaluation set of `data.val`
             has the name "".
-        tasks: the run's background tasks. If the run is interrupted, a wait is cancelled only if no results can be
+        tasks: the run's background tasks. An interruption of the run ends a wait for results only if no results can be
             lost.
         restart: function that ends all processes of the training ranks and starts new processes; None if the ranks
             cannot be restarted.
@@ -87,10 +87,10 @@ class Trainer:
         step: number of finished training steps, which is also the version number of the current weights.
         incarnation: number of times that the run was restored; `incarnation` and `step` together identify the weights.
         origin: checkpoint to which the run was last restored; None if the run was never restored to a checkpoint.
-        beginning: state of the driver before the first step; None if the run began from a checkpoint.
-        engine_checked: whether the log-probs of engine and actor have been compared since the run began. With top-p or
-            top-k, `engine_checked` is True from the start, because the engine's log-probs belong to a restricted
-            distribution.
+        beginning: state of the driver process before the first training step; None if the run began from a checkpoint.
+        engine_checked: whether the engine's log-probs have been compared with the actor's log-probs since the run
+            began. With top-p or top-k sampling, `engine_checked` is True from the start, because the engine's log-probs
+            belong to a restricted distribution.
         checked_before: value of `engine_checked` before the current step.
         dropped: uids of the prompt groups that the most recent training step dropped.
         reused: uids of the prompt groups of earlier training steps on which the most recent step trained again.
@@ -156,7 +156,7 @@ class Trainer:
             with trace.span(f"step {self.step + 1}"):
                 metrics, batch = await self.train_step()
             self.tracker.log_step(self.step, metrics, batch, self.dropped, self.reused)
-            # The first steps of a critic's warm-up have no metrics of the actor.
+            # The training steps of the critic's warm-up have no metrics of the actor.
             if self.step == max(first, self.config.critic.warmup_steps + 1):
                 self.checkpoints.require_best(self.tracker.names())
             for alarm in self.alarms.look(self.step, metrics):
@@ -186,8 +186,9 @@ class Trainer:
         `save` must be called between two training steps.
 
         Args:
-            repairable: name of a file of the user, such as a reward function, that the user may repair before resuming
-                the run; "" for none. If `repairable` is not "", an existing checkpoint of the current step is replaced.
+            repairable: name of a user's file, such as a Python file with a function, that the user is allowed to repair
+                before resuming the run; "" if there is no such file. If `repairable` is not "", an existing checkpoint
+                of the current step is replaced.
         """
         if repairable or self.checkpoints.last != self.step:
             state = self.state_dict() | ({"repairable": repairable} if repairable else {})
@@ -202,7 +203,10 @@ class Trainer:
                 )
 
     def trained(self) -> dict[str, WorkerGroup[SavesState]]:
-        """Return the worker groups whose state is checkpointed, by role: actor, critic and a refreshed reference."""
+        """Return a dict that maps each role to the worker group whose state is saved in checkpoints.
+
+        The roles are the actor, the critic, and a reference model that is updated during training.
+        """
         reference = self.reference if self.config.algorithm.refreshes_reference else None
         groups: dict[str, WorkerGroup[SavesState] | None] = {
             "actor": self.actor,
@@ -358,7 +362,10 @@ class Trainer:
             raise type(error)(text) from None
 
     def minibatches(self, batch: DataProto) -> list[list[int]]:
-        """Return the batch rows of each mini-batch of the current step, in the order of the optimizer steps."""
+        """Return the row indices of each mini-batch of the current step.
+
+        The mini-batches are in the order of the optimizer steps.
+        """
         trainer, uid = self.config.trainer, batch.batch["uid"].tolist()
         return minibatches(
             uid, self.config.minibatches_per_epoch, trainer.epochs_per_step, seed=trainer.seed, step=self.step
@@ -424,7 +431,7 @@ class Trainer:
     def checked_update(
         self, role: str, metrics: dict[str, float], batch: DataProto, minibatches: Sequence[list[int]]
     ) -> dict[str, float]:
-        """Return the metrics of an update with the prefix of `role` in their names, such as `actor/policy_loss`.
+        """Return the metrics of an update under names that contain the role, such as `actor/policy_loss`.
 
         If optimizer steps were skipped, an alarm reports the number of skipped optimizer steps and the file with the
         batch of the training step.
@@ -440,7 +447,7 @@ class Trainer:
         return _named(role, metrics)
 
     async def with_old_log_probs(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
-        """Add the column `old_log_probs`: the log-probs before the update, from the actor or the engine.
+        """Add the column `old_log_probs`: log-probs that the actor or the engine computed before the update.
 
         If one optimizer step trains on the whole batch, the old log-probs equal the current log-probs, so the column
         `old_log_probs` is usually left out. In the first training step, the actor always computes log-probs, so that
@@ -461,7 +468,7 @@ class Trainer:
             found = await self.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget)
             batch = batch.union(found)
             metrics = log_prob_gap(batch)
-            # Without trained tokens, the log-probs of engine and actor cannot be compared.
+            # If the batch has no trained tokens, the engine's log-probs cannot be compared with the actor's log-probs.
             if batch.values("response_mask").any():
                 self.check_engine(metrics["rollout/log_prob_gap"])
         if self.config.algorithm.old_log_probs == "rollout":
@@ -509,7 +516,7 @@ class Trainer:
             await send_reference_head(self.actor, self.reference)
 
     async def evaluate(self) -> None:
-        """Evaluate sampled and greedy answers to all evaluation prompts, unless the current step has been evaluated."""
+        """Evaluate sampled and greedy answers to all evaluation prompts, unless the current step has an evaluation."""
         if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:

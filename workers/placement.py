@@ -62,9 +62,8 @@ _TOKEN = "RAY_AUTH_TOKEN"
 _TMP, _LONGEST_TMPDIR = "/tmp", 30
 _ANSWER_S = 10.0  # timeout in seconds of the test connection to a cluster's port
 _LAST_PORT = 65_535
-COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collective operations, which exceeds the time to detect a hang
-# Environment variables for a run on a single machine, which keep other machines from connecting to the workers'
-# sockets.
+COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collective operations, in seconds; a hang is detected earlier
+# Environment variables that keep other machines from connecting to the workers' sockets in a run on a single machine.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
 
@@ -94,7 +93,8 @@ def build_environment_worker(
         environments: The environments and tools of the run.
         spawn: Function that takes the number of a worker and starts a process for the worker.
         number: Number of the environment worker.
-        starts: Number of earlier processes of the worker, which makes the name of the worker unique.
+        starts: Number of earlier processes of the worker. The name of the worker contains `starts`, so that the name is
+            unique.
         threaded: Whether the worker runs its trajectories in a separate thread.
     """
     process, name = spawn(number), f"{ENVIRONMENT} {number}.{starts}"
@@ -110,12 +110,12 @@ class Training:
 
     Args:
         config: The run's whole config.
-        paths: Model of each role, as an absolute directory or as `name@revision` on the hub.
-        spawns: For each role, a function that takes the number of a rank and starts the process of the rank. Roles with
-            the same function in `spawns` share processes.
+        paths: Mapping from each role to its model, which is an absolute directory or `name@revision` on the hub.
+        spawns: Mapping from each role to a function that takes the number of a rank and starts the process of the rank.
+            Roles with the same function in `spawns` share processes.
 
     Attributes:
-        groups: The worker group of each role.
+        groups: Mapping from each role to the role's worker group.
     """
 
     def __init__(
@@ -158,7 +158,7 @@ class Training:
             await self._send_teacher_heads(limit_s)
 
     async def _send_teacher_heads(self, limit_s: float) -> None:
-        """Send the output head of each teacher to all ranks of the actor, in the order of the config."""
+        """For each teacher, in the order of the config, send the teacher's output head to all ranks of the actor."""
         for teacher in self.config.algorithm.distillation.teachers:
             heads = [rank.start(TeacherWorker.output_head) for rank in self.groups[teacher.role].ranks]
             head: Any = heads[0].later  # only rank 0 returns the output head, which the driver does not fetch
@@ -201,13 +201,13 @@ class Workers:
 
     @property
     def reference(self) -> WorkerGroup[ReferenceWorker] | None:
-        """Return the worker group of the reference model, or None if no KL term compares the policy with it."""
+        """Return the worker group of the reference model, or None if no KL term uses the reference model."""
         needed = self.training.config.algorithm.has_reference_kl
         return self.training.groups[REFERENCE] if needed else None
 
     @property
     def teachers(self) -> dict[str, WorkerGroup[TeacherWorker]]:
-        """Return the worker groups of the teachers on the training ranks, by the name of the teacher."""
+        """Return a dict that maps the name of each teacher on the training ranks to the teacher's worker group."""
         teachers = self.training.config.algorithm.distillation.teachers
         return {one.name: self.training.groups[one.role] for one in teachers if not one.is_endpoint}
 
@@ -243,7 +243,7 @@ class Workers:
             await self.close()
 
     async def close(self) -> None:
-        """Stop all workers of this run. The rollout engines may finish their running calls before they stop."""
+        """Stop all workers of this run. The rollout engines are allowed to finish their running calls."""
         if self.daemons.lost():
             # workers cannot answer without Ray's daemons, and all workers end when the driver disconnects from Ray
             return
@@ -265,7 +265,7 @@ class Workers:
 
 
 def connect(config: Config) -> dict[str, float]:
-    """Start a Ray cluster, or join an existing cluster, and return the amounts of the cluster's resources by name.
+    """Start a Ray cluster or join an existing cluster, and return a dict from resource name to the cluster's amount.
 
     Raises:
         ConfigError: The existing Ray cluster cannot be joined.
@@ -290,7 +290,7 @@ def connect(config: Config) -> dict[str, float]:
             os.environ.setdefault("RAY_worker_niceness", "0")  # By default, Ray lowers its workers' CPU priority.
             os.environ.setdefault("RAY_task_events_report_interval_ms", "0")  # Only Ray's dashboard needs task events.
             # By default, glibc creates a memory arena for most of Ray's many threads, and an arena never returns its
-            # peak memory.
+            # peak memory to the system.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
     with _on_loopback() if local else contextlib.nullcontext():
         import ray
@@ -330,7 +330,7 @@ def _no_ray(address: str, error: Exception) -> ConfigError | WorkerError:
 def _short_temporary_folder() -> dict[str, str]:
     """Return the `ray.init` option that makes Ray use a temporary folder with a short path.
 
-    The path of a socket has at most 107 characters, of which Ray's own folder and file names take about 70.
+    The path of a socket has at most 107 characters, and Ray's own folder and file names take about 70 characters.
 
     Returns:
         Keyword arguments for `ray.init`; {} if the path of the default folder is short enough, the user has set
@@ -345,7 +345,7 @@ def _require_answer(address: str) -> None:
     """Raise ConfigError at once if no program listens at the address; Ray itself would try to connect for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
-        if int(port) > _LAST_PORT:  # the C library would silently use a higher port number modulo 65,536
+        if int(port) > _LAST_PORT:  # the C library would silently reduce a higher number modulo 65,536
             raise _no_cluster(address, OverflowError(f"the highest port number is {_LAST_PORT}"))
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
@@ -438,14 +438,14 @@ async def start(
     Args:
         config: The run's whole config. Unless `placement.launcher` is `inprocess`, the function `connect` must
             have been called before `start`.
-        path: The model, as an absolute directory or as `name@revision` on the hub.
+        path: The policy's model, which is an absolute directory or `name@revision` on the hub.
         stop_ids: Ids of the model's end-of-sequence tokens.
-        tasks: The run's background tasks, to which the workers add tasks.
+        tasks: Collection of the run's background tasks. The workers add tasks to this collection.
         needs_critic: Whether the advantage estimator needs the critic's values.
-        environments: The environments and tools of the run; None if answers are trajectories of one turn.
+        environments: The environments and tools of the run; None if each answer is a trajectory of only one turn.
 
     Raises:
-        WorkerError: A worker process does not start within `placement.start_timeout_s`.
+        WorkerError: A worker process does not start within `placement.start_timeout_s` seconds.
     """
     devices = shared_devices(config)
     engine = _Engine(path, stop_ids, environments)
@@ -510,8 +510,9 @@ async def _start_on_ray(
     Args:
         config: The run's whole config.
         engine: Model and end-of-sequence tokens of the rollout engines.
-        paths: Model of each role of the training ranks, as an absolute directory or as `name@revision` on the hub.
-        tasks: The run's background tasks, to which the workers add tasks.
+        paths: Mapping from each role of the training ranks to its model, which is an absolute directory or
+            `name@revision` on the hub.
+        tasks: Collection of the run's background tasks. The workers add tasks to this collection.
         devices: GPUs that rollout replicas share with training ranks. If `devices` is None, Ray chooses a GPU for each
             process.
     """
@@ -583,7 +584,7 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
 
     Reward models do not use sequence parallelism, so each rank of a reward model gets different rows. The batches of a
     reward model have no columns in common with the batches of other roles. The batches of all roles except reward
-    models have columns in common, which `shared` puts into Ray's object store only once.
+    models have columns in common, and `shared` puts each of these columns into Ray's object store only once.
     """
     if role.startswith(REWARD_MODEL):
         return WorkerGroup([], work_of(role, path))
@@ -591,7 +592,7 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
 
 
 def work_of(role: str, path: str) -> RowWork:
-    """Return the counts of multiply-adds in a role's forward pass, from which the cost of each row is estimated.
+    """Return the numbers of multiply-adds in a role's forward pass, which serve to estimate the cost of each row.
 
     Only the actor, the reference model and the teachers have an output head over the vocabulary.
     """
@@ -619,7 +620,7 @@ def shared_devices(config: Config) -> SharedDevices | None:
         The reserved GPUs, or None if the cluster has no GPUs or if processes do not share GPUs.
 
     Raises:
-        WorkerError: Too few GPUs become free within `placement.start_timeout_s`.
+        WorkerError: Too few GPUs become free within `placement.start_timeout_s` seconds.
     """
     placement = config.placement
     if placement.launcher == "inprocess" or not placement.share_ranks or not _has_gpus():
@@ -632,7 +633,7 @@ def shared_devices(config: Config) -> SharedDevices | None:
 def spawner(
     config: Config, name: str, count: int, *, liveness: Liveness | None = None, devices: SharedDevices | None = None
 ) -> Callable[[int], RayProcess]:
-    """Return a function that takes the number of a training rank or rollout replica and starts its Ray actor.
+    """Return a function that takes the number of a worker (such as a training rank) and starts the worker's Ray actor.
 
     Args:
         config: The run's whole config.
@@ -645,9 +646,9 @@ def spawner(
     import ray
 
     engines, concurrent = name.startswith("rollout"), name.startswith(("rollout", ENVIRONMENT))
-    # If engines do not generate ahead of training, training ranks and engines compute in turn, so the active processes
-    # may use all CPU cores. If engines generate ahead of training, training ranks and engines compute at the same time
-    # and share the CPU cores.
+    # If engines do not generate ahead of training, training ranks and engines compute at different times, so the active
+    # processes may use all CPU cores. If engines generate ahead of training, training ranks and engines compute at the
+    # same time and share the CPU cores.
     beside = (
         count if not config.trainer.steps_ahead else config.placement.actor_ranks + config.placement.rollout_replicas
     )

@@ -17,7 +17,7 @@ def aggregate_loss(
     num_sequences: int | Tensor | None = None,
     max_response_length: int | None = None,
 ) -> Tensor:
-    """Sum `token_losses` (B, T) over the trained tokens, and scale the sum according to the mode:
+    """Sum `token_losses` (B, T) over the trained tokens, and scale the sum according to `loss_agg_mode`:
 
         token-mean               sum_bt l_bt / num_tokens                                 DAPO, arXiv 2503.14476 eq. 8
         token-sum                sum_bt l_bt                                              no division
@@ -55,7 +55,7 @@ def aggregate_loss(
 
 
 def _count(number: int | Tensor, like: Tensor) -> Tensor:
-    """Return `number` as a tensor of at least 1, so that the loss of a mini-batch without trained tokens is 0 / 1."""
+    """Return `number` as a tensor of at least 1, so that the loss of a batch without trained tokens is 0, not NaN."""
     return torch.as_tensor(number, dtype=like.dtype, device=like.device).clamp(min=1)
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from rltrain.algorithms.ratio import as_float
 
 LEAST_LOG = -1e4  # Finite replacement for -inf: exp(LEAST_LOG) is 0 in every dtype, and 0 * LEAST_LOG is 0, not NaN.
-# Largest number of rows in a chunk. More rows per chunk would not make the matrix product faster, and would leave room
-# for fewer columns.
+# Largest number of rows in a chunk. More than 2048 rows per chunk would not make the matrix product faster, and would
+# leave room for fewer columns.
 MAX_ROWS = 2048
 # Number of logits per chunk, by device type. On a CPU, a chunk must fit into the cache, because the computation reads
 # the chunk several times. On a device other than a CPU, the matrix products must be large enough to hide the kernel
@@ -25,7 +25,8 @@ def default_chunk_size(device: torch.device) -> int:
 
 
 def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield slices (rows, columns) of chunks of at most `size` logits that together cover a (positions, words) matrix.
+    """Yield pairs of slices (rows, columns) that split a (positions, words) matrix into chunks of at most `size`
+    logits.
 
     All chunks of one block of columns are yielded before the chunks of the next block, so that each row of the
     language-model head is read only once.
@@ -63,7 +64,7 @@ class RunningSoftmax:
         self.total, self.weighted = torch.zeros_like(self.top), torch.zeros_like(self.top)
 
     def add(self, rows: slice, chunk: Tensor, values: Tensor | None = None) -> None:
-        """Add the logits of a chunk and, optionally, their `values`; both tensors are overwritten."""
+        """Add the logits `chunk` and, optionally, the `values` of these logits; both tensors are overwritten."""
         before = self.top[rows]
         top = torch.maximum(before, chunk.amax(-1))
         fade = (before - top).exp_()
@@ -81,12 +82,12 @@ class RunningSoftmax:
 
     @property
     def log_sum(self) -> Tensor:
-        """Return log sum exp of all logits, as (R,) for the R positions."""
+        """Return the log-sum-exp of all added logits for each of the R positions, as (R,)."""
         return self.top + self.total.log()
 
     @property
     def mean(self) -> Tensor:
-        """Return the accumulated mean under the softmax, as (R,) for the R positions."""
+        """Return the accumulated mean under the softmax for each of the R positions, as (R,)."""
         return self.weighted / self.total
 
 

@@ -93,9 +93,9 @@ class AdaptiveEntropyController(FixedEntropyController):
         c <- min(c + step, maximum) where e < target,  max(c - step, 0) where e > target
         value = c where e <= target,                   0 where e > target
 
-    e is the mean entropy of the policy over trained tokens, in nats. c is the attribute `entropy_coef`. c starts at the
-    constructor's `entropy_coef` (at 0 in the paper), and `value` equals this initial coefficient until the first
-    measurement.
+    e is the mean entropy of the policy over trained tokens, in nats. The coefficient c is the attribute `entropy_coef`.
+    The coefficient c starts at the constructor argument `entropy_coef` (at 0 in the Skywork-OR1 paper). Until the first
+    measurement of the entropy, the attribute `value` equals the initial c.
 
     `AdaptiveEntropyController` differs from the method of Skywork-OR1 in three ways:
 

@@ -46,8 +46,8 @@ def rollout_correction(
 
     A value of None for `lower` or `upper` means no bound. If `advantages` A are given, the mode "mask" drops only
     tokens with A < 0. Tokens that have a negative advantage and are unlikely under the trained policy destabilise
-    training. If a token's w is outside of the bounds but the token is not dropped, its w is clamped to the bounds. To
-    drop tokens or rows without weighting the kept tokens, use `rollout_rejection`.
+    training. If a token's w is outside of the bounds but the token is not dropped, the token's w is clamped to the
+    bounds. To drop tokens or rows without weighting the kept tokens, use `rollout_rejection`.
 
     The policy-loss term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate the policy-loss term
     over the whole `response_mask`, so that a dropped token still counts in every denominator and keeps its KL and
@@ -96,8 +96,8 @@ def rollout_rejection(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the mask of the tokens on which the policy is still close to the policy that sampled the tokens.
 
-    With d = log pi_rollout(y_t) - log pi(y_t), the value of a token is an estimate of KL(pi_rollout || pi), by one of
-    four estimators:
+    The value of a token is an estimate of KL(pi_rollout || pi), which one of four estimators computes from d = log
+    pi_rollout(y_t) - log pi(y_t):
 
         k1 d        k2 d^2 / 2        k3 e^-d - 1 + d        abs |d|
 
@@ -106,7 +106,7 @@ def rollout_rejection(
     dropped:
 
         token     each token's value is compared; a token whose value is outside of the bounds is dropped
-        sequence  the mean value of the row's trained tokens is compared (for k1, this mean is the log of the geometric
+        sequence  the mean value of the row's trained tokens is compared (for k1, the mean is the log of the geometric
                   mean of pi_rollout / pi); a row whose mean is outside of the bounds is dropped
         max       each token's value is compared; a row is dropped if the value of any token is outside of the bounds
 
@@ -115,8 +115,8 @@ def rollout_rejection(
 
     `rollout_rejection` must be called again in each update, because each update changes the policy pi. With the
     estimator k1, the level "sequence", the bound `upper` and `advantages`, `rollout_rejection` computes DeepSeek-V3.2's
-    off-policy sequence masking (arXiv 2512.02556 eq. 9). Whether a row is dropped depends only on its own tokens. A
-    batch may be split by rows over micro-batches and ranks, but each row must be whole.
+    off-policy sequence masking (arXiv 2512.02556 eq. 9). Whether a row is dropped depends only on the tokens of the
+    row. A batch may be split by rows over micro-batches and ranks, but each row must be whole.
 
     A dropped token loses only its policy-loss term: compute `torch.where(mask, token_losses, 0)`, and aggregate the
     result over the whole `response_mask`.
@@ -177,8 +177,9 @@ def effective_sample_size(
 ) -> float | Tensor:
     """Compute (sum w)^2 / (count * sum w^2), the effective share of `count` weighted samples, which is in (0, 1].
 
-    The effective share is 1 if all weights are equal (as when engine and actor agree) or if `count` is 0. The formula
-    of the effective sample size is from Kish, Survey Sampling (1965). Each argument is a number or a 0-dim tensor.
+    The effective share is 1 if all weights are equal (for example, if engine and actor agree) or if `count` is 0. The
+    formula of the effective sample size is from Kish, Survey Sampling (1965). Each argument is a number or a 0-dim
+    tensor.
     """
     if not count > 0:
         return 1.0

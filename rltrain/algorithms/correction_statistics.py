@@ -27,15 +27,16 @@ class CorrectionStatistics:
 def correction_statistics(weights: Tensor, kept: Tensor, response_mask: Tensor, *, level: str) -> CorrectionStatistics:
     """Compute the statistics of the weights (B, T) and the mask `kept` (B, T) that `rollout_correction` returned.
 
-    The mean weight is a mean over N trained tokens at the level "token", and over the S rows that have a trained token
-    at the levels "sequence" and "geometric", where all tokens of a row have the same weight:
+    At the level "token", the mean weight is a mean over the N trained tokens. At the levels "sequence" and "geometric",
+    all tokens of a row have the same weight, and the mean weight is a mean over the S rows that have a trained token:
 
         token                mean = sum_bt w_bt / N
         sequence, geometric  mean = sum_b w_b / S
 
     Importance weights that are divided by their mean are self-normalised: their mean is 1, and a common factor of all
-    weights has no effect. The self-normalised estimate sum w l / sum w of a mean loss is biased but consistent, even if
-    the weights w do not average to 1 (weighted importance sampling; Owen, Monte Carlo theory, 2013, section 9.2).
+    weights has no effect. With losses l and weights w, the self-normalised estimate of the mean loss is sum(w l) /
+    sum(w). The self-normalised estimate is biased but consistent, even if the weights do not average to 1 (weighted
+    importance sampling; Owen, Monte Carlo theory, 2013, section 9.2).
 
     The mean weight and the counts of kept tokens and rows must cover the whole mini-batch, over all micro-batches and
     ranks. Values in masked slots are ignored, even NaN.

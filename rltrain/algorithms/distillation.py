@@ -26,12 +26,12 @@ def distilled_advantages(
         A_t = coef log(pi_T(y_t) / pi_old(y_t)) + outcome_coef A_outcome,t
 
     pi_old is the policy before the update, pi_T is the teacher, and A_outcome is the advantage that was estimated from
-    the rewards (`outcome_coef` is the paper's alpha). With the loss -A log pi and pi = pi_old, the expected gradient of
-    the first term of A is `coef` times the gradient of KL(pi || pi_T) in the visited contexts (eq. 6).
+    the rewards (`outcome_coef` is alpha in arXiv 2601.02780). With the loss -A log pi and pi = pi_old, the expected
+    gradient of the log-ratio term of A is `coef` times the gradient of KL(pi || pi_T) in the visited contexts (eq. 6).
 
     All tensors have the shape (B, T). `taught` is True at the tokens of answers that a teacher has scored. At all
-    tokens that are not `taught`, the first term of A_t is exactly 0, whatever `teacher_log_probs` holds. The log-ratio
-    is clamped to [-20, 20]. The result has no gradient.
+    tokens that are not `taught`, the log-ratio term of A_t is exactly 0, whatever `teacher_log_probs` holds. The
+    log-ratio is clamped to [-20, 20]. The result has no gradient.
     """
     log_ratio = safe_log_ratio(teacher_log_probs.detach(), old_log_probs, as_mask(taught))
     return outcome_coef * as_float(advantages.detach()) + coef * log_ratio

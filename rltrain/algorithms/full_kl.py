@@ -35,12 +35,12 @@ def full_kl(
     At most `chunk_size` logits (positions times vocabulary entries) of each model are in memory at a time. The backward
     pass recomputes the logits, with at most `chunk_size` logits of each model in memory. If `chunk_size` is None,
     `full_kl` uses a chunk size that suits the device. The chunk size does not change the computed KL. Each matrix
-    product is computed in the dtype of its factors, as in the models. All other operations use float64 if the product
-    is float64, and float32 otherwise.
+    product is computed in the dtype of its factors, as in the models. All operations other than the matrix products use
+    float64 if the products are float64, and float32 otherwise.
 
     `full_kl` takes no mask, so the caller must pass the hidden states of only the trained positions. The KL covers the
-    whole distribution at a position, so its mean over sampled contexts needs no importance ratio for the token that was
-    sampled at the position.
+    whole distribution at a position, so the mean of the KL over sampled contexts needs no importance ratio for the
+    token that was sampled at the position.
 
     Raises:
         ValueError: if `temperature` is not finite and above 0, if `chunk_size` is below 1, or if N or V differ between

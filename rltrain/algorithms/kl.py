@@ -1,8 +1,8 @@
 """KL divergence: estimators from samples, and the KL penalty in the reward.
 
 In the docstrings of the module `kl`, d is log pi - log pi_ref of a sampled token. An estimator's value can estimate one
-quantity while the estimator's gradient minimises another quantity. The docstring of each estimator also states the
-expected gradient when tokens are sampled from pi itself.
+quantity while the estimator's gradient minimises another quantity. The docstring of each KL estimator states the
+estimator's expected gradient for tokens that are sampled from pi itself.
 """
 
 import functools
@@ -15,8 +15,7 @@ from torch import Tensor
 from rltrain.algorithms.ratio import MAX_LOG_RATIO, as_float, as_mask, k3_unbounded, masked, safe_log_ratio
 from rltrain.algorithms.registry import KL_ESTIMATORS
 
-# Bound of k3 in nats. k3 reaches the bound where pi is 1/14 of the reference's probability, or 60,000 times that
-# probability.
+# Bound of k3 in nats. k3 reaches the bound of 10 nats where pi is 1/14 of pi_ref, and where pi is 60,000 times pi_ref.
 MAX_K3 = 10.0
 
 
@@ -34,8 +33,8 @@ def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute d^2 / 2 with d = log pi - log pi_ref.
 
-    The mean of k2 is close to the reverse KL when the reverse KL is small. The expected gradient of k2 is exactly that
-    of the reverse KL.
+    The mean of k2 is close to the reverse KL when the reverse KL is small. The expected gradient of k2 is exactly the
+    gradient of the reverse KL.
     """
     return (log_probs - ref_log_probs).square() / 2
 
@@ -45,9 +44,9 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute min(e^-d - 1 + d, 10), which is never negative; GRPO (arXiv 2402.03300 eq. 4) omits the bound of 10.
 
     d is log pi - log pi_ref. As long as every token is below the bound of 10 nats, the mean of k3 is the reverse KL,
-    and the expected gradient of k3 is that of the forward KL. k3 reaches the bound of 10 nats at d = -2.6 and at d =
-    11. A token at the bound of k3 has no gradient. Without the bound of k3, a token at d = -12 would have a gradient of
-    1.6e5 and dominate the whole update.
+    and the expected gradient of k3 is the gradient of the forward KL. k3 reaches the bound of 10 nats at d = -2.6 and
+    at d = 11. A token at the bound of k3 has no gradient. Without the bound of k3, a token at d = -12 would have a
+    gradient of 1.6e5 and dominate the whole update.
     """
     negative = (ref_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return k3_unbounded(negative).clamp(max=MAX_K3)
@@ -57,7 +56,7 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute |d| with d = log pi - log pi_ref.
 
-    The expected gradient of |d| is that of sum |pi - pi_ref|, which is twice the total variation distance.
+    The expected gradient of |d| is the gradient of sum |pi - pi_ref|, which is twice the total variation distance.
     """
     return (log_probs - ref_log_probs).abs()
 
@@ -87,14 +86,15 @@ def kl_estimate(
     """Estimate the KL divergence from pi_ref at each sampled token: (B, T), or any other shape shared by the inputs.
 
     `old_log_probs` are the log-probs of the policy that sampled the tokens. If `old_log_probs` is given, the estimate
-    is multiplied by r = pi / pi_old, so that the mean of the estimate over samples from pi_old equals the mean over
-    samples from pi. Gradients also flow through the importance ratio r:
+    is multiplied by r = pi / pi_old, so that the mean of the multiplied estimate over samples from pi_old equals the
+    mean of the original estimate over samples from pi. Gradients also flow through the importance ratio r:
 
     * The products r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. The
       product r k3 is the unbiased KL estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
     * The products r k2 and r |d| have the gradients of the means of k2 and |d| over samples from pi.
-    * A "+" estimator, such as k3+, already has the complete gradient, and a gradient through r would count the gradient
-      twice. For a "+" estimator, r is detached and only reweights the estimate.
+    * A "+" estimator, such as k3+, already has the complete gradient of the KL, so a gradient through the importance
+      ratio r would add the gradient of the KL a second time. For a "+" estimator, r is detached and only reweights the
+      estimate.
 
     At a token where k3 is at its bound of 10, no gradient flows through the ratio r. While k3 is at its bound, the
     estimate is r times a constant, whose gradient would drive log pi further away from the reference. The bound of 10

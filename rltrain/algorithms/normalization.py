@@ -13,7 +13,7 @@ _AGGREGATIONS = ("sum", "normalize_then_sum")
 
 
 class Statistics(NamedTuple):
-    """Statistics of each row's population (its group, or the whole batch), as tensors with the shape of the scores.
+    """Statistics of each row's population (the row's group, or the whole batch), as tensors shaped like the scores.
 
     `size` is the number of valid rows of the population. `varied` is True if the population has at least two valid rows
     and their scores are not all the same finite number.
@@ -111,7 +111,7 @@ def normalize_rewards(
     std. The std is computed from the raw scores of the population that `std_level` selects, around the mean of the same
     population. With `unbiased`, the sum of squared deviations is divided by n - 1 instead of n. With `leave_one_out`,
     the mean over all *other* rows of the population is subtracted from the score of a row, which gives k/(k-1) (r -
-    mean) for k rows.
+    mean) in a population of k rows.
 
     A row that is not `valid` has no score, is excluded from the statistics and gets the result 0.
 
@@ -146,7 +146,7 @@ def combine_rewards(
     gates: Tensor | Sequence[bool] | None = None,
     aggregation: str = "sum",
 ) -> Tensor:
-    """Compute sum_k w_k r_k for each row: (B, K) -> (B,).
+    """Compute the weighted sum of the K reward components of each row, sum_k w_k r_k: (B, K) -> (B,).
 
     A component that is NaN does not apply to the row. The sum omits the components that do not apply to a row, and does
     not rescale the weights of the remaining components. The result is NaN for a row whose components are all NaN, and
@@ -155,10 +155,11 @@ def combine_rewards(
     The argument `gates` (K,) is True for each reward component that acts as a gate. If a gate scores <= 0 on a row,
     every other component of the row counts as 0.
 
-    `aggregation` is "sum" or "normalize_then_sum". With "normalize_then_sum", which needs `uid`, each component is
-    first normalised by its mean and std over the valid rows of the group in which the component is not NaN (GDPO, arXiv
-    2601.05242). The components of a row that is not `valid` (B,) are excluded from the statistics, but are normalised
-    by the statistics of the valid rows.
+    `aggregation` is "sum" or "normalize_then_sum". With "normalize_then_sum", each component is normalised within each
+    group (rows with the same `uid`) before the components are summed (GDPO, arXiv 2601.05242). The mean and std of a
+    component are computed over those valid rows of the group that have a value other than NaN for the component. The
+    components of a row that is not `valid` (B,) are excluded from the statistics, but are normalised by the statistics
+    of the valid rows.
 
     Raises:
         ValueError: if `aggregation` is unknown, if `weights` or `gates` does not have K entries, or if
@@ -188,7 +189,7 @@ def combine_rewards(
 
 
 def _gated(scores: Tensor, applies: Tensor, gates: Tensor) -> Tensor:
-    """Set a component of a row to 0 if another component is a closed gate, that is, a gate whose score is <= 0."""
+    """Set a component of a row to 0 if another component is a closed gate (a gate with a score <= 0)."""
     shut = gates & applies & (scores <= 0)
     shut_by_others = shut.sum(-1, keepdim=True) - shut.long() > 0
     return scores.masked_fill(shut_by_others, 0)
@@ -224,14 +225,16 @@ def normalize_advantages(
     unbiased: bool = True,
     eps: float = 1e-6,
 ) -> Tensor:
-    """Compute (A - mean) / (std + eps) for each trained token: (B, T) -> (B, T), no gradient; the default is whitening.
+    """Compute (A - mean) / (std + eps) for each trained token: (B, T) -> (B, T), no gradient.
+
+    By default, the advantages are whitened: mean and std are computed over the trained tokens of the whole batch.
 
     `mean_level` and `std_level` select the population: the trained tokens of the rows with the same `uid` (B,)
     ("group"), or of all rows ("batch"). A `mean_level` of None turns off the subtraction of the mean, and a `std_level`
     of None turns off the division by the std. Each token counts once, so a long row weighs more than a short one. The
     std is computed from the raw advantages of the population that `std_level` selects. With `unbiased`, the sum of
     squared deviations is divided by n - 1 instead of n. With `leave_one_out`, the mean over all *other* tokens of the
-    population is subtracted from the advantage of a token, which gives n/(n-1) (A - mean) for n tokens.
+    population is subtracted from the advantage of a token, which gives n/(n-1) (A - mean) in a population of n tokens.
 
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
     enter the statistics; None means all rows. Tokens of rows that are not `counted` are normalised by the statistics of

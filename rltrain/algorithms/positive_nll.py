@@ -17,7 +17,7 @@ def positive_nll(
 
         L_NLL = - sum_{i in C} sum_t log pi(y_{i,t}) / sum_{i in C} |y_i|
 
-    C is the set of the correct answers of the mini-batch, and |y_i| the number of trained tokens of answer i. The
+    C is the set of the correct answers of the mini-batch, and |y_i| is the number of trained tokens of answer i. The
     denominator counts only tokens of correct answers, so L_NLL does not become weaker if few answers are correct. The
     loss weighs every token of C equally, whatever the aggregation of the policy loss is.
 
@@ -26,7 +26,7 @@ def positive_nll(
         response_mask: True at trained tokens, (B, T).
         positive_mask: True at the tokens of correct answers, (B, T). Tokens outside `response_mask` are ignored.
         num_positive_tokens: number of trained tokens of correct answers in the whole mini-batch, over all micro-batches
-            and ranks. If `num_positive_tokens` is None, the tokens of this call are counted.
+            and ranks. If `num_positive_tokens` is None, only the tokens of this call are counted.
 
     Returns:
         A 0-dim tensor: the part of L_NLL that the tokens of this call contribute; exactly 0 if no answer is correct.

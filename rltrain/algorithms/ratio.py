@@ -14,7 +14,7 @@ def as_float(values: Tensor) -> Tensor:
 
 
 def as_mask(mask: Tensor) -> Tensor:
-    """Return a bool or 0/1 mask as bool."""
+    """Return a mask of bools, or of the numbers 0 and 1, as a bool tensor."""
     return mask if mask.dtype == torch.bool else mask != 0
 
 
@@ -60,11 +60,11 @@ def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Ten
 
 
 def k3_unbounded(log_ratio: Tensor) -> Tensor:
-    """Compute e^x - 1 - x, which is never negative.
+    """Compute e^x - 1 - x from the log-ratio x; the result is never negative.
 
-    With tokens sampled from q, and x = log(p / q), e^x - 1 - x is the k3 estimate of KL(q || p). `k3_unbounded` grows
-    as e^x without a bound, so it is suitable for metrics. For a penalty in a loss, use `rltrain.algorithms.kl.k3`,
-    whose value is at most 10.
+    If tokens are sampled from q and x = log(p / q), then e^x - 1 - x is the k3 estimate of KL(q || p). The result of
+    `k3_unbounded` has no upper bound, which suits metrics but not losses. For a penalty in a loss, use
+    `rltrain.algorithms.kl.k3`, whose value is at most 10.
     """
     return log_ratio.expm1() - log_ratio
 
@@ -77,7 +77,7 @@ def check_clip_ratios(clip_ratio_low: float, clip_ratio_high: float) -> None:
 
 
 def check_clip_ratio_c(clip_ratio_c: float) -> None:
-    """Raise ValueError if the upper bound on ratios is not above 1, because a bound of 1 or less would act at r = 1."""
+    """Raise ValueError if the upper bound on ratios is not above 1, because a bound of 1 or less would clip r = 1."""
     if not clip_ratio_c > 1:
         raise ValueError(
             f"clip_ratio_c={clip_ratio_c} must be > 1, or it clips even at r = 1; use 3.0, for example, or inf for no "
@@ -95,12 +95,12 @@ def check_positive(**knobs: float) -> None:
 def clipped_ratio(
     ratio: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float, cap: float = math.inf
 ) -> tuple[Tensor, Tensor]:
-    """Return the ratio that multiplies A in the clipped objective, and a mask of the tokens that the clip range clips.
+    """Return the factor of the advantage A in the clipped objective, and a mask of tokens that the clip range clips.
 
-    min(r A, clip(r, 1-low, 1+high) A) is A min(r, 1+high) for A >= 0 and A max(r, 1-low) for A < 0. `clipped_ratio`
-    treats A >= 0 and A < 0 separately instead of computing a min, so that the gradient is exactly 0 where the ratio is
-    clipped. The argument `cap` is an upper bound on r where A < 0 (the dual clip). The returned mask does not include
-    tokens that only `cap` clips.
+    PPO's clipped objective min(r A, clip(r, 1-low, 1+high) A) equals A min(r, 1+high) if A >= 0, and A max(r, 1-low) if
+    A < 0. `clipped_ratio` treats A >= 0 and A < 0 separately instead of computing a min, so that the gradient is
+    exactly 0 where the ratio is clipped. The argument `cap` is an upper bound on r where A < 0 (the dual clip). The
+    returned mask does not include tokens that only `cap` clips.
     """
     low, high = 1 - clip_ratio_low, 1 + clip_ratio_high
     effective = torch.where(advantages >= 0, ratio.clamp(max=high), ratio.clamp(min=low, max=cap))

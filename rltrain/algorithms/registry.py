@@ -4,8 +4,8 @@ Every registered function follows a contract with these rules:
 
 * Positional parameters are columns of the batch, and all are required. Keyword-only parameters are knobs, and all have
   a default.
-* Padded tensors are (B, T). `response_mask` is bool or 0/1. Slots where `response_mask` is 0 are ignored, even if a
-  slot holds NaN.
+* Padded tensors have the shape (B, T). `response_mask` is bool or 0/1. Slots where `response_mask` is 0 are ignored,
+  even if a slot holds NaN.
 * A function computes in float64 if its inputs are float64, and in float32 if its inputs have a narrower dtype.
 * A policy loss returns `(token_losses, metrics)` and does not aggregate the token losses. Only the function
   `aggregate_loss` divides a loss by a count.
@@ -15,7 +15,7 @@ Every registered function follows a contract with these rules:
 * A policy loss states its special properties when it is registered. `uses_ratio=False` means that the loss's gradient
   does not depend on `old_log_probs`. `aggregations` lists the modes of `aggregate_loss` that the loss supports, if the
   loss does not support all modes.
-* An advantage estimator states with `scores_from_zero=True` that it is defined only for scores that are at least 0.
+* An advantage estimator that is registered with `scores_from_zero=True` is defined only for scores that are at least 0.
 
 **Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call.
 Metric sums add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the
@@ -91,12 +91,12 @@ def columns_of(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 def knobs_of(function: Callable[..., Any]) -> dict[str, Any]:
-    """Return the knobs of `function` (its keyword-only parameters) with their defaults."""
+    """Return a dict that maps the name of each knob (keyword-only parameter) of `function` to the knob's default."""
     return {p.name: p.default for p in inspect.signature(function).parameters.values() if p.kind == _KEYWORD}
 
 
 def loss_functions(loss_mode: str) -> tuple[Callable[..., Any], ...]:
-    """Return the policy loss and, if it has one, its token selector.
+    """Return the policy loss `loss_mode` and, if the policy loss has a token selector, the token selector.
 
     Each knob that the config sets for a policy loss must be a knob of one of the returned functions.
     """

@@ -1,7 +1,7 @@
 """Transformations of scores into rewards: scaling and clipping, the length penalty, and truncated responses.
 
-All tensors are (B,) and have no gradient. The functions of the module `shaping` compute in float64 if their inputs are
-float64, and in float32 if their inputs have a narrower dtype.
+All tensors have the shape (B,) and have no gradient. The functions of the module `shaping` compute in float64 if their
+inputs are float64, and in float32 if their inputs have a narrower dtype.
 """
 
 import torch
@@ -12,7 +12,7 @@ from rltrain.algorithms.ratio import as_float, as_mask, masked
 
 
 def shape_scores(scores: Tensor, *, bias: float = 0.0, scale: float = 1.0, clip: float | None = None) -> Tensor:
-    """Compute (r + bias) scale, clipped to [-clip, clip] unless `clip` is None: (B,) -> (B,).
+    """Compute (r + bias) * scale for scores r, clipped to [-clip, clip] unless `clip` is None: (B,) -> (B,).
 
     Raises:
         ValueError: if `scale` is 0 or `clip` is not above 0.
@@ -57,9 +57,9 @@ def group_length_reward(lengths: Tensor, uid: Tensor, correct: Tensor, counted: 
         min(0, lambda)    if the answer is wrong
 
     l is the length of the answer in tokens, `lengths`. min_l and max_l are the lengths of the shortest and of the
-    longest counted answer of the group, that is, of the rows with the same `uid`. Short correct answers gain up to 0.5,
-    long answers lose up to 0.5, and a wrong answer never gains from its length. If all counted answers of a group have
-    the same length, or if the group has fewer than two counted answers, all rows of the group get 0.
+    longest counted answer of the group (the rows with the same `uid`). Short correct answers gain up to 0.5, long
+    answers lose up to 0.5, and a wrong answer never gains from its length. If all counted answers of a group have the
+    same length, or if the group has fewer than two counted answers, all rows of the group get 0.
 
     A row that is not `counted` (B,), such as a truncated answer that is excluded from the statistics, does not affect
     min_l or max_l. The length reward of a row that is not counted uses the min_l and max_l of the counted rows, with
@@ -78,9 +78,9 @@ def group_length_reward(lengths: Tensor, uid: Tensor, correct: Tensor, counted: 
 def suppress_truncated(scores: Tensor, truncated: Tensor, nothing: Tensor) -> Tensor:
     """Compute min(score, `nothing`) where `truncated` is True, else the score: (B,) -> (B,).
 
-    `nothing` (B,) is the score that the row would have if every reward function gave it 0. A truncated row gets the
-    lower of `nothing` and its own score. Truncation never improves the score of an answer, whether the answer is right
-    or wrong.
+    `nothing` (B,) is the score that a row would have if every reward function gave the row 0. A truncated row gets the
+    lower of `nothing` and the row's own score. Truncation never improves the score of an answer, whether the answer is
+    right or wrong.
 
     `truncated` (B,) must come from the engine's finish reason, not from the length of the answer. A score of NaN, which
     means that the row has no score, stays NaN. `suppress_truncated` does not decide which rows enter the statistics or

@@ -9,14 +9,14 @@ from rltrain.algorithms.ratio import as_mask, masked, metric_sum
 def value_loss(
     values: Tensor, old_values: Tensor, returns: Tensor, response_mask: Tensor, *, clip_range_value: float = 0.2
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the clipped squared error of the values.
+    """Compute the clipped squared error of the critic's values.
 
         l = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
-    V are the current values, V_old the values that were computed when the batch was collected, and R the returns. c is
-    the knob `clip_range_value`; with c = inf, values are not clipped. The squared error is that of arXiv 1707.06347 eq.
-    9. The clipping of the values is not in arXiv 1707.06347 but in the code of its authors (arXiv 2005.12729). Only
-    `values` gets a gradient, which is 0 where the clipped branch of the max is larger.
+    V are the critic's current values, V_old are the values that were computed when the batch was collected, and R are
+    the returns. c is the knob `clip_range_value`; with c = inf, values are not clipped. The squared error comes from
+    arXiv 1707.06347 eq. 9. The clipping of the values does not come from arXiv 1707.06347, but from the code of its
+    authors (arXiv 2005.12729). Only `values` gets a gradient, which is 0 where the clipped branch of the max is larger.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction`, `value_mean` and `return_mean`.

@@ -93,8 +93,9 @@ class Changes:
     async def until(self, condition: Callable[[], T]) -> T:
         """Wait until the condition returns a true value, and return that value."""
         while True:
-            # The attribute `_next` is read before the condition is evaluated. If the condition were evaluated first, a
-            # notification between the evaluation and the read, such as from a signal handler, would be missed.
+            # The attribute `_next` is read before the condition is evaluated. If the condition were evaluated before
+            # `_next` is read, a notification between the evaluation and the read (for example from a signal handler)
+            # would be missed.
             change = self._next
             if change is None:
                 change = self._next = asyncio.get_running_loop().create_future()

@@ -16,11 +16,11 @@ NONE = -1  # Value of an index variable that means "no index".
 def least_largest_sum(weights: Sequence[int], parts: int) -> int:
     """Return a lower bound on the largest sum of a part, for any partition of `weights` into `parts` parts.
 
-    The numbers in `weights` are non-negative integers. The returned bound is the largest of several lower bounds. The
-    first two lower bounds are the sum of all weights divided by `parts`, and the heaviest weight. The pigeonhole
-    principle gives a further lower bound for each k >= 1 with k * parts < len(weights). In any partition, some part
-    contains at least k + 1 of the k * parts + 1 heaviest weights, so the sum of the k + 1 lightest of these weights is
-    a lower bound. If `weights` is empty, the returned bound is 0.
+    The numbers in `weights` are non-negative integers. The returned bound is the largest of several lower bounds. One
+    lower bound is the sum of all weights divided by `parts`. Another lower bound is the heaviest weight. The pigeonhole
+    principle gives a further lower bound for each integer k >= 1 with k * parts < len(weights). In any partition, some
+    part contains at least k + 1 of the k * parts + 1 heaviest weights. Therefore, the sum of the k + 1 lightest weights
+    among the k * parts + 1 heaviest weights is a lower bound. If `weights` is empty, the returned bound is 0.
     """
     heaviest = sorted(weights, reverse=True)
     sums = [0, *itertools.accumulate(heaviest)]  # sums[n] is the sum of the n heaviest weights.
@@ -93,7 +93,7 @@ def refined(weights: Sequence[int], parts: Parts, *, sizes: Sequence[int], room:
 def _exchange(
     weights: Sequence[int], heavy: list[int], light: list[int], sizes: Sequence[int], room: int
 ) -> tuple[list[int], list[int]] | None:
-    """Bring the sums of two parts as close as possible: move one index from `heavy` to `light`, or swap two indices.
+    """Make the sums of two parts as equal as possible: move one index from `heavy` to `light`, or swap two indices.
 
     Returns:
         The new indices of the heavy and the light part, or None if no move or exchange brings the two sums closer.

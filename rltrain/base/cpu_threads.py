@@ -53,7 +53,7 @@ def _quotas() -> Iterator[float]:
             mount = _MOUNT / "cpu" if controllers else _MOUNT
             if controllers and "cpu" not in controllers.split(","):
                 continue
-            # In a container that mounts its own control group as the root, the folder of the control group does not
+            # If a container mounts its own control group as the root of /sys/fs/cgroup, the folder `group` does not
             # exist.
             group = mount / path.lstrip("/")
             for folder in (group, *group.parents):

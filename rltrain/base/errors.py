@@ -81,7 +81,7 @@ class RewardError(RLTrainError, RuntimeError):
     """Raised if the rewards cannot be computed: too many reward calls failed, or the aggregation of scores failed.
 
     Attributes:
-        batch: the batch of samples whose rewards failed; None unless all samples of the step are available.
+        batch: the batch of samples whose rewards failed; None if not all samples of the step are available.
         repairable: name of the user's file that must be repaired before the run can be resumed, as returned by
             `source_name`; "" if no file has to be repaired.
     """
@@ -99,8 +99,8 @@ def one_line(text: str, limit: int = 200) -> str:
 
     The middle of a text with more than `limit` characters is replaced by " ... ".
     """
-    # Control characters are escaped (as \n, \x1b, ...), because they could move the cursor or change the terminal's
-    # colors.
+    # Control characters are escaped (as \n, \x1b, ...), because a control character could move the cursor or change the
+    # terminal's colors.
     text = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in redacted(text))
     return text if len(text) <= limit else text[: limit // 2] + " ... " + text[-limit // 2 :]
 
@@ -108,9 +108,9 @@ def one_line(text: str, limit: int = 200) -> str:
 def described(error: BaseException, limit: int = 300) -> str:
     """Return an exception's type and text on one line, without secrets.
 
-    The exception's text is cut after `limit` characters. The returned text contains no unpaired surrogates, so that it
-    can be encoded and stored. `described` also handles an exception whose `__str__` raises another exception, and an
-    error message with an unpaired surrogate.
+    The exception's text is cut after `limit` characters. The returned text contains no unpaired surrogates, so that the
+    text can be encoded and stored. `described` also handles an exception whose `__str__` raises another exception, and
+    an error message with an unpaired surrogate.
     """
     try:
         text = str(error)[:_READ]

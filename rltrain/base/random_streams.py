@@ -1,4 +1,4 @@
-"""Seeds of random streams, so that each sample of a run has random numbers of its own."""
+"""Computes the seeds of random streams, so that each sample of a run has random numbers of its own."""
 
 _MASK = (1 << 64) - 1
 

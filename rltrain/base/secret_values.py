@@ -15,11 +15,13 @@ from urllib.parse import quote
 
 _TELLING = re.compile(r"KEY|TOKEN|SECRET|PASSWORD", re.IGNORECASE)
 _NO_SECRET = re.compile(r"_(PATH|FILE|DIR|MODE|ENV)$|^TOKENIZERS_", re.IGNORECASE)
-_SHORTEST = 8  # A value with fewer than 8 characters counts as a setting, not as a secret, as in TOKENS=all.
+# A value with fewer than 8 characters counts as a setting and not as a secret, for example the value of TOKENS=all.
+_SHORTEST = 8
 _SHORTEST_LINE = 16  # A single line of a multi-line secret is hidden only if the line has at least 16 characters.
 _PEM = r"-----{} ?[A-Z0-9 ]*PRIVATE ?KEY ?(?:BLOCK)?-----"
-# Matches keys of OpenAI and similar services, GitHub, Hugging Face, GitLab, Slack, AWS and Google, JSON web tokens, and
-# private keys in PEM form. If the end marker of a private key is missing, everything after the start marker matches.
+# Matches JSON web tokens, private keys in PEM form, and the API keys of OpenAI and similar services, GitHub, Hugging
+# Face, GitLab, Slack, AWS and Google. If the end marker of a private key is missing, everything after the start marker
+# matches.
 _LOOKS_LIKE_ONE = (
     r"\b(?:sk-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
@@ -40,8 +42,8 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Co
     """Return `text` with every secret replaced by `[hidden]`.
 
     A secret is found even if its whitespace is changed, escaped or removed, or if other characters of the secret are
-    escaped as in repr(), JSON or a URL. Each long line of a multi-line secret is hidden even where it occurs without
-    the other lines.
+    escaped as in repr(), JSON or a URL. Each long line of a multi-line secret is hidden even where the line occurs
+    without the other lines of the secret.
 
     Args:
         text: text that may contain secrets and is about to be shown or written. Shorten the text only after the call of

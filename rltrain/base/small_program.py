@@ -1,4 +1,4 @@
-"""Shared parts of `rltrain.doctor`, `rltrain.export` and `rltrain.report`: usage, one-line errors and exit statuses."""
+"""Code shared by `rltrain.doctor`, `rltrain.export` and `rltrain.report`: usage, one-line errors and exit statuses."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -36,7 +36,7 @@ def run_program(
         return _fail(str(error), BAD_INPUT if isinstance(error, ConfigError) else FAILED)
     except OSError as error:
         return _fail(remedy(error), FAILED)
-    except Exception as error:  # A file system driver, or the reader of a damaged file, may raise any exception.
+    except Exception as error:  # A file system driver, or the reader of a damaged file, can raise any exception.
         return _fail(f"unexpected {described(error, LONGEST)}", FAILED)
     except KeyboardInterrupt:
         return INTERRUPTED

@@ -1,9 +1,9 @@
 """Folders on any file system that fsspec supports: local paths, `file://`, `s3://` and so on.
 
 The library universal-pathlib could replace only the methods `at`, `path`, `open`, `read` and `exists` of `Folder`.
-universal-pathlib lacks atomic writes, checksums and listings that bypass fsspec's cache. Transactions of fsspec are not
-atomic: a local file is first written in the system's temporary folder, which may be on another disk, and is then
-copied.
+universal-pathlib lacks atomic writes, checksums and listings that bypass fsspec's cache. A transaction of fsspec is not
+atomic, because fsspec first writes a local file to the system's temporary folder, which can be on another disk, and
+then copies the file.
 """
 
 import os
@@ -82,7 +82,7 @@ class Folder:
         CRC-32 of the copied bytes.
 
         Raises:
-            OSError: the local file has become shorter than `size` bytes, or a file cannot be read or written.
+            OSError: the local file has become shorter than `start.size` bytes, or a file cannot be read or written.
         """
         left, crc = start.size, 0
         with start.path.open("rb") as source, self.open(name, "wb") as target:
@@ -173,8 +173,8 @@ def local_path(path: str, where: str) -> Path:
 def _require_utf8(path: Path, where: str) -> None:
     """Raise ConfigError if the path's bytes are not UTF-8.
 
-    Libraries in other programming languages encode file names in UTF-8, so they would not find a path that is not
-    UTF-8.
+    Libraries in other programming languages encode file names in UTF-8, so such libraries would not find a path that is
+    not UTF-8.
     """
     whole, encoding = os.path.abspath(path), sys.getfilesystemencoding()
     try:

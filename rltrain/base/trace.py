@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 VARIABLE = "RLTRAIN_TRACE"
 CALLS = "calls"  # Timeline track of calls to the roles of a training rank, such as actor or critic.
 OTHER_TASKS = "other tasks"  # Timeline track of asyncio tasks that were not given a name.
-MOST_EVENTS = 200_000  # Maximum number of events that a process keeps. Further events are counted, but not kept.
+# Maximum number of events that a process keeps. Events beyond this maximum are counted, but not kept.
+MOST_EVENTS = 200_000
 _MERGE_NS = 5_000_000  # Two events of one track are merged only if the gap between the events is at most 5 ms.
 _UNNAMED = re.compile(r"Task-\d+")  # Matches the default name of an asyncio task.
 # Matches the step number in a task's name. The step number is removed from the task's name, so that all steps of a run
@@ -183,8 +184,9 @@ def span(name: str, track: str = "", *, merged: bool = False, **args: Any) -> "_
     Args:
         name: label of the event in the timeline.
         track: name of the timeline row. By default, the track has the name of the current asyncio task.
-        merged: whether the event may be merged with an event of the same name that ended at most 5 ms before, so that
-            thousands of short steps become one event. Merging adds up the values of `args`.
+        merged: whether the event may be merged with an event of the same name that ended at most 5 ms before the start
+            of the new event. Merging turns thousands of short steps into one event. Merging adds up the values of
+            `args`.
         args: details of the event, as plain JSON values. If `merged` is true, the values in `args` must be numbers.
     """
     if _recorder is None:

@@ -1,9 +1,9 @@
 """Columns of a batch, stored as values and offsets, and functions that copy rows between batches.
 
-The values of a column are a tensor or, in a batch that was received from another process, *stored* as read-only bytes.
-The bytes of stored values may lie in memory that other processes also read, so no tensor shares memory with these
-bytes. Selecting rows of a column copies only the values of the selected rows. The functions that copy rows between
-batches copy each byte only once.
+The values of a column are either a tensor or read-only bytes. Values in the form of read-only bytes are called
+*stored*. Only a batch that was received from another process has stored values. The bytes of stored values may lie in
+memory that other processes also read, so no tensor shares memory with these bytes. Selecting rows of a column copies
+only the values of the selected rows. The functions that copy rows between batches copy each byte only once.
 """
 
 import math
@@ -50,8 +50,8 @@ class Column:
     Attributes:
         values: the values of all rows, (B, ...) in a dense column and (N, ...) in a jagged column.
         offsets: offsets of the rows, (B + 1,), in a jagged column; None in a dense column.
-        tensor: cached result of `whole`, that is, the column as one dense or nested tensor; None before the first call
-            of `whole`.
+        tensor: the column as one dense or nested tensor, cached by the method `whole`; None before the first call of
+            `whole`.
     """
 
     values: Tensor | Stored
@@ -75,7 +75,7 @@ class Column:
         return self.tensor
 
     def in_family(self, offsets: Tensor | None) -> "Column":
-        """Return the column with its offsets tensor replaced by `offsets`, a tensor with equal values."""
+        """Return the column with the offsets tensor `offsets`, whose values must equal the column's offsets."""
         return self if offsets is self.offsets else Column(self.values, offsets)
 
 
@@ -208,7 +208,7 @@ def _copied(sources: Sequence[Tensor | Stored], route: Route) -> Tensor:
 
 
 def _joined(sources: Sequence[Tensor | Stored], route: Route) -> Tensor:
-    """Copy ranges of values with PyTorch, which handles tensors on any device, gradients and mixed data types."""
+    """Copy ranges of values with PyTorch, which supports every device, gradients, and mixed data types."""
     tensors = [source.copy() if isinstance(source, Stored) else source for source in sources]
     pieces = [tensors[part][start:stop] for part, start, stop in route.pieces]
     return torch.cat(pieces + [tensor[:0] for tensor in tensors])
@@ -219,8 +219,8 @@ def _is_plain(source: Tensor | Stored) -> bool:
 
 
 def memory_of(source: Tensor | Stored) -> np.ndarray:
-    """Return the bytes of stored values or of a CPU tensor, (n,) uint8. `memory_of` copies a tensor only if the tensor
-    is not contiguous.
+    """Return the bytes of stored values or of a CPU tensor as a uint8 array (n,). `memory_of` copies a tensor only if
+    the tensor is not contiguous.
     """
     if isinstance(source, Stored):
         return source.memory

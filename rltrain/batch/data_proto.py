@@ -3,11 +3,11 @@
 The following letters stand for sizes in this project: P prompts in a step, G samples of one prompt (a group), B = P * G
 sequences, T response tokens of a row in the padded view, N tokens of a packed batch, V vocabulary entries.
 
-Variable-length columns are *jagged*: they consist of the concatenated values of all rows, (N,), and of the offsets of
-the rows, (B + 1,). Row i of a jagged column is `values[offsets[i]:offsets[i + 1]]`. A column family is a set of jagged
-columns with equal row lengths, such as the response columns. All columns of a column family share one offsets tensor.
-Batches are stored and sent without padding. The method `padded(column)` returns the padded view (B, T), which the
-algorithms read.
+A column of variable length is *jagged*: the column consists of the concatenated values of all rows, (N,), and of the
+offsets of the rows, (B + 1,). Row i of a jagged column is `values[offsets[i]:offsets[i + 1]]`. A column family is a set
+of jagged columns with equal row lengths, such as the response columns. All columns of a column family share one offsets
+tensor. Batches are stored and sent without padding. The method `padded(column)` returns the padded view (B, T) of a
+column. The algorithms read the padded view.
 """
 
 import json
@@ -101,9 +101,9 @@ class DataProto:
 
     A method that transforms a batch returns a new batch and leaves the original batch unchanged. The values of a batch
     that came from another process stay in shared memory, which other processes may read too. `DataProto` never writes
-    to shared memory. Indexing with `[rows]` copies the selected rows of every column. Methods that return a tensor,
-    such as `values`, copy the column that they return. The property `batch` copies all tensor columns from shared
-    memory.
+    to shared memory. Indexing with `[rows]` copies the selected rows of every column. A method that returns a column as
+    a tensor, such as `values`, copies only this column from shared memory. The property `batch` copies all tensor
+    columns from shared memory.
 
     Attributes:
         meta_info: metadata of the batch as a whole.
@@ -162,9 +162,9 @@ class DataProto:
 
     @property
     def batch(self) -> TensorDict:
-        """A dict of the tensor columns by name. A column is a dense tensor (B, ...) or a nested tensor of B rows.
+        """A dict that maps the name of each tensor column to a dense tensor (B, ...) or a nested tensor of B rows.
 
-        Changes to the dict `batch` change the batch object.
+        Changes to the dict `batch` also change this `DataProto`.
         """
         if self._table is None:
             tensors = {key: column.whole() for key, column in self._columns.items()}
@@ -173,9 +173,9 @@ class DataProto:
 
     @property
     def non_tensor_batch(self) -> dict[str, Any]:
-        """A dict of the columns of Python objects by name, each an object array (B,).
+        """A dict that maps the name of each column of Python objects to an object array (B,).
 
-        Changes to the dict `non_tensor_batch` change the batch object.
+        Changes to the dict `non_tensor_batch` also change this `DataProto`.
         """
         for key, column in self._others.items():
             if isinstance(column, Text):
@@ -224,7 +224,7 @@ class DataProto:
         """Return the batch with additional jagged columns.
 
         Args:
-            like: name of a jagged column, whose row lengths the new columns get.
+            like: name of the jagged column whose row lengths the new columns get.
             **columns: values (N,) of the new columns.
 
         Raises:
@@ -243,7 +243,7 @@ class DataProto:
         """Return the batch with additional jagged columns.
 
         Args:
-            like: name of a jagged column, whose row lengths the new columns get.
+            like: name of the jagged column whose row lengths the new columns get.
             **columns: the new columns, in the padded view (B, T) of the column `like`.
         """
         mask = self.padding_mask(like)
@@ -264,7 +264,7 @@ class DataProto:
         """Return a batch with only the named columns.
 
         Raises:
-            KeyError: the batch has no column of a given name.
+            KeyError: one of the given names is not the name of a column of the batch.
         """
         keys, columns = self._known(keys), self._tensors
         others = {key: column for key, column in self._others.items() if key in keys}
@@ -288,7 +288,7 @@ class DataProto:
             names: mapping from old to new column names.
 
         Raises:
-            KeyError: the batch has no column of a given name.
+            KeyError: one of the given names is not the name of a column of the batch.
             ValueError: two columns of the new batch would have the same name.
         """
         self._known(names)
@@ -372,7 +372,8 @@ class DataProto:
     def repeat(self, times: int, *, interleave: bool = True) -> Self:
         """Return a batch in which each row is repeated `times` times.
 
-        If `times` is 2, the rows a, b become a, a, b, b if `interleave` is true, and a, b, a, b otherwise.
+        For example, two repetitions of the rows a, b give a, a, b, b if `interleave` is true, and a, b, a, b if
+        `interleave` is false.
         """
         rows = torch.arange(len(self))
         return self[rows.repeat_interleave(times) if interleave else rows.repeat(times)]

@@ -14,7 +14,7 @@ from torch.nested import nested_tensor_from_jagged
 
 
 def jagged(rows: Iterable[Sequence[Any] | Tensor], dtype: torch.dtype) -> Tensor:
-    """Convert B sequences to a jagged column, that is, to a nested tensor of B rows."""
+    """Convert B sequences to a jagged column in the form of a nested tensor of B rows."""
     rows = list(rows)
     lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
     if any(isinstance(row, Tensor) for row in rows):
@@ -30,7 +30,7 @@ def offsets_of(lengths: Tensor) -> Tensor:
 
 
 def positions(lengths: Tensor) -> Tensor:
-    """Return the position 0, 1, 2, ... of each value in its row, (N,), for rows whose lengths (B,) are given."""
+    """Return a tensor (N,) with each value's position 0, 1, 2, ... in its row, for rows of the given lengths (B,)."""
     starts = offsets_of(lengths)[:-1]
     return torch.arange(int(lengths.sum()), device=lengths.device) - starts.repeat_interleave(lengths)
 

@@ -40,12 +40,12 @@ def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step
 
 
 def rows_of_same_groups(uids: Sequence[int], chosen: Sequence[Rows], others: Sequence[int]) -> list[Rows]:
-    """Return, for each mini-batch, the rows of another batch whose prompt groups occur in the mini-batch.
+    """Return, for each mini-batch, those rows of another batch whose prompt group occurs in the mini-batch.
 
     Args:
-        uids: number of the prompt group of each row of the batch that is divided into mini-batches, (B,).
+        uids: number of each row's prompt group, (B,), in the batch that is divided into mini-batches.
         chosen: for each mini-batch, the indices of its rows in the batch that is divided into mini-batches.
-        others: number of the prompt group of each row of the other batch, whose rows are returned.
+        others: number of each row's prompt group in the other batch, from which rows are returned.
     """
     groups = [{uids[row] for row in rows} for rows in chosen]
     return [[row for row, uid in enumerate(others) if uid in members] for members in groups]
@@ -67,9 +67,9 @@ def microbatches(
 ) -> list[Rows]:
     """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
 
-    By default, the number of micro-batches is the number that first-fit packing of the rows, in order of decreasing
-    length, needs. A larger `count` raises the number of micro-batches to `count`, or to the number of rows if `count`
-    exceeds the number of rows.
+    The default number of micro-batches is the number that results from first-fit packing of the rows in order of
+    decreasing length. A `count` above the default number raises the number of micro-batches to `count`, but at most to
+    the number of rows.
 
     Raises:
         ValueError: a row has more than `max_tokens` tokens.
@@ -138,8 +138,9 @@ def assign_minibatch(
 ) -> list[list[Rows]]:
     """Return the micro-batches of each rank for one mini-batch. Every rank gets the same number of micro-batches.
 
-    Ranks wait for each other in every micro-batch, so the k-th micro-batches of all ranks have nearly equal work. If a
-    rank has fewer rows than micro-batches, the last micro-batches of that rank are empty.
+    Ranks wait for each other in every micro-batch, so the rows are divided such that the k-th micro-batches of all
+    ranks have nearly equal work. If a rank has fewer rows than micro-batches, the last micro-batches of that rank are
+    empty.
 
     Args:
         lengths: number of tokens that each row of the batch takes in a packed micro-batch.

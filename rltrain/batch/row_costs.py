@@ -1,8 +1,9 @@
-"""Estimate of a model's compute cost for a row of text, from its Hugging Face config, without building the model.
+"""Estimate of a model's compute cost for a row of text, from the model's Hugging Face config alone.
 
 The unit of all costs is one multiply-add of a forward pass. A backward pass costs twice as much as the forward pass in
-every part of the model, so the cost ratios between rows stay the same. The estimate leaves out norms, activations and
-rotary embeddings, which are under 1% of the cost of any model that is large enough to need balancing.
+every part of the model, so the cost ratio of two rows is the same with and without the backward pass. The estimate
+leaves out norms, activations and rotary embeddings, which are under 1% of the cost of any model so large that its rows
+need balancing over the ranks.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -84,7 +85,7 @@ def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
     heads = _number(model, "num_attention_heads", "n_head", "num_heads") or 1
     head_dim = _number(model, "head_dim") or hidden // heads
     key_heads = _number(model, "num_key_value_heads") or heads
-    # The matrices of queries and outputs have `heads` heads, and the matrices of keys and values `key_heads` heads.
+    # The matrices of queries and outputs have `heads` heads. The matrices of keys and values have `key_heads` heads.
     projections = 2 * hidden * head_dim * (heads + key_heads)
     windows: dict[int | None, int] = {}
     for window in _windows(model, layers):
@@ -127,7 +128,7 @@ def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
 
 
 def _number(model: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first integer value that the config has under one of the given keys, or None.
+    """Return the value of the first given key whose value in the config is an integer; None if there is no such key.
 
     Different model types store a dimension, such as the hidden size, under different config keys.
     """

@@ -1,4 +1,4 @@
-"""Functions that find the response tokens of a batch that the policy sampled, as opposed to tokens of observations."""
+"""Functions that find which response tokens of a batch the policy sampled and which belong to observations."""
 
 import torch
 from torch import Tensor

@@ -2,9 +2,9 @@
 
 A serialized batch consists of a small header and of separate byte buffers: one for the values of each tensor column,
 one for the offsets of each column family, and one for each text column. Pickle protocol 5 transfers the byte buffers
-out of band, that is, without copying them into the pickle. Ray copies the byte buffers once, into one object of its
-object store, and reading processes map that object into memory. A process that reads a batch copies only the rows that
-it needs.
+out of band, which means that the buffers are not copied into the pickle. Ray copies the byte buffers once, into one
+object of its object store, and reading processes map that object into memory. A process that reads a batch copies only
+the rows that it needs.
 """
 
 import itertools

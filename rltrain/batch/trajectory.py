@@ -4,11 +4,11 @@ A trajectory becomes one row of a batch. The observation of the trajectory's fir
 after the prompt is the row's response: the sampled tokens of all turns, and the observations between the sampled
 tokens.
 
-A turn may have a new context, for instance because an agent program starts a sub-agent or shortens the conversation.
-The observation of such a turn is its whole context. The trajectory remains one row. The column `context_starts` marks
-the first token of each new context, and a model's forward pass computes each context independently of the tokens
-before it. If a new context repeats tokens that the policy sampled earlier, these tokens belong to the observation, so
-they are not trained on again.
+A turn can have a new context, for instance because an agent program starts a sub-agent or shortens the conversation.
+The observation of a turn with a new context is the whole context. A trajectory with several contexts still becomes only
+one row. The column `context_starts` marks the first token of each new context, and a model's forward pass computes each
+context independently of the tokens before it. If a new context repeats tokens that the policy sampled earlier, the
+repeated tokens belong to the observation and are not trained on again.
 
 Two columns of a batch distinguish tokens that the policy sampled from tokens that belong to observations. The column
 `response_mask` is True at sampled tokens that are trained on. Later stages of a training step may set `response_mask`
@@ -37,8 +37,8 @@ class Turn:
     """One turn of a trajectory: an observation and the policy's action on the observation.
 
     Attributes:
-        observation_ids: token ids that were put into the context since the last turn: the prompt in the first turn; in
-            later turns, for instance, a tool's result or a user's reply.
+        observation_ids: token ids that were added to the context after the previous turn, such as a tool's result or a
+            user's reply; in the first turn, the token ids of the prompt.
         action_ids: token ids that the policy sampled in the turn; empty if the trajectory ended with the turn's
             observation.
         log_probs: log-probability of each sampled token in nats, under the distribution from which the token was
@@ -48,7 +48,7 @@ class Turn:
         text: text of the tokens that the policy sampled in the turn, without special tokens.
         reward: reward that the environment gave for the turn; None if the environment gave no reward for the turn.
         new_context: whether `observation_ids` is the whole context of the turn. If False, the context of the turn
-            continues the context and the action of the previous turn. The flag of the first turn has no effect.
+            continues the context and the action of the previous turn. In the first turn, `new_context` has no effect.
     """
 
     observation_ids: Sequence[int]
@@ -86,11 +86,11 @@ class Trajectory:
         sample: number of the sample in its group.
         turns: the turns of the trajectory, in order; at least one turn.
         stop_reason: why a trajectory in an environment ended: "answer" (the policy called no tool), "done" (the
-            environment ended the trajectory), "error" (the environment failed), or one of `LIMITS`. "" for a single
-            answer without an environment.
+            environment ended the trajectory), "error" (the environment failed), or one of `LIMITS`. A single answer
+            without an environment has the stop reason "".
         messages: the conversation as chat messages, from the prompt to the last message; empty without an environment.
-            The messages with which a later context begins have the key `context`. The key's value is the number of
-            earlier contexts.
+            Each message at the beginning of the second or a later context has the key `context`, whose value is the
+            number of contexts that began before this context.
         reward: reward that the environment gave for the whole trajectory; None if the environment gave no reward for
             the whole trajectory.
         error: one line that says how the environment failed; "" if the environment did not fail. A trajectory with an
@@ -140,20 +140,21 @@ class Trajectory:
     def environment_reward(self) -> float | None:
         """Sum of the rewards that the environment gave for single turns and for the whole trajectory.
 
-        None if the environment gave no reward at all.
+        The value is None if the environment gave no reward at all.
         """
         rewards = [one for one in (*(turn.reward for turn in self.turns), self.reward) if one is not None]
         return sum(rewards) if rewards else None
 
     @property
     def contexts(self) -> int:
-        """Number of contexts in the trajectory: the first one, and one for each later turn with a new context."""
+        """Number of contexts in the trajectory: 1 for the first turn, and 1 for each later turn with a new context."""
         return 1 + sum(turn.new_context for turn in self.turns[1:])
 
     @property
     def tool_calls(self) -> int:
         """Number of well-formed tool calls that the policy made."""
-        # The messages with which a later context begins may repeat calls of earlier contexts. Count each call once.
+        # Messages at the beginning of a second or later context can repeat tool calls of earlier contexts. To count
+        # each tool call only once, messages with the key `context` are skipped.
         own = [message for message in self.messages if "context" not in message]
         return sum(len(message.get("tool_calls", ())) for message in own)
 
@@ -187,12 +188,12 @@ class Trajectory:
         return found
 
     def turn_index(self) -> Sequence[int]:
-        """Return for each response token the number of the turn that sampled the token; -1 in observations."""
+        """Return for each response token the number of the turn that sampled the token; -1 for observation tokens."""
         observed = [[-1] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([[number] * len(turn.action_ids) for number, turn in enumerate(self.turns)], observed)
 
     def turn_states(self) -> Sequence[int]:
-        """Return for each sampled token a hash of the observation before the token's turn; 0 in observations."""
+        """Return for each sampled token a hash of the observation of the token's turn; 0 for observation tokens."""
         observed = [[0] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([[_hash(turn.observation_ids)] * len(turn.action_ids) for turn in self.turns], observed)
 
@@ -211,7 +212,7 @@ class Trajectory:
         return _response([turn.token_rewards() for turn in self.turns], observed)
 
     def response_ids(self) -> Sequence[int]:
-        """Return the token ids of the response: the first action, and then each later observation and action."""
+        """Return the token ids of the response: the first action, then each observation followed by its action."""
         return _response([t.action_ids for t in self.turns], [t.observation_ids for t in self.turns[1:]])
 
     def log_probs(self) -> Sequence[float]:

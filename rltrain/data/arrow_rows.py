@@ -55,7 +55,9 @@ def _in_microseconds(column: Any, name: str, where: str) -> Any:
 
 
 def _microseconds(kind: Any) -> Any:
-    """Return an Arrow type in which microseconds replace nanoseconds, even inside lists and structs."""
+    """Return the Arrow type `kind` with microseconds instead of nanoseconds as time unit, even inside lists and
+    structs.
+    """
     import pyarrow
     from pyarrow import types
 

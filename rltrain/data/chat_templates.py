@@ -22,7 +22,7 @@ from typing import Any
 
 from rltrain.data.template_process import OUT_OF_MEMORY
 
-# A rendering request ends after `_CHATS` chats, or as soon as its pickled chats exceed `_BYTES` bytes.
+# A rendering request is complete when it holds `_CHATS` chats, or when its pickled chats exceed `_BYTES` bytes.
 _CHATS, _BYTES = 256, 1 << 23
 # Seconds that the rendering process may take to answer a request, including the start of the process.
 _SILENCE_S = 240.0
@@ -45,8 +45,8 @@ class TemplateError(ValueError):
 
 
 class ChatTemplates:
-    """Renders chats with the chat template of a tokenizer, as `apply_chat_template` does, within limits on processor
-    time and memory.
+    """Renders chats with a tokenizer's chat template like the method `apply_chat_template` of transformers, but within
+    limits on processor time and memory.
 
     The rendering process starts when the first chat is rendered. The rendering process ends when `close` is called or
     this object is deleted.
@@ -89,8 +89,9 @@ class ChatTemplates:
             tokenizer: a Hugging Face tokenizer, which provides the template and the special tokens.
             chats: lists of messages, each a dict with `role` and `content`.
             add_generation_prompt: whether to append the text that opens the assistant's answer.
-            tools: JSON schemas of the tools that the assistant can call, as `get_json_schema` of transformers returns
-                them. If the tokenizer has a template for tools, that template is used.
+            tools: JSON schemas of the tools that the assistant can call, in the form that `get_json_schema` of
+                transformers returns. If tools are given and the tokenizer has a separate template for tools, that
+                template is used.
 
         Raises:
             TemplateError: a chat cannot be rendered. The texts of all chats before the failed chat are yielded before
@@ -118,7 +119,8 @@ class ChatTemplates:
                 )
 
     def _answer(self, request: bytes, done: int) -> tuple[list[str], str | None]:
-        """Send a request to the rendering process, and return the rendered texts and the template's error or None.
+        """Send a request to the rendering process, and return the rendered texts and the template's error message. The
+        error message is None if the template rendered all chats of the request.
 
         Args:
             request: the pickled request.

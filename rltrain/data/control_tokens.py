@@ -9,10 +9,11 @@ control-token name, encoding has three steps:
    data. After the replacement, all control-token names in the template's output come from the template itself.
 2. In a copy of the tokenizer, each control token is renamed to a string of private-use characters. In the output of the
    chat template, each control-token name is replaced by the new name of its token. Each placeholder is then replaced by
-   the control-token name from the data, which the copied tokenizer encodes as ordinary text.
+   the original control-token name from the data. The copied tokenizer encodes the original control-token names as
+   ordinary text.
 3. Two checks verify the token ids of the encoded text. For the text with placeholders, the copied tokenizer must give
-   the same ids as the original tokenizer. Replacing the placeholders by the original names must not change the control
-   tokens among the token ids. If one of the two checks of the token ids fails, a `ControlTokenError` is raised.
+   the same ids as the original tokenizer. Replacing the placeholders by the original names must not change the sequence
+   of control tokens in the token ids. If one of the two checks of the token ids fails, a `ControlTokenError` is raised.
 """
 
 import functools
@@ -32,7 +33,7 @@ _NAMED = re.compile(_NAME.format(r"(\d+)"))
 
 
 class ControlTokenError(ValueError):
-    """Raised if a text cannot be encoded with its control-token names as ordinary text.
+    """Raised if a text cannot be encoded so that the control-token names in the text stay ordinary text.
 
     The message of a `ControlTokenError` says why the text cannot be encoded.
     """
@@ -58,8 +59,8 @@ class _Marked:
 class ControlTokens:
     """The control tokens of a tokenizer: its special tokens, and added tokens of the form `<|...|>`.
 
-    An added token of another form, such as `<think>`, counts as ordinary vocabulary: its name in a text is encoded as
-    the added token.
+    An added token that is neither special nor of the form `<|...|>`, such as `<think>`, counts as ordinary vocabulary:
+    the name of such an added token in a text is encoded as the added token.
 
     Attributes:
         names: names of the control tokens, such as `<|im_end|>`.
@@ -143,7 +144,7 @@ class ControlTokens:
         return ids
 
     def _encode_named(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a text that spells control tokens with their names in the copied tokenizer."""
+        """Encode a text in which control tokens are written with the names that they have in the copied tokenizer."""
         if self._tokenizer.is_fast:
             tokenizer, ids = self._copy
             found = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -187,9 +188,10 @@ class ControlTokens:
         return [id for id in ids if id in self._control_ids]
 
     def _normalizer(self) -> tuple[Callable[[str], str] | None, re.Pattern[str]]:
-        """Return the tokenizer's normalizer, and a pattern of the control tokens that are matched in normalized text.
+        """Return the tokenizer's normalizer, and a pattern that matches the normalized names of the control tokens that
+        the tokenizer looks for in normalized text.
 
-        The normalizer is None if no control token is matched in normalized text.
+        The returned normalizer is None if the tokenizer looks for no control token in normalized text.
         """
         own: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         normalize = own.normalizer.normalize_str if own is not None and own.normalizer is not None else None

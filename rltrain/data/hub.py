@@ -1,12 +1,13 @@
 """Resolves the name of a model on the Hugging Face hub to a commit and to local files.
 
-The name of a model has the form `NAME` or `ORG/NAME`, and may end with `@REVISION` for a branch, a tag or a commit. The
-name of a model is *pinned* if the revision is a complete commit hash of 40 digits. The driver pins the name of each
-model once, before any worker starts, so that all processes read the same files, even after the run is resumed.
+The name of a model has the form `NAME` or `ORG/NAME`, optionally followed by `@REVISION` for a branch, a tag or a
+commit. The name of a model is *pinned* if the revision is a complete commit hash of 40 digits. Before any worker
+starts, the driver changes the name of each model to a pinned name with the commit hash, so that all processes read the
+same files, even after the run is resumed.
 
 A separate process (`rltrain.data.hub_download`) downloads the files of a model. Ctrl-C ends the download process at
-once, even in the middle of a large file. The download process also reads the environment variables of `huggingface_hub`
-(HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) afresh.
+once, even in the middle of a large file. When the download process starts, it reads the environment variables of
+`huggingface_hub` (HF_HOME, HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE) anew.
 """
 
 import json
@@ -54,7 +55,8 @@ class HubName:
 def hub_name(path: str) -> HubName | None:
     """Parse `path` as the name of a model on the hub; return None if `path` cannot be the name of a model.
 
-    A path that exists on this machine always means a directory, even if it has the form of a model's name on the hub.
+    A path that exists on this machine always means a directory, even if the path has the form of a model's name on the
+    hub.
     """
     if os.path.lexists(path) or path.startswith("~"):
         return None
@@ -74,7 +76,8 @@ def local_directory(path: str | Path) -> Path:
     """Return the directory of a model on this machine.
 
     Args:
-        path: a directory, or a hub name with a commit that `fetch` has returned earlier in this process.
+        path: path of a directory, or a pinned model name (NAME@COMMIT) that `fetch` has returned earlier in this
+            process.
     """
     return _snapshots.get(str(path)) or Path(path).expanduser()
 
@@ -94,7 +97,7 @@ def directory_on_node(path: str, *, on_progress: Callable[[], None], environment
     Model files that the machine does not have are downloaded.
 
     Args:
-        path: the model's path as `portable` returned it, perhaps on another machine.
+        path: the model's path in the form that `portable` returns, perhaps computed on another machine.
         on_progress: function that is called from time to time during the download.
         environment: environment variables of the download process.
 
@@ -185,7 +188,8 @@ def _download(name: HubName, where: str, on_bytes: Callable[[int, int], None], e
 
 
 def _last_message(lines: IO[str], on_bytes: Callable[[int, int], None]) -> dict[str, Any]:
-    """Call `on_bytes` with each progress message of the download process.
+    """Read the messages of the download process, and call `on_bytes` with the numbers of bytes in each progress
+    message.
 
     Return the last message of the download process, which says how the download ended; {} if the download process ended
     without a message about its result.

@@ -1,8 +1,8 @@
 """The process that downloads a data set from the hub for `rltrain.data.hub_datasets`.
 
 The process writes one JSON object to its standard output. If the download succeeds, the JSON object holds the commit,
-the configuration, the split and the Arrow files of the split. If the download fails, the JSON object is {"error":
-reason and remedy}. Progress bars of the library `datasets` go to the standard error of the process.
+the configuration, the split and the paths of the split's Arrow files. If the download fails, the JSON object is
+{"error": reason and remedy}. Progress bars of the library `datasets` go to the standard error of the process.
 """
 
 import difflib
@@ -28,7 +28,8 @@ _SHOWN = 8  # A message lists at most `_SHOWN` configurations or splits.
 def main(repository: str, config: str | None, split: str | None, revision: str | None, *, key: str) -> None:
     """Download a data set, and write the result or the error to the standard output as JSON.
 
-    The arguments are the parts of the data set's name, and `key` is the config key, `train` or `val`.
+    The argument `key` is the config key, `train` or `val`. The arguments other than `key` are the parts of the data
+    set's name.
     """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # On Ctrl-C, the driver ends the download process.
     result, sys.stdout = sys.stdout, sys.stderr
@@ -110,11 +111,12 @@ def _result(builder: Any, split: str) -> dict[str, Any]:
 def _chosen(splits: Sequence[str], split: str | None, repository: str, config: str | None, key: str) -> str:
     """Return the split that the user named, or a default split.
 
-    If the user named no split, return the usual split for the config key (`train` or `val`), or the only split.
+    If the user named no split, return the split with a usual name for the config key (`train` or `val`), or the only
+    split of the data set.
 
     Raises:
-        ConfigError: the named split does not exist, or the user named no split and the data set has several splits
-            without a usual name.
+        ConfigError: the named split does not exist, or the user named no split and the data set has several splits,
+            none of which has a usual name.
     """
     if split in splits:
         return str(split)

@@ -3,12 +3,13 @@
 The name of a data set has the form `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`. In the name `ORG/NAME:WORD`, WORD
 means a configuration if the data set has a configuration of that name, and otherwise a split. `ORG/NAME::SPLIT` names a
 split without a configuration. The name of a data set is *pinned* if the name has all parts and the revision is a
-complete commit hash of 40 digits. The driver pins the name of each data set once, so that a resumed run reads the same
-rows again.
+complete commit hash of 40 digits. The driver completes the name of each data set once, with the commit, so that a
+resumed run reads the same rows again.
 
 A separate process (`rltrain.data.hub_dataset_download`) downloads data sets with the library `datasets`. Ctrl-C ends
-the download process at once. The download process reads the environment variables HF_HOME, HF_TOKEN, HF_ENDPOINT and
-HF_HUB_OFFLINE afresh. Because `datasets` runs in a separate process, the driver does not have to import pandas.
+the download process at once. When the download process starts, it reads the environment variables HF_HOME, HF_TOKEN,
+HF_ENDPOINT and HF_HUB_OFFLINE anew. Because the library `datasets`, which imports pandas, runs in a separate process,
+the driver does not have to import pandas.
 """
 
 import importlib.util
@@ -38,7 +39,8 @@ _START = (
     "main({repository!r}, {config!r}, {split!r}, {revision!r}, key={key!r})"
 )
 _QUIET = {"HF_DATASETS_DISABLE_PROGRESS_BARS": "1", "HF_HUB_DISABLE_PROGRESS_BARS": "1"}
-# Maps the pinned name of each data set that this process has fetched to the paths of the data set's Arrow files.
+# Maps the pinned name of a data set to the paths of the data set's Arrow files, for all data sets that this process has
+# fetched.
 _files: dict[str, list[str]] = {}
 
 
@@ -48,10 +50,10 @@ class DatasetName:
 
     Attributes:
         repository: name of the data set without configuration, split and revision: `ORG/NAME`.
-        config: name of the configuration; None for the configuration "default" or the only configuration. If `split` is
-            None and the data set has no configuration called `config`, the value of `config` is the name of a split.
-        split: name of the split; None if the user named no split, or named the split without a configuration, as in
-            `ORG/NAME:SPLIT`.
+        config: name of the configuration; None for the data set's configuration "default" or its only configuration. If
+            `split` is None and the data set has no configuration with this name, `config` holds the name of a split.
+        split: name of the split; None if the user named no split, or wrote `ORG/NAME:SPLIT`, for which `config` holds
+            the name of the split.
         revision: branch, tag or commit of the data set; None for the main branch.
     """
 
@@ -98,7 +100,7 @@ def require_library(where: str) -> None:
 
 
 def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
-    """Find a split of a data set in the cache of this machine, or download and prepare it.
+    """Find a split of a data set in the cache of this machine, or download and prepare the split.
 
     Return the data set's name with the configuration, the split and the commit.
 
@@ -126,8 +128,8 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
 def dataset_rows(source: str, where: str, *, key: str) -> Rows:
     """Return the rows of a data set.
 
-    The values of the rows stay on disk until a row is read. `dataset_rows` has the same arguments and errors as
-    `fetch_dataset`.
+    The values of the rows stay on disk until a row is read. The arguments `where` and `key` and the raised errors are
+    the same as those of `fetch_dataset`.
     """
     name = dataset_name(source)
     assert name is not None, "`source` must be the name of a data set on the hub"

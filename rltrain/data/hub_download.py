@@ -93,7 +93,7 @@ def _progress_class() -> type:
     """Return a progress-bar class that writes messages instead of displaying bars.
 
     huggingface_hub creates several progress bars: one bar counts files, and the other bars count bytes. Two progress
-    bars may count the same byte: one bar when the byte is received, and one bar when the byte is written.
+    bars can count the same byte: one bar when the byte is received, and one bar when the byte is written.
     """
     from tqdm.auto import tqdm
 

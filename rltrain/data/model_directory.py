@@ -76,7 +76,8 @@ def check_reward_model(path: str, key: str) -> None:
 def check_critic(path: str) -> None:
     """Raise an error if the model cannot be turned into a critic.
 
-    A critic is a transformers token classifier, that is, the model with a new head that gives one output per token.
+    A critic is a token classifier of the library transformers: the base model with a new head that gives one output per
+    token.
 
     Raises:
         ConfigError: transformers has no token classifier for this type of model, or the base model's weights are
@@ -107,8 +108,8 @@ def longest_row(path: str | Path) -> int | None:
 
 
 def check_limits(config: Config, model: Mapping[str, Any]) -> None:
-    """Raise an error if the config's lengths or shard counts do not fit the model, or if the model has layers that
-    cannot be trained.
+    """Raise an error if the config's length limits or numbers of shards do not fit the model, or if the model has
+    layers that cannot be trained.
 
     Args:
         config: the complete config.
@@ -176,7 +177,7 @@ def check_teacher(config: Config, path: str, key: str) -> None:
 
 
 def _check_sequence_ranks(size: int, model: Mapping[str, Any], whose: str) -> None:
-    """Raise ConfigError if `size` ranks cannot share the attention heads of a model."""
+    """Raise ConfigError if the attention heads of a model cannot be divided evenly among `size` ranks."""
     heads = model.get("num_attention_heads")
     pairs = model.get("num_key_value_heads") or heads
     require(
@@ -206,7 +207,7 @@ def _check_layers(where: str, model: Mapping[str, Any]) -> None:
 def _check_attention(path: str, longest: int, model: Mapping[str, Any]) -> None:
     """Raise ConfigError if the model has attention windows or logit caps that training would ignore.
 
-    If training ignored an attention window or a logit cap, it would compute the log-probs of a different model.
+    If training ignored an attention window or a logit cap, training would compute the log-probs of a different model.
     """
     for key, window in _windows(model).items():
         require(
@@ -225,8 +226,8 @@ def _check_caps(where: str, model: Mapping[str, Any]) -> None:
 
 
 def _windows(model: Mapping[str, Any]) -> dict[str, int]:
-    """Return the attention windows of the model's layers in tokens, by config key; the dict is empty if no layer has a
-    window.
+    """Return a dict that maps keys of the model's config to attention windows in tokens; the dict is empty if no layer
+    of the model has an attention window.
     """
     found = {"attention_chunk_size": model.get("attention_chunk_size")}
     if model.get("use_sliding_window", True):
@@ -278,7 +279,7 @@ def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
     Args:
         path: the model's directory.
         tokenizer: the model's tokenizer.
-        where: the config key and the path, for the start of the error message.
+        where: the config key and the model's path, for the start of the error message.
 
     Raises:
         ConfigError: a token id is too large for the model's embeddings. The error message names the largest id and the

@@ -1,10 +1,10 @@
 """Finds the weight files of a model directory, and checks that the files hold the complete model.
 
-If the weight files lack a parameter, transformers initializes it with random numbers and only logs a message. To find
-missing parameters, this module passes the tensor names and shapes in the file headers through transformers' own loading
-code, which renames, ties and merges tensors. The loading code runs on the meta device, so the check of the weight files
-reads no weights and allocates no memory for weights. The check of the weight files finds the name of every tensor that
-is missing, unexpected or of the wrong shape.
+If the weight files lack a parameter, transformers initializes the parameter with random numbers and only logs a
+message. To find missing parameters, this module passes the tensor names and shapes in the file headers through
+transformers' own loading code, which renames, ties and merges tensors. The loading code runs on the meta device, so the
+check of the weight files reads no weights and allocates no memory for weights. The check of the weight files finds the
+name of every tensor that is missing, unexpected or of the wrong shape.
 """
 
 import contextlib
@@ -74,7 +74,7 @@ def weight_files(folder: Path, where: str) -> list[Path]:
 
     Args:
         folder: the model's directory.
-        where: the config key and the path, for the start of error messages.
+        where: the config key and the model's path, for the start of error messages.
 
     Raises:
         ConfigError: the directory has no weight files, or an index file is broken or names a file that does not exist.
@@ -95,7 +95,7 @@ def weight_files(folder: Path, where: str) -> list[Path]:
 
 
 def shards(index: Path, where: str) -> list[Path]:
-    """Return the weight files that an index file names, in the order in which they are read.
+    """Return the weight files that an index file names, in the order in which the weight files are read.
 
     Raises:
         ConfigError: the file is not an index file, or the index file names a weight file that does not exist.
@@ -122,7 +122,7 @@ def shards(index: Path, where: str) -> list[Path]:
 
 
 def stored_tensors(folder: Path, where: str) -> dict[str, StoredTensor]:
-    """Return the descriptions of all tensors in a model's weight files, by tensor name.
+    """Return a dict that maps the name of each tensor in a model's weight files to the tensor's description.
 
     The function reads only the headers of the weight files.
 
@@ -146,7 +146,7 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
 
     Args:
         file: the safetensors file.
-        where: the config key and the path, for the start of error messages.
+        where: the config key and the model's path, for the start of error messages.
         framework: the framework whose tensors `safe_open` shall return, such as "pt" for PyTorch.
 
     Raises:
@@ -189,13 +189,14 @@ def _torch_file(file: Path, where: str) -> dict[str, StoredTensor]:
 
 
 def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
-    """Build a transformers model on the meta device, without memory for weights.
+    """Build a transformers model on the meta device, without allocating memory for weights.
 
     Args:
         path: the model's directory, or "builtin" for the built-in model.
         kind: the transformers Auto class that builds the model; by default, `AutoModelForCausalLM`. A classification
             model is built with one output.
-        where: the config key and the path, for the start of error messages; by default, `model.path` and `path`.
+        where: the config key and the model's path, for the start of error messages; by default, the key `model.path`
+            and the value of `path`.
 
     Raises:
         ConfigError: transformers cannot build a model of the class `kind` from config.json.
@@ -236,10 +237,11 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
 
     Args:
         path: the model's directory.
-        where: the config key and the path, for the start of error messages.
+        where: the config key and the model's path, for the start of error messages.
         kind: the transformers Auto class of the model to check; by default, `AutoModelForCausalLM`.
-        new_head: whether training starts with new random values for the parameters outside the base model. With a new
-            head, the files may lack the parameters outside the base model, or hold the head of another model.
+        new_head: whether training starts with new random values for the parameters outside the base model. If
+            `new_head` is true, files that lack the parameters outside the base model, or hold the head of another
+            model, are accepted.
 
     Raises:
         ConfigError: the weights do not fit the model, or belong to an adapter or a quantized model. The error message
@@ -315,8 +317,8 @@ def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kw
     Args:
         kind: the transformers Auto class that loads the model.
         path: the model's directory.
-        where: the config key and the path, for the start of error messages.
-        new_head: whether the model's head may be missing from the weight files, as in `check_weights`.
+        where: the config key and the model's path, for the start of error messages.
+        new_head: whether weight files without the model's head are accepted, as in `check_weights`.
         **kwargs: further arguments for `from_pretrained`.
 
     Raises:
@@ -342,8 +344,8 @@ def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head:
     Args:
         model: the loaded model.
         found: the loading report, as returned by `from_pretrained(output_loading_info=True)`.
-        where: the config key and the path, for the start of error messages.
-        new_head: whether the model's head may be missing from the weight files, as in `check_weights`.
+        where: the config key and the model's path, for the start of error messages.
+        new_head: whether weight files without the model's head are accepted, as in `check_weights`.
 
     Raises:
         ConfigError: tensors are missing, unexpected or of the wrong shape. The error message names the affected

@@ -85,10 +85,10 @@ class PromptEncoder:
             yield row, self._finished(found[row], prompt, place(row), max_length)
 
     def _spelled(self, prompts: Mapping[int, Any], place: Callable[[int], str]) -> dict[int, str]:
-        """Return the first control-token name in each prompt, by row number.
+        """Return a dict that maps row numbers to the first control-token name in each prompt.
 
-        Prompts without control-token names are left out. If `special_tokens` is "allow", `_spelled` returns an empty
-        dict.
+        Prompts without control-token names have no entry in the returned dict. If `special_tokens` is "allow",
+        `_spelled` returns an empty dict.
 
         Raises:
             ConfigError: a prompt contains the name of a control token, and `special_tokens` is "refuse".

@@ -14,9 +14,9 @@ Text in the column `prompt` is used as the complete prompt, even for a chat mode
 `prompt`, or from a template, becomes a user message if the tokenizer has a chat template. The config key `data.chat`
 can forbid chat messages, or turn all text into user messages.
 
-Reward functions get all columns of the data as arguments of the same name. Unless the data has a column `completion`,
-reward functions also get the assistant's last message as `completion`. Unless the data has a column `answer`, reward
-functions also get the column `solution` or `output` as `answer`.
+Reward functions get the value of each data column as the argument with the name of the column. Unless the data has a
+column `completion`, reward functions also get the assistant's last message as `completion`. Unless the data has a
+column `answer`, reward functions also get the column `solution` or `output` as `answer`.
 """
 
 import difflib
@@ -84,7 +84,8 @@ class PromptForm:
         as_user: whether a text prompt becomes a user message.
         system: text of the system message that starts each chat; None for no system message.
         chat: value of the config key `data.chat`: "auto", "always" or "never".
-        derived: columns that reward functions get in addition to the columns of the data, by name.
+        derived: dict of the computed columns, with the column names as keys. Reward functions get the computed columns
+            in addition to the columns of the data.
         read: function that returns the prompt of a row: text or chat messages. `read` does not check the type of the
             value that it returns. `read` raises RowError if a column that the template needs has no value, or if a
             message has an unknown speaker.
@@ -121,7 +122,9 @@ class PromptForm:
         return [{"role": "system", "content": self.system}, *value]
 
     def values(self, row: Row) -> dict[str, Any]:
-        """Return the values that reward functions get for a row, by the names in `columns`; a missing value is None."""
+        """Return a dict that maps each name in `columns` to the value that reward functions get for a row; a missing
+        value is None.
+        """
         return {name: self.derived[name].value(row) if name in self.derived else row.get(name) for name in self.columns}
 
     def described(self, chats: int, total: int) -> str:
@@ -186,7 +189,9 @@ def _require_template(options: PromptOptions, has_template: bool) -> None:
 
 
 def _reader(columns: Sequence[str], prompt: str | None, where: str) -> tuple[tuple[str, ...], Reader, str]:
-    """Return the columns to read, a function that makes a prompt from a row, and a description for the user."""
+    """Return the names of the columns to read, a function that makes a prompt from a row, and a description of what a
+    prompt is made of, for messages to the user.
+    """
     if prompt is None:
         prompt = _recognised(columns, where)
         if prompt == INSTRUCTION and INPUT in columns:

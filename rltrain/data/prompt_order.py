@@ -47,7 +47,7 @@ class PromptOrder:
         """Continue the prompt order from a state that `state_dict` returned.
 
         Raises:
-            ConfigError: the state comes from an order with another size, seed or shuffle setting.
+            ConfigError: the saved prompt order has another size, seed or shuffle setting than this prompt order.
         """
         for name, value in self.state_dict().items():
             require(

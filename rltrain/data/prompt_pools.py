@@ -1,9 +1,10 @@
-"""Sampling of training prompts from pools by difficulty, with a preference for prompts that are solved sometimes.
+"""Sampling of training prompts from pools by difficulty, with a preference for prompts that the policy solves sometimes
+but not always.
 
-The success p of a prompt is the share of correct answers in the prompt's most recent group. A group whose answers are
-all correct or all wrong has GRPO advantages of 0. The variance p (1 - p) of the outcomes is largest at p = 1/2, so the
-policy learns most from prompts of medium difficulty (arXiv 2502.12272). `PromptPools` stores the success of each
-prompt, and sorts the prompts into four pools:
+The success p of a prompt is the share of correct answers in the prompt's most recent group of answers. A group whose
+answers are all correct or all wrong has GRPO advantages of 0. For a prompt with success p, the variance p (1 - p) of
+the outcomes is largest at p = 1/2, so the policy learns most from prompts of medium difficulty (arXiv 2502.12272).
+`PromptPools` stores the success of each prompt, and sorts the prompts into four pools:
 
     unseen: the success has not been measured yet
     easy:   success >= easy_threshold
@@ -16,9 +17,9 @@ interval contains the point u(n):
     u(n) = frac(u(0) + n * 0x9E3779B97F4A7C15 / 2^64)
 
 The intervals of the pools, in the order normal, unseen, hard, easy, have the lengths of the configured fractions. The
-first point u(0) depends on the seed. The factor of n is the golden ratio minus 1, so the points u(n) are spread evenly
-over [0, 1). Among any m consecutive draws, a pool with fraction f is therefore chosen about m * f times, with a small
-deviation.
+first point u(0) depends on the seed. The points u(n) are spread evenly over [0, 1), because the factor of n in the
+formula for u(n) is the golden ratio minus 1. Among any m consecutive draws, a pool with fraction f is therefore chosen
+about m * f times, with a small deviation.
 
 If the chosen pool is empty, the draw takes a prompt from the normal pool. If the chosen pool and the normal pool are
 both empty, the draw takes a prompt from the unseen pool. If the chosen pool, the normal pool and the unseen pool are
@@ -32,10 +33,11 @@ from its draw until the end of the training step of its prompt group. A prompt i
 has two groups of one prompt. In a pool with n prompts and fraction f, each prompt is drawn once in n / f draws on
 average.
 
-The success of a prompt changes only at the end of a training step, when the step's groups are returned in the order of
-their draws. Draws therefore depend on the seed and on the outcomes of finished steps, and never on the order in which
-answers arrive. With `trainer.max_staleness` = k, the prompts of a step are drawn while the k preceding steps are
-unfinished. The draws of a step therefore depend on the outcomes of all earlier steps except the k preceding steps.
+The success of a prompt changes only at the end of a training step, when the prompts of the step are returned to the
+pools in the order of their draws. Draws therefore depend on the seed and on the outcomes of finished steps, and never
+on the order in which answers arrive. If `trainer.max_staleness` is k, the prompts of a step are drawn while the k
+preceding steps are unfinished. With `trainer.max_staleness` = k, the draws of a step therefore depend on the outcomes
+of all earlier steps except the k preceding steps.
 """
 
 import base64
@@ -125,11 +127,12 @@ class PromptPools:
     def give_back(self, outcomes: Mapping[int, tuple[int, int]]) -> None:
         """Return the prompts of a finished training step to the pools, with their outcomes.
 
-        A prompt whose group has no judged answer keeps the success of its earlier group.
+        If the new group of a prompt has no judged answer, the prompt keeps the success from its previous group.
 
         Args:
-            outcomes: maps the position of each draw that the step has used or dropped to (number of correct answers,
-                number of judged answers) in the draw's prompt group.
+            outcomes: a dict with one entry for each draw that the step has used or discarded. The key is the position
+                of the draw. The value is the pair (number of correct answers, number of judged answers) for the draw's
+                prompt group.
         """
         for position, (correct, judged) in sorted(outcomes.items()):
             assert 0 <= correct <= judged <= _LARGEST, f"{correct} of {judged} answers are correct"
@@ -144,8 +147,9 @@ class PromptPools:
     def metrics(self) -> dict[str, float]:
         """Return the share of all prompts in each pool, and the share of draws for which the chosen pool was empty.
 
-        A prompt in flight counts for the pool that it was drawn from. `difficulty/fallback_fraction` is the share of
-        the draws since the end of the previous step for which the chosen pool was empty.
+        A prompt that was drawn and not yet returned counts for the pool from which the prompt was drawn. The metric
+        `difficulty/fallback_fraction` covers only the draws since the end of the previous step, and gives the share of
+        draws for which the chosen pool was empty.
         """
         shares = {f"difficulty/{name}_fraction": self._sizes[name] / self._size for name in POOLS}
         return shares | {"difficulty/fallback_fraction": self._fallbacks / max(1, self._drawn_in_step)}
@@ -168,7 +172,7 @@ class PromptPools:
         """Continue the sampling from a state that `state_dict` returned.
 
         Raises:
-            ConfigError: the state comes from other prompts or another seed.
+            ConfigError: the state comes from a run with another number of prompts or another seed.
             ValueError: the state is damaged.
         """
         for name, value in (("size", self._size), ("seed", self._seed)):
@@ -225,7 +229,10 @@ class PromptPools:
 
 
 def _ends(difficulty: DifficultyConfig) -> list[tuple[str, float]]:
-    """Return each pool with the end of its interval of [0, 2^64); the last end is infinite, to allow for rounding."""
+    """Return the name of each pool with the end of the pool's interval within [0, 2^64).
+
+    The end of the last pool's interval is infinite, to allow for rounding errors.
+    """
     ends, end = list[tuple[str, float]](), 0.0
     for name in POOLS:
         end += getattr(difficulty, f"{name}_fraction")
@@ -234,13 +241,13 @@ def _ends(difficulty: DifficultyConfig) -> list[tuple[str, float]]:
 
 
 def most_in_flight(prompts_per_step: int, steps_ahead: int, dynamic_sampling: int) -> int:
-    """Return the largest number of prompts that may be in flight (drawn, and not yet returned) at the same time.
+    """Return the largest number of prompts that can be in flight (drawn, and not yet returned) at the same time.
 
     Args:
-        prompts_per_step: number of groups of a training step (P).
+        prompts_per_step: number of prompt groups of a training step.
         steps_ahead: number of training steps for which groups are generated in advance.
-        dynamic_sampling: value of `algorithm.dynamic_sampling`: a step generates at most `dynamic_sampling` times P
-            groups.
+        dynamic_sampling: value of `algorithm.dynamic_sampling`: a step generates at most `dynamic_sampling` *
+            `prompts_per_step` groups.
     """
     return prompts_per_step * (steps_ahead + max(1, dynamic_sampling))
 

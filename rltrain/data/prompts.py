@@ -31,7 +31,8 @@ _ROUND_TRIPS = 64  # Number of prompts whose token ids are decoded and compared 
 
 @dataclass(frozen=True)
 class Prompt:
-    """One prompt of a data set, with the token ids of the prompt and the other columns of the prompt's row.
+    """One prompt of a data set, with the prompt's token ids and the column values of the row from which the prompt was
+    made.
 
     Attributes:
         index: position of the prompt in its `PromptSet`.
@@ -39,7 +40,8 @@ class Prompt:
             template without control tokens. For a text prompt, `text` is the text in the data; control tokens are
             removed from the text if control tokens are allowed in prompts.
         ids: the exact token ids that the engine receives.
-        columns: values of the row's other columns, by column name; a missing value is None.
+        columns: maps the name of each column that reward functions get to the row's value in that column; a missing
+            value is None.
         messages: the chat messages; None if the prompt is text.
         supervised_ids: token ids of the supervised answer, which the supervised loss trains on; None if the prompt has
             no supervised answer.
@@ -106,8 +108,8 @@ class PromptSet(Sequence[Prompt]):
         return Prompt(index, text, ids, self._form.values(row), chat, supervised)
 
     def fingerprint(self) -> int:
-        """Return a checksum of the prompts: of their token ids, their order, the values in the prompts' other columns,
-        and the supervised answers.
+        """Return a checksum of the prompts. The checksum covers the token ids and the order of the prompts, the column
+        values that reward functions get, and the supervised answers.
         """
         crc = zlib.crc32(self._ends, zlib.crc32(self._ids))
         for values in () if self.supervised is None else self.supervised.arrays:
@@ -121,7 +123,9 @@ class PromptSet(Sequence[Prompt]):
         return self._kept[:count].tolist()
 
     def values(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield for each prompt the location of its row, for error messages, and the values in its other columns."""
+        """Yield for each prompt the location of the prompt's row, for error messages, and the row's values that reward
+        functions get.
+        """
         for row in self._kept:
             yield self._rows.place(row), self._form.values(self._rows.row(row))
 
@@ -171,8 +175,8 @@ def load_prompts(
         special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. "text"
             encodes the name as ordinary text, "refuse" raises an error, and "allow" encodes the name as the control
             token.
-        lossy_tokenizer: what happens if the tokenizer loses parts of the text of one of the first prompts: "refuse"
-            raises an error, and "allow" accepts the tokenizer.
+        lossy_tokenizer: what happens if the tokenizer loses a part of one of the first prompts: "refuse" raises an
+            error, and "allow" accepts the tokenizer.
         limit: maximum number of prompts to load. If the source has more prompts, the first `limit` prompts that are not
             too long are kept.
         supervised: settings of the supervised answers to the prompts; None if no supervised answers are needed.
@@ -225,7 +229,8 @@ def _encode(
     """Encode the rows and append the prompts to the prompt set, until the set holds `limit` prompts.
 
     Returns:
-        A dict of the prompts that are too long, by row number, and the number of rows that hold chat messages.
+        A dict that maps the row number of each prompt that is too long to the prompt's length, and the number of rows
+        that hold chat messages.
     """
     too_long: dict[int, Overlong] = {}
     chats = 0
@@ -243,7 +248,9 @@ def _encode(
 
 
 def _prompts(rows: Rows, form: PromptForm, start: int) -> tuple[dict[int, Any], set[int]]:
-    """Return the prompts of a batch of rows, by row number, and the numbers of the rows that hold chat messages."""
+    """Return a dict that maps row numbers to prompts for a batch of rows, and the numbers of the rows that hold chat
+    messages.
+    """
     found, chats = {}, set()
     for index, row in zip(itertools.count(start), rows.read(start, start + _BATCH, form.reads), strict=False):
         try:

@@ -26,8 +26,8 @@ def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
 
     Args:
         source: the function to call, as `package.module:function` or `file.py:function`. The user's function returns or
-            yields dicts. The user's function gets the arguments `split` ("train" or "val") and `seed` if it has
-            parameters called `split` and `seed`.
+            yields dicts. The arguments `split` ("train" or "val") and `seed` are passed to the user's function if the
+            function has parameters with these names.
         where: the config key and the source, for the start of the error message.
         split: the config key under `data` that names the function.
         seed: random seed of the run, for the function's parameter `seed`.

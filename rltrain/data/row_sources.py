@@ -1,6 +1,6 @@
 """The kinds of sources that `data.train` and `data.val` may name, and how each kind is read.
 
-The kind of a source is the first of the following forms that fits:
+The kind of a source is given by the first of the following forms that fits the source:
 
 - `builtin:NAME` names a built-in task.
 - The path of an existing file or folder names that file or folder.

@@ -25,7 +25,7 @@ class SampleFile:
     Attributes:
         path: path of the parquet file.
         step: number of the training step.
-        failed: whether the training step made no optimizer step, because too many rewards failed.
+        failed: whether the training step made no optimizer step, because the computation of too many rewards failed.
     """
 
     path: Path
@@ -58,7 +58,7 @@ class StoredGroup:
 
 
 def stored_groups(folder: Path) -> Mapping[int, StoredGroup]:
-    """Return the prompt groups whose samples a run has stored, by group number (`uid`).
+    """Return a dict that maps group numbers (`uid`) to the prompt groups whose samples a run has stored.
 
     Raises:
         ConfigError: a sample table cannot be read.

@@ -5,8 +5,9 @@ The config key `data.sft_response` names the column with the answers, or is a te
 
 The token ids of a supervised answer are ids that the model itself could sample after the prompt. The text of a
 supervised answer is encoded alone and never together with the prompt, just as the text of a sampled answer is decoded
-from the answer's ids alone. The end token follows the ids of the text, as in a sampled answer that the model ends.
-After chat messages, the end token is the token with which the chat template ends the assistant's messages.
+from the answer's ids alone. In a supervised answer, the end token follows the ids of the text, just as in a sampled
+answer that the model itself ends. If the prompt consists of chat messages, the end token of the answer is the token
+with which the chat template ends the assistant's messages.
 """
 
 import math
@@ -201,8 +202,9 @@ class AnswerEncoder:
         """Return for each row number the token ids of the answer, or an `Overlong` if the answer is too long.
 
         Args:
-            texts: text of the answer of each row.
-            chats: whether the prompt of a row consists of chat messages.
+            texts: maps each row number to the text of the row's answer.
+            chats: maps each row number to True if the row's prompt consists of chat messages, and to False if the
+                prompt is text.
             place: function that returns, for a row number, the location of that row for error messages.
 
         Raises:
@@ -337,7 +339,9 @@ def load_answers(
 def _texts(
     rows: Rows, numbers: Sequence[int], form: PromptForm, answers: AnswerForm
 ) -> tuple[dict[int, str], dict[int, bool]]:
-    """Return, by row number, the texts of the answers, and whether the prompts of the rows are chat messages."""
+    """Return two dicts whose keys are row numbers: the first dict holds the texts of the answers, and the second dict
+    holds whether the prompts of the rows are chat messages.
+    """
     texts, chats = {}, {}
     for number in numbers:
         row = rows.row(number)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-SHORT = 100_000  # For texts of at most 100,000 characters, no bound is computed, because tokenizing is fast.
+SHORT = 100_000  # For texts of at most 100,000 characters, no bound is computed, because tokenizing such texts is fast.
 # Names of pre-tokenizers that keep every character.
 _LOSSLESS = ("ByteLevel", "Metaspace", "Digits", "UnicodeScripts", "FixedLength")
 # Names of pre-tokenizers that drop only white space.
@@ -47,7 +47,8 @@ class TokenBound:
     - A character that is not in the vocabulary is not counted, because the tokenizer may drop such a character or merge
       several such characters into one unknown token.
     - White space is not counted if any part of the tokenizer drops white space.
-    - Begin tokens at the start of the text are not counted, because the prompt encoder keeps only one begin token.
+    - Beginning-of-sequence (BOS) tokens at the start of the text are not counted, because the prompt encoder keeps only
+      one BOS token.
 
     The lower bound is 0 if one token can cover any text (word-level and WordPiece tokenizers), or if the type of the
     tokenizer's pre-tokenizer is not known to this module.

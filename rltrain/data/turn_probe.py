@@ -1,5 +1,5 @@
-"""A check that a conversation that is tokenized turn by turn agrees with the chat template's rendering of the
-conversation.
+"""A check whether the token ids of a conversation, built turn by turn, agree with the chat template's rendering of the
+whole conversation.
 
 The check builds synthetic conversations turn by turn, as in a rollout. The check compares each built conversation with
 the template's rendering of the whole conversation:
@@ -8,9 +8,9 @@ the template's rendering of the whole conversation:
   therefore has a second beginning-of-sequence token, a repeated system prompt or a missing end token only if the
   rendering has the same fault.
 - Between two control tokens, the built conversation and the rendering have the same token ids. In an answer of the
-  assistant, the text must be the same, but the token ids may differ. White space around an answer may differ, because
-  the policy samples this white space. Thoughts (`<think>...</think>`) may differ, because some templates remove
-  thoughts from earlier answers.
+  assistant, the text must be the same, but the token ids are allowed to differ. White space around an answer is allowed
+  to differ, because the policy samples this white space. Thoughts (`<think>...</think>`) are allowed to differ, because
+  some templates remove thoughts from earlier answers.
 - The built conversation ends where the template would write the assistant's next answer.
 """
 
@@ -43,7 +43,7 @@ class _Turn:
 
     Attributes:
         messages: the messages after the answer.
-        thought: text of the thought before the answer.
+        thought: text of the thought (`<think>...</think>`) before the answer.
         cut: whether the answer was cut off before the policy sampled the end of the answer.
     """
 
@@ -53,7 +53,8 @@ class _Turn:
 
 
 def fault(renderer: "TurnRenderer", roles: Collection[str]) -> str | None:
-    """Return one line that says why appended turns would differ from the chat template's rendering; None if they agree.
+    """Return one line that says why appended turns would differ from the chat template's rendering; None if no
+    difference was found.
 
     Args:
         renderer: the renderer to check.
@@ -134,7 +135,7 @@ def _answer(renderer: "TurnRenderer", turn: _Turn, number: int) -> "tuple[Messag
 
 
 def _thought(renderer: "TurnRenderer", turn: _Turn) -> str:
-    """Return the sampled thought of a turn, which is shorter if the prompt already opens a thought."""
+    """Return the thought that is sampled in a turn, without `<think>` if the prompt already ends with `<think>`."""
     if not _OPENED.search(renderer.render([_START], opened=True)):
         return turn.thought
     return turn.thought.removeprefix("<think>") or "\n</think>\n\n"

@@ -31,7 +31,7 @@ _USER = {"role": "user", "content": "a"}
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}")
 _SURROGATES = re.compile("[\ud800-\udfff]")  # Unpaired surrogates are not valid Unicode.
 _PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # The class ControlTokens uses these private-use characters.
-_ANCHORS = 1024  # Maximum number of cached anchors.
+_ANCHORS = 1024  # Maximum number of `Anchor` objects in the cache.
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Anchor:
     Attributes:
         message: the assistant's message.
         marks: number of occurrences of the renderer's `mark` in the rendered message.
-        markup: text that belongs to the answer after the last occurrence of `mark`, such as the end of a tool call.
+        markup: the part of the answer's text after the last occurrence of `mark`, such as the end of a tool call.
         closing: text that the template writes after the answer if no other message follows.
     """
 
@@ -58,14 +58,15 @@ class TurnRenderer:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        tools: JSON schemas of the tools, as `get_json_schema` of transformers returns them.
+        tools: JSON schemas of the tools, in the form that `get_json_schema` of transformers returns.
         stop_ids: ids of the tokens at which the engine ends an answer.
         templates: object that renders messages; by default a new `ChatTemplates`.
 
     Attributes:
         tokenizer, tools, stop_ids: the constructor arguments of the same names.
         special_ids: `stop_ids`, and the ids of all control tokens except the unknown token.
-        mark: known word in the assistant messages that stand for sampled answers; the word occurs in no tool's schema.
+        mark: known word in the placeholder messages that stand in for sampled answers; the word occurs in no tool's
+            schema.
     """
 
     def __init__(
@@ -123,8 +124,9 @@ class TurnRenderer:
         token and a newline if the answer was cut, and only the newline if the policy sampled the end token. If the
         policy ended the answer with a token of `stop_ids` other than the template's end token, the sampled token
         replaces the template's end token. If the template has no end token, the opener of the next message ends an
-        answer. An opener that the policy sampled is not added again. If the policy sampled the opener of another role,
-        the opener of the next message's role is added.
+        answer. If the policy has already sampled the opener of the next message, the opener is not added again. If the
+        policy has sampled the opener of a message with another role than the next message, the opener of the next
+        message is added.
 
         Args:
             messages: the new messages: results of tools, or messages of a user. Tool results at the start belong to the
@@ -153,8 +155,8 @@ class TurnRenderer:
         return self.decoded(ids[: len(ids) - ended])
 
     def probe(self, roles: Collection[str] = ("tool", "user")) -> str | None:
-        """Return one line that says why appended turns would differ from the chat template's rendering; None if they
-        agree.
+        """Return one line that says why appended turns would differ from the chat template's rendering; None if no
+        difference was found.
 
         Args:
             roles: roles of the messages that follow an answer of the assistant.
@@ -184,7 +186,7 @@ class TurnRenderer:
 
     @functools.cached_property
     def answer_anchor(self) -> Anchor:
-        """An anchor without tool calls, that is, an assistant message that stands for a sampled answer."""
+        """Placeholder message of the assistant, without tool calls, that stands in for a sampled answer."""
         message = {"role": "assistant", "content": self.mark}
         _, mark, closing = self.render([_USER, message], opened=False).rpartition(self.mark)
         if not mark:
@@ -192,8 +194,8 @@ class TurnRenderer:
         return Anchor(message, 1, "", closing)
 
     def anchor(self, messages: Sequence[Message]) -> Anchor:
-        """Return the anchor for new messages: the assistant message that stands for the sampled answer before the new
-        messages.
+        """Return the anchor for new messages: a placeholder message of the assistant that stands in for the sampled
+        answer before the new messages.
 
         The anchor message contains tool calls if the new messages start with tool results and the template writes tool
         calls.
@@ -249,7 +251,7 @@ class TurnRenderer:
 
     def _after_mark(self, messages: Sequence[Message]) -> list[int]:
         """Return the ids of the text that the template writes after the content of an answer, including the complete
-        answer end.
+        end of the answer.
         """
         # `mark` is put before the text, because some tokenizers treat the start of a text in a special way.
         lead = self._mark_ids
@@ -269,7 +271,8 @@ class TurnRenderer:
         return after[len(anchor.markup) :]
 
     def _call_anchor(self, calls: Sequence[tuple[str, str]]) -> Anchor:
-        """Return an anchor message with tool calls, in the first form of the calls that the template accepts.
+        """Return an anchor (placeholder message for a sampled answer) with tool calls in the first form that the
+        template accepts.
 
         Most templates expect the arguments of a tool call as an object, and some templates expect the JSON text of the
         object. Some templates refuse several calls in one message, but write several tool results.

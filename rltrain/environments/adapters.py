@@ -1,6 +1,7 @@
 """Adapters that turn environments of other libraries into environments of rltrain.
 
-The user passes a function that creates the other library's object, so the adapters import no other library. Example:
+The user passes to an adapter a function that creates the environment's object, so the adapter itself need not import
+the other library. Example:
 
     import reasoning_gym
     from rltrain.environments.adapters import from_reasoning_gym
@@ -21,8 +22,8 @@ SEEDS = 1 << 31  # Many libraries accept only seeds below 2**31.
 def from_gymnasium(make: Callable[[], Any]) -> type:
     """Return an environment class for a Gymnasium environment whose actions and observations are text.
 
-    The reward of a turn is the reward that the Gymnasium environment's `step` returns. The conversation ends when
-    `step` reports that the environment has terminated or was truncated.
+    The reward of a turn is the reward that the Gymnasium environment's `step` returns. The conversation ends when the
+    Gymnasium environment's `step` returns a true value for `terminated` or `truncated`.
 
     Args:
         make: Function that creates the Gymnasium environment of one conversation.
@@ -47,12 +48,12 @@ def from_gymnasium(make: Callable[[], Any]) -> type:
 
 
 def from_textarena(make: Callable[[], Any]) -> type:
-    """Return an environment class for a TextArena game of one player.
+    """Return an environment class for a single-player TextArena game.
 
     After each move, TextArena returns the text of the whole game. The adapter shows the model only the text that is new
-    since the last move. The reward of the last turn is the game's reward of player 0. TextArena uses Python's global
-    random generator, so a game that draws random numbers after its start is not reproducible if several games run in
-    one process.
+    since the last move. The last turn of a game gets the reward that TextArena gives to player 0; each earlier turn
+    gets 0. TextArena uses Python's global random generator, so a game that draws random numbers after its start is not
+    reproducible if several games run in one process.
 
     Args:
         make: Function that creates the game of one conversation, for example `lambda: textarena.make("Mastermind-v0")`.

@@ -1,14 +1,15 @@
-"""The contract between rltrain and agent programs of users.
+"""Interface between rltrain and the agent programs that users write.
 
-An agent program is a function or a command that asks the policy through an OpenAI-compatible HTTP API. rltrain starts
-the program once for each trajectory:
+An agent program is a function or a command that sends requests to the policy through an OpenAI-compatible HTTP API.
+rltrain starts the agent program once for each trajectory:
 
     run(base_url, api_key, **columns) -> float | dict[str, float] | None
 
-A function gets the arguments that its signature names: `base_url` and `api_key` for an OpenAI client, `model` (a name
-for the client), `messages` (the prompt as chat messages), `seed`, and the columns of the data by name. The returned
-number is the reward of the trajectory. A returned dict maps ids of answers to the rewards of single turns. A function
-may be a coroutine function. `workers.environments.agent_program.CommandProgram` says what a command gets.
+An agent function gets only the arguments that its signature names. The possible arguments are `base_url` and `api_key`
+for an OpenAI client, `model` (a model name for the client), `messages` (the prompt as chat messages), `seed`, and the
+columns of the data by name. If the agent function returns a number, the number is the reward of the trajectory. If the
+agent function returns a dict, the dict maps the id of an answer to the reward of that answer's turn. An agent function
+can be a coroutine function. The class `workers.environments.agent_program.CommandProgram` says what a command gets.
 """
 
 import inspect
@@ -23,13 +24,13 @@ _FUNCTION = re.compile(r"\S+:[A-Za-z_]\w*")
 def is_function(agent: str) -> bool:
     """Return whether `rollout.agent` names a function, `package.module:function` or `file.py:function`.
 
-    All other texts are commands.
+    A value of `rollout.agent` in any other form is a command.
     """
     return _FUNCTION.fullmatch(agent) is not None
 
 
 def arguments_of(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that a function's signature names, or all arguments if the function takes `**kwargs`."""
+    """Return the arguments in `offered` that a function's signature names, or all of `offered` if it has `**kwargs`."""
     parameters = inspect.signature(function).parameters
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return dict(offered)
@@ -37,7 +38,7 @@ def arguments_of(function: Callable[..., Any], offered: Mapping[str, Any]) -> di
 
 
 def missing_arguments(function: Callable[..., Any], offered: Sequence[str]) -> list[str]:
-    """Return the parameters of a function that have no default and are not offered."""
+    """Return the names of a function's parameters that have no default and that no argument in `offered` fills."""
     plain = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()
     needed = [one for one in parameters if one.default is inspect.Parameter.empty]

@@ -6,15 +6,15 @@ An environment is a class. For each trajectory, rltrain creates one object of th
                                        appended to the last message of the prompt. If `reset` has a parameter `seed`,
                                        the parameter gets an int that depends on the run's seed, the prompt group and
                                        the sample.
-    METHOD(**arguments) -> Any         every other public method is a tool. The policy calls tools by name; the returned
-                                       value is shown to the policy as text.
+    METHOD(**arguments) -> Any         every public method whose name is not in `RESERVED` is a tool. The policy calls
+                                       tools by name; the returned value is shown to the policy as text.
     step(text) -> (text, reward, done) for games without tool calls: gets the text of the policy's action, and returns
                                        the observation, the reward of the turn (or None) and whether the game is over.
-    reward() -> float | None           optional: returns the reward of the whole trajectory after the last turn.
+    reward() -> float | None           optional: called after the last turn; returns the reward of the whole trajectory.
     close() -> None                    optional: called when the trajectory has ended, even after an error.
 
-All methods of an environment may be coroutine functions. A method with the name `get_reward` is used like `reward`. A
-tool may also be a function outside any class, which has no state.
+All methods of an environment can be coroutine functions. A method with the name `get_reward` is used like `reward`. A
+tool can also be a function outside any class; such a function has no state.
 """
 
 import inspect
@@ -31,7 +31,7 @@ SEED = "seed"  # Name of the parameter of `reset` that gets the seed of the traj
 
 
 class EnvironmentFailure(Exception):
-    """Raised if the code of an environment fails; the errors of tool calls are shown to the policy instead."""
+    """Raised if the code of an environment fails; an error of a tool call is instead shown to the policy as text."""
 
 
 def tool_names(environment: type) -> list[str]:
@@ -41,13 +41,13 @@ def tool_names(environment: type) -> list[str]:
 
 
 def reset_arguments(reset: Callable[..., Any], columns: Mapping[str, Any], seed: int) -> dict[str, Any]:
-    """Return the arguments for an environment's `reset`: the accepted data columns and, if accepted, the seed."""
+    """Return the arguments of `reset`: each data column that `reset` takes, and the seed if `reset` takes a seed."""
     given = arguments_of(reset, columns)
     return given | ({SEED: seed} if SEED in inspect.signature(reset).parameters else {})
 
 
 def missing_columns(environment: type, columns: Sequence[str]) -> list[str]:
-    """Return the parameters of an environment's `reset` that have neither a default value nor a data column."""
+    """Return the parameters of `reset` that have no default value and no data column of the same name."""
     reset = getattr(environment, RESET, None)
     if reset is None:
         return []

@@ -10,16 +10,16 @@ HIGHER, LOWER, RIGHT, INVALID = "higher", "lower", "right", "one digit"
 class HigherLower:
     """A game with a hidden digit and five guesses.
 
-    The game is over after the right guess, which has reward 1, or after the fifth guess. All other guesses have reward
-    0, so the rewards of a game sum to 1 if the policy found the digit, and to 0 otherwise.
+    The game is over after the right guess or after the fifth guess. The right guess has reward 1, and each wrong guess
+    has reward 0, so the rewards of a game sum to 1 if the policy found the digit, and to 0 otherwise.
     """
 
     def reset(self, seed: int, number: int | None = None) -> None:
         """Start a game.
 
         Args:
-            seed: seed of the hidden digit. Each game of a prompt group has its own seed, so the games of a group have
-                different digits.
+            seed: seed of the hidden digit. Each game of a prompt group has its own seed, so the games of a group can
+                have different digits.
             number: the hidden digit, from 0 to 9; None to draw the digit at random.
 
         Raises:

@@ -1,4 +1,4 @@
-"""Environment of the built-in task `lookup`: a hidden table of ten digits, which a tool shows entry by entry."""
+"""Environment of the built-in task `lookup`: a hidden table of ten digits; each call of the tool shows one entry."""
 
 ENTRIES = 10
 

@@ -1,7 +1,8 @@
-"""What two OpenAI-compatible HTTP APIs, chat completions and responses, have in common.
+"""Code that the two OpenAI-compatible HTTP APIs, chat completions and responses, share.
 
-Both APIs are converted to and from the same two classes, `ModelRequest` and `ModelAnswer`. The JSON objects follow the
-public API reference of OpenAI, platform.openai.com/docs/api-reference.
+The requests of both APIs are converted to the class `ModelRequest`, and objects of the class `ModelAnswer` are
+converted to the responses of both APIs. The JSON objects of requests and responses follow OpenAI's public API
+reference, platform.openai.com/docs/api-reference.
 """
 
 import json
@@ -19,7 +20,7 @@ _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
 class ApiError(Exception):
-    """Raised if a request cannot be answered.
+    """Raised if a request to the API cannot be answered.
 
     Args:
         message: Text for the program that made the request.
@@ -32,7 +33,7 @@ class ApiError(Exception):
         self.status, self.code = status, code
 
     def body(self) -> Mapping[str, Any]:
-        """Return the JSON object of the error."""
+        """Return the JSON object that describes the error in the HTTP response."""
         return {"error": {"message": str(self), "type": "invalid_request_error", "code": self.code, "param": None}}
 
 
@@ -41,12 +42,13 @@ class ModelRequest:
     """A request for the model's next message.
 
     Attributes:
-        messages: The whole conversation as chat messages. Contents are text, and the arguments of calls are objects.
+        messages: The whole conversation as chat messages. Contents are text, and the arguments of tool calls are
+            decoded JSON.
         tools: Schemas of the tools, as `transformers.utils.get_json_schema` returns them.
         max_tokens: Maximum number of tokens of the answer; None for no limit.
         model: Name of the model, which the response repeats.
         stream: Whether the response is a stream of events.
-        usage: Whether a stream of chat completions ends with the number of tokens.
+        usage: Whether a streamed chat completion ends with an event that contains the numbers of tokens.
         text_only: Whether tool calls in the answer are returned as text (`tool_choice="none"`).
     """
 
@@ -65,11 +67,11 @@ class ModelAnswer:
 
     Attributes:
         id: Identity of the answer, unique in the run.
-        message: The answer as a chat message. The arguments of calls are objects.
+        message: The answer as a chat message. The arguments of tool calls are decoded JSON.
         cut: Whether the answer was cut at the maximum number of tokens.
         prompt_tokens: Number of tokens before the answer.
         completion_tokens: Number of sampled tokens.
-        created: Seconds since 1970.
+        created: Time at which the answer was created, in seconds since 1970.
     """
 
     id: str
@@ -92,7 +94,7 @@ def plain_id(id: Any) -> str:
 
 
 def check_options(body: Mapping[str, Any]) -> None:
-    """Raise ApiError if a request asks for something that would change which tokens are sampled or trained."""
+    """Raise ApiError if the body of a request is not an object, or gives an option a value that the API refuses."""
     if not isinstance(body, Mapping):
         raise ApiError("the body of the request must be a JSON object")
     if body.get("n") not in (None, 1):
@@ -116,7 +118,7 @@ def tools_of(tools: Sequence[Any]) -> Sequence[Mapping[str, Any]]:
     """Return the schemas of a request's tools in the form of chat completions.
 
     Raises:
-        ApiError: an entry is not a function with a name.
+        ApiError: an entry of `tools` is not a function with a name.
     """
     for tool in tools:
         function = tool.get("function") if isinstance(tool, Mapping) else None
@@ -127,7 +129,7 @@ def tools_of(tools: Sequence[Any]) -> Sequence[Mapping[str, Any]]:
 
 
 def max_tokens_of(body: Mapping[str, Any], *names: str) -> int | None:
-    """Return the value of the first given key that a request sets, or None if the request sets none of the keys.
+    """Return the value of the first key in `names` that a request sets, or None if the request sets no key in `names`.
 
     Raises:
         ApiError: the value is not a positive integer.
@@ -167,14 +169,14 @@ def recorded_call(id: str, name: Any, arguments: Any) -> Mapping[str, Any]:
     if isinstance(arguments, str):
         try:
             arguments = json.loads(valid_unicode(arguments) or "{}")
-            json.dumps(arguments, ensure_ascii=False).encode()  # Fails if an escape is an unpaired surrogate.
+            json.dumps(arguments, ensure_ascii=False).encode()  # `encode` fails for an unpaired surrogate.
         except (ValueError, RecursionError):
             raise ApiError("the arguments of a tool call are not valid JSON") from None
     return {"id": id, "type": "function", "function": {"name": str(name), "arguments": arguments}}
 
 
 def written_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a recorded tool call in the form of chat completions, whose arguments are JSON text."""
+    """Return a recorded tool call in the form of chat completions, in which the arguments are JSON text."""
     function = call["function"]
     written = {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
     return {"id": call["id"], "type": "function", "function": written}

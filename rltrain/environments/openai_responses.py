@@ -1,4 +1,4 @@
-"""Requests and responses of OpenAI's API for responses."""
+"""Requests and responses of OpenAI's Responses API."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -24,7 +24,7 @@ def responses_request(body: Mapping[str, Any], previous: Sequence[Message] = ())
 
     Args:
         body: The JSON object of the request.
-        previous: The conversation up to the response that `previous_response_id` names.
+        previous: The conversation up to and including the response that `previous_response_id` names.
 
     Raises:
         ApiError: the request is malformed, or asks for something that conversations in training do not support.
@@ -75,7 +75,7 @@ def responses_response(request: ModelRequest, answer: ModelAnswer, *, status: st
 
 
 def responses_events(request: ModelRequest, answer: ModelAnswer) -> Iterator[Event]:
-    """Yield the events of a streamed response."""
+    """Yield the events of a streamed response of the Responses API."""
     number = 0
 
     def event(kind: str, /, **values: Any) -> Event:
@@ -108,9 +108,9 @@ def responses_events(request: ModelRequest, answer: ModelAnswer) -> Iterator[Eve
 
 
 def _add_item(messages: list[Message], item: Any) -> None:
-    """Append an input item of the responses API to chat messages.
+    """Append an input item of the Responses API to chat messages.
 
-    An answer of the model may consist of several items, which become one message of the assistant.
+    If an answer of the model consists of several input items, the items become one message of the assistant.
     """
     if not isinstance(item, Mapping):
         raise ApiError("each item of input must be an object")

@@ -1,6 +1,6 @@
-"""Adapters for environments that run on a server of another library, in a process or a container of their own.
+"""Adapters for environments that other libraries run on a server, in a separate process or container.
 
-The packages of the other library are therefore not installed beside rltrain. Example:
+Because the server is separate, the other library need not be installed together with rltrain. Example:
 
     from rltrain.environments.servers import from_openenv
 
@@ -18,7 +18,7 @@ from rltrain.environments.adapters import SEEDS
 from rltrain.environments.agents import OFFERED
 from rltrain.environments.contract import as_text
 
-LINGER_MS = 1000  # Time for which a closed connection still sends its last message, in milliseconds.
+LINGER_MS = 1000  # Time for which a closed socket still tries to send its last message, in milliseconds.
 
 
 def from_openenv(
@@ -31,14 +31,14 @@ def from_openenv(
 
     Each conversation opens a WebSocket connection to the server, because the server has one environment object for each
     connection. `reset` sends a seed and all columns of the data, and the server ignores names that its environment does
-    not know. The reward of a turn is the reward of the observation.
+    not know. The reward of a turn is the reward in the server's reply to `step`.
 
     Args:
         url: Address of the server, for example `http://localhost:8000`.
-        action: Name of the field of the action that gets the text of the answer, or a function that takes the text and
+        action: Name of the action's field that contains the model's text, or a function that takes the model's text and
             returns all fields of the action.
-        observation: Name of the field of the observation that the model sees, or a function that takes all fields and
-            returns the text. None: the model sees all fields as JSON.
+        observation: Name of the only field of the observation that the model sees, or a function that takes all fields
+            of the observation and returns the text that the model sees. None: the model sees all fields as JSON.
 
     Raises:
         ValueError: the URL does not start with http, https, ws or wss.
@@ -83,12 +83,13 @@ def from_openenv(
 
 
 def from_verifiers(address: str) -> Callable[..., Coroutine[Any, Any, float]]:
-    """Return an agent function that plays the environment of a running environment server of verifiers (version 0.4).
+    """Return an agent function that runs conversations on a running environment server of verifiers (version 0.4).
 
-    The server runs its agents, which ask the policy at rltrain's API, and scores the conversation. The reward is the
-    weighted sum of all rewards of the conversation. The columns of the data are the fields of verifiers' `TaskData`; a
-    row without a column `prompt` gets the messages of its prompt. The server must run on the machine of the environment
-    worker, because the API listens only at the loopback address.
+    The server runs its own agents and scores the conversation. The agents of the server send their requests for the
+    policy to rltrain's API. The agent function returns the weighted sum of all rewards of the conversation. The columns
+    of the data become the fields of verifiers' `TaskData`; if the data has no column `prompt`, the field `prompt`
+    contains the chat messages of the prompt. The server must run on the machine of the environment worker, because
+    rltrain's API listens only at the loopback address.
 
     Args:
         address: ZeroMQ address of the server, for example `tcp://127.0.0.1:5000`.
@@ -96,7 +97,7 @@ def from_verifiers(address: str) -> Callable[..., Coroutine[Any, Any, float]]:
 
     async def run(base_url: str, api_key: str, model: str, messages: list[Any], **columns: Any) -> float:
         task = {"prompt": messages} | {name: value for name, value in columns.items() if name not in OFFERED}
-        # The server reads API keys from its own environment variables, so the URL contains the key.
+        # The verifiers server reads API keys only from its own environment variables, so the URL contains the key.
         url = f"{base_url.removesuffix('/v1')}/{api_key}/v1"
         client = {"type": "eval", "base_url": url, "api_key_var": "RLTRAIN_API_KEY"}
         return await _verifiers_reward(address, {"task_data": task, "client": client, "model": model, "sampling": {}})
@@ -107,8 +108,8 @@ def from_verifiers(address: str) -> Callable[..., Coroutine[Any, Any, float]]:
 async def _verifiers_reward(address: str, request: Mapping[str, Any]) -> float:
     """Let an environment server of verifiers run one conversation, and return the reward of the conversation.
 
-    The server first sends changes of its traces, and at the end a reply. Each trace is the conversation of one agent,
-    and the field `rewards` of a trace contains the score and the weight of each reward.
+    The server sends updates of its traces during the conversation, and a reply at the end. Each trace is the
+    conversation of one agent, and the field `rewards` of a trace contains the score and the weight of each reward.
 
     Raises:
         RuntimeError: the server reports an error.

@@ -2,13 +2,13 @@
 
 A text can contain several tool calls. The parsers keep the order of the tool calls. A malformed tool call becomes a
 `BrokenCall`, whose error tells the model what to change. The tool calls before and after a malformed call are still
-read. Tool calls are read as JSON and are never evaluated as code. The caller of a parser checks whether the called tool
-exists. A tool call inside `<think>...</think>` is a thought, and is not read as a tool call.
+read. Tool calls are read as JSON and are never evaluated as code. A parser does not check whether the called tool
+exists. Text inside `<think>...</think>` is a thought, and is not read as a tool call.
 
 rltrain has its own parsers, because the parsers of other projects do not report malformed calls. Importing vLLM 0.32's
 Hermes parser takes 19 s and loads torch. If one call of a text is malformed, or if an argument contains `</tool_call>`,
 vLLM's Hermes parser returns none of the text's calls. The response parser of transformers takes 3 s to import, and
-needs a response template from the model's tokenizer, which most models do not have.
+needs a response template from the model's tokenizer. The tokenizers of most models have no response template.
 """
 
 import json
@@ -20,7 +20,7 @@ from typing import Any
 _SPACE = re.compile(r"\s*")
 _KEYS = {"name", "arguments", "parameters", "id", "type"}
 _SHAPE = 'write {"name": "...", "arguments": {...}}'
-# Mistral's chat templates accept only tool-call ids of nine letters and digits; other templates accept any id.
+# Mistral's chat templates accept only tool-call ids of nine letters or digits; other chat templates accept any id.
 _ID = re.compile("[A-Za-z0-9]{9}")
 
 
@@ -30,8 +30,8 @@ class ToolCall:
 
     Attributes:
         name: name of the tool. A tool with this name need not exist.
-        arguments: arguments of the call by name, as decoded from JSON.
-        id: nine letters and digits, unique among the calls of an action.
+        arguments: dict that maps the name of each argument to the value decoded from JSON.
+        id: nine letters or digits, unique among the calls of an action.
     """
 
     name: str
@@ -41,12 +41,12 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class BrokenCall:
-    """A part of a text that is meant as a tool call, but cannot be read as one.
+    """A part of a text that is meant as a tool call, but cannot be read as a tool call.
 
     Attributes:
         text: the malformed part of the model's text.
         error: one line that tells the model what is wrong with the call.
-        id: nine letters and digits, unique among the calls of an action.
+        id: nine letters or digits, unique among the calls of an action.
     """
 
     text: str
@@ -89,8 +89,8 @@ def mistral(text: str) -> ParsedAction:
 def deepseek(text: str) -> ParsedAction:
     """Read calls between `<｜tool▁call▁begin｜>` and `<｜tool▁call▁end｜>`.
 
-    A call is `name<｜tool▁sep｜>{...}` (DeepSeek V3.1), or `function<｜tool▁sep｜>name`, followed by the arguments in a
-    fenced block (DeepSeek V3 and R1).
+    In DeepSeek V3.1, a call is `name<｜tool▁sep｜>{...}`. In DeepSeek V3 and R1, a call is
+    `function<｜tool▁sep｜>name`, followed by a fenced block with the arguments.
     """
     return _action(text, _deepseek)
 
@@ -116,7 +116,8 @@ TOOL_CALL_FORMATS: Mapping[str, Callable[[str], ParsedAction]] = {
 def format_of(chat_template: str) -> str | None:
     """Return the name of the format in `TOOL_CALL_FORMATS` in which a chat template writes tool calls.
 
-    Return None if the chat template writes no tool calls, or writes them in a format without a parser, such as XML.
+    Return None if the chat template writes no tool calls, or writes them in a format for which rltrain has no parser,
+    such as XML.
     """
     if "<tool_call>" in chat_template:
         xml = "<function=" in chat_template or "<arg_key>" in chat_template
@@ -407,7 +408,7 @@ def _start_of(pattern: re.Pattern[str], text: str, at: int) -> int:
 
 
 def _decoded(text: str, at: int) -> tuple[Any, int]:
-    """Return the JSON value that starts at position `at`, after optional white space, and the position of its end."""
+    """Return the JSON value after optional white space at position `at`, and the position at which the value ends."""
     at = _after_space(text, at)
     try:
         value, end = _DECODER.raw_decode(text, at)

@@ -13,8 +13,8 @@ from math import isfinite
 from rltrain.settings.schema import Config
 
 # The starting entropy of a run is the mean entropy of the run's first START_STEPS steps. The entropy of a single step
-# is too noisy to serve as the starting entropy. A mean over ten or more steps would include steps in which the policy
-# has already changed.
+# is too noisy to serve as the starting entropy. A mean entropy over ten or more steps would include steps in which
+# the policy has already changed.
 START_STEPS = 3
 # The entropy alarm's threshold is the starting entropy times COLLAPSED_SHARE. A moderate fall of the entropy is normal
 # in training: on the built-in tasks, the final entropy is 20 to 40% of the starting entropy. Below 5% of the starting
@@ -31,10 +31,11 @@ MISSING_SHARE = 0.05
 # The reward alarm compares mean rewards over windows of WINDOW_STEPS steps, because the prompts of a single step may be
 # unusually hard.
 WINDOW_STEPS = 5
-# The reward alarm is raised if the mean reward falls by more than LOST_SHARE times its gain, where the gain is the rise
-# from the first window of steps to the best window. The fall of the mean reward must also exceed the standard deviation
-# of single rewards in the best window. Comparing the fall of the mean reward with both the earlier gain and the
-# standard deviation prevents false alarms that are caused by noise.
+# The reward alarm is raised only if the mean reward falls by more than LOST_SHARE times its earlier gain. The earlier
+# gain is the rise of the mean reward from the first window of steps to the window with the highest mean reward. The
+# reward alarm also requires that the fall of the mean reward exceeds the standard deviation of single rewards in the
+# window with the highest mean reward. Comparing the fall of the mean reward with both the earlier gain and the standard
+# deviation prevents false alarms that are caused by noise.
 LOST_SHARE = 0.5
 
 
@@ -82,9 +83,9 @@ class Alarms:
     def _gap(self, metrics: Mapping[str, float]) -> str:
         """Return an alarm message if the log-probs of engine and actor differ too much; otherwise return "".
 
-        If older weights sampled some tokens of the batch, the returned message is "", because older weights give
-        different log-probs. With top-p or top-k sampling, the returned message is always "", because the engine's
-        log-probs then describe a truncated distribution.
+        If some tokens of the batch were sampled with weights older than the actor's weights, the returned message is
+        "", because older weights give other log-probs than the actor's weights. With top-p or top-k sampling, the
+        returned message is always "", because the engine's log-probs then describe a truncated distribution.
         """
         if self.config.rollout.is_restricted:
             return ""

@@ -1,11 +1,12 @@
 """The catalogue of all metrics that a run writes, with the name, meaning, unit and healthy range of each metric.
 
-The following command generates `docs/metrics.md` from the list of metrics:
+The following command generates `docs/metrics.md` from the catalogue of metrics:
 
     python -m rltrain.monitoring.catalogue > docs/metrics.md
 
 A placeholder in the name of a metric (`<name>`, `<phase>` or `<k>`) stands for one word or number. The metric names of
-a named evaluation set contain the set's name after `eval/`: `eval/aime/sampled_reward` belongs to the set `aime`.
+a named evaluation set contain the set's name after `eval/`: `eval/aime/sampled_reward` is a metric of the evaluation
+set `aime`.
 """
 
 import re

@@ -38,7 +38,8 @@ DOWNLOAD_LINE_EVERY_S = 60.0
 # If the output is not a terminal, one line is printed after every tenth training step. A line is also printed after
 # each training step that ends at least 10 seconds after the previously printed line.
 PLAIN_EVERY, PLAIN_EVERY_S = 10, 10.0
-# If no line about any training step has been printed for 60 seconds, a line about the current step is printed.
+# If the output is not a terminal and no line about a training step has been printed for 60 seconds, a line about the
+# current step is printed.
 HEARTBEAT_S = 60.0
 TIMED_STEPS = 20  # The remaining time of a run is estimated from its 20 most recent steps.
 
@@ -135,8 +136,8 @@ class ConsoleDisplay:
         """Return the estimated time until the run ends, such as "  12 min left"; return "" before the third step.
 
         The estimate of the remaining time assumes that each remaining step takes the mean time of the last
-        `TIMED_STEPS` steps, including evaluations and checkpoints. The first step of the process is left out of the
-        mean time, because process start and compilation make the first step slow.
+        `TIMED_STEPS` steps, including evaluations and checkpoints. The first training step of the process is left
+        out of the mean time, because process start and compilation make the first step slow.
         """
         (first, began), (last, ended) = self.ended[0], self.ended[-1]
         if last - first < 2 or last >= self.total_steps:
@@ -246,7 +247,7 @@ def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
     Args:
         step: number of training steps before the evaluation.
         name: name of the evaluation set; "" stands for the set from `data.val`.
-        metrics: the metrics of all evaluation sets, by metric name.
+        metrics: a mapping from metric name to value, with the metrics of all evaluation sets.
     """
     what, form = _headline(name, metrics)
     texts = [", ".join(f"{kind} {metrics[f'{prefix_of(name, kind)}_{what}']:{form}}" for kind in KINDS)]
@@ -286,7 +287,7 @@ def duration(seconds: float) -> str:
 def sample_text(
     step: int, batch: DataProto, components: Sequence[str] = (), text_of: Callable[[list[int]], str] | None = None
 ) -> Text:
-    """Return one row of the batch as text: the prompt, the answer and the reward, or a conversation and its reward.
+    """Return the text of one row of the batch: the prompt and answer or the conversation, followed by the reward.
 
     The step number determines which row of the batch is shown. Text that a model wrote is never interpreted as console
     markup.
@@ -328,7 +329,7 @@ def sample_text(
 def _conversation(messages: Sequence[Mapping[str, Any]]) -> list[Text]:
     """Return one line of text for each message of a conversation, with the model's answers in bold.
 
-    A further line marks the beginning of each new context.
+    If a conversation has several contexts, an additional line marks the beginning of each context after the first.
     """
     lines, shown = list[Text](), 0
     for message in messages[:SHOWN_MESSAGES]:
@@ -423,7 +424,7 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
 
 
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
-    """Return a shell command that trains with another algorithm on the same data, and one that opens TensorBoard.
+    """Return a shell command that trains with another algorithm on the same data, and a TensorBoard command.
 
     The training command omits all overrides of keys in the config section `algorithm`, because another algorithm may
     not accept the overrides. The training command also omits `data.sft_response`, because rltrain refuses

@@ -37,11 +37,11 @@ def evaluated_sets(metrics: Iterable[str]) -> list[str]:
 def evaluation_metrics(batch: DataProto, components: Sequence[str], prefix: str) -> dict[str, float]:
     """Compute the metrics of the answers to the prompts of one evaluation set.
 
-    The accuracy and pass@k exist only if a reward function decides which answers are correct.
+    The metrics accuracy and pass@k are computed only if a reward function decides which answers are correct.
 
     Args:
         batch: answers with scores; the answers to one prompt have the same `uid`.
-        components: names of the reward functions and models.
+        components: names of the reward functions and reward models.
         prefix: common prefix of the metric names, from `prefix_of`.
     """
     samples = sample_metrics(batch, components)
@@ -55,7 +55,7 @@ def evaluation_metrics(batch: DataProto, components: Sequence[str], prefix: str)
 
 
 def _pass_at_each_k(batch: DataProto) -> Iterator[tuple[int, float]]:
-    """Yield (k, pass@k) for k = 2, 4, 8, ... and for the largest number of answers to one prompt.
+    """Yield (k, pass@k) for k = 2, 4, 8, ... and for k equal to the largest number of answers to one prompt.
 
     For each k, pass@k is averaged over the prompts with at least k answers. Answers that are neither correct nor wrong,
     such as answers whose reward function failed, are ignored in pass@k.

@@ -9,7 +9,7 @@ CURVES = ("step", "reward/mean", "rollout/length_mean")
 
 
 class StepHistory:
-    """The history of the metrics of all training steps, which takes about 24 bytes of memory per step.
+    """Compact storage of the metrics of all training steps, with about 24 bytes of memory per step.
 
     All metrics of the first and the last step are stored. For every step between the first and the last step, only the
     metrics of `CURVES` are stored.

@@ -2,10 +2,10 @@
 
 The ledger has one line per training step, with the following keys:
 
-- `used`: uids of the prompt groups that were trained on for the first time.
-- `reused`: uids of the prompt groups that were trained on again, with `trainer.reuse`.
-- `dropped`: uids of the prompt groups that were discarded.
-- `failed`: pairs (uid of the prompt group, index of the answer in the group) of the answers whose reward failed.
+- `used`: uids of the prompt groups that the training step was the first to train on.
+- `reused`: uids of the prompt groups from earlier steps that the training step trained on again (`trainer.reuse`).
+- `dropped`: uids of the prompt groups that were discarded without being trained on.
+- `failed`: one pair (uid of the prompt group, index of the answer in the group) for each answer whose reward failed.
 
 The uid of each prompt group occurs exactly once across all `used` and `dropped` lists of the ledger. Each uid in a
 `reused` list also occurs in the `used` list of an earlier line. A `reused` list contains a uid at most once.

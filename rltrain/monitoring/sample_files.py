@@ -13,8 +13,8 @@ from rltrain.data.stored_samples import ROLLOUTS, sample_files
 
 SHOWN = 8  # At most 8 samples of a training step are sent to trackers.
 # _OF_TOKENS names the columns of a sample table that have one value per response token. A sample table contains only
-# those columns that the batch of the step contains. The column `old_log_probs` is missing if one optimizer step trains
-# on the whole batch. The column `entropies` is missing if no loss reads entropies.
+# those columns of _OF_TOKENS that the batch of the step contains. The column `old_log_probs` is missing if one
+# optimizer step trains on the whole batch. The column `entropies` is missing if no loss reads entropies.
 _OF_TOKENS = (
     "responses",
     "response_mask",
@@ -83,10 +83,10 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
     """Return a table with one row per sample of a batch.
 
     The columns of the table include texts, token ids, log-probs, scores, advantages and finish reasons. The column
-    `reward_components` maps the name of each reward function and reward model to its score for the sample. The score is
-    null if the function does not apply to the sample or if the sample's reward failed. In a run with an environment,
-    the column `messages` holds the conversation as JSON, and further columns hold its numbers of turns, contexts and
-    tool calls, and the reason why it ended.
+    `reward_components` maps the name of each reward function and reward model to its score for the sample. The score of
+    a reward function is null if the function does not apply to the sample or if the sample's reward failed. In a run
+    with an environment, the column `messages` holds the conversation as JSON. Further columns in a run with an
+    environment hold the numbers of turns, contexts and tool calls, and the reason why the conversation ended.
     """
     objects = batch.non_tensor_batch
     offsets = batch.offsets("responses")

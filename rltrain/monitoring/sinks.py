@@ -22,8 +22,8 @@ Rows = Sequence[Mapping[str, Any]]  # The rows of a table; all rows have the sam
 class Sink(Protocol):
     """Interface of a sink, which receives the metrics of a run and writes them to a file or sends them to a service.
 
-    A sink is created when the process of a run starts. The constructor of a sink must not erase metrics that an earlier
-    process of the same run sent, because only the method `restore` decides which metrics are kept. A sink may also
+    A sink is created when the process of a run starts. The constructor of a sink must not erase metrics of an earlier
+    process of the same run, because only the method `restore` decides which metrics are kept. A sink may also
     implement the interfaces `TakesConfig` and `TakesSamples`.
 
     The trainer calls `JsonLines` and `TensorBoard` directly, so an exception in `JsonLines` or `TensorBoard` ends the
@@ -38,8 +38,8 @@ class Sink(Protocol):
 
         Args:
             step: number of the training step.
-            metrics: the value of each metric by the metric's name. Different steps may have different metrics. The
-                value of a metric may be NaN or infinite.
+            metrics: mapping from the name of each metric to the metric's value. Different steps may have different
+                metrics. The value of a metric may be NaN or infinite.
         """
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
@@ -48,15 +48,15 @@ class Sink(Protocol):
         Args:
             step: number of training steps that the run took before the evaluation; 0 for an evaluation of the run's
                 initial weights.
-            metrics: the value of each metric by the metric's name, as in `log_step`.
+            metrics: mapping from the name of each metric to the metric's value, which may be NaN or infinite.
         """
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
         """Discard all metrics and samples after the training step `step`, because the run continues after `step`.
 
-        The trainer calls `restore` before the first step, and again whenever the loss of training ranks makes the run
-        go back to a checkpoint. The sink may have missed earlier steps, because the run may have begun in another
-        output folder.
+        The trainer calls `restore` before the first step, and again whenever the run goes back to a checkpoint because
+        training ranks have failed. A sink must not rely on having received the metrics of all earlier steps, because a
+        run can begin in one output folder and continue in another output folder.
 
         Args:
             step: last training step whose results are kept; 0 at the start of a run.
@@ -80,13 +80,13 @@ class TakesConfig(Protocol):
         """Receive the resolved config of the run, as nested dicts and lists of plain values.
 
         The trainer calls `log_config` once, before the first call of `restore`. The config contains no secret, because
-        a config with a secret is refused before the run starts.
+        rltrain refuses a config with a secret before the run starts.
         """
 
 
 @runtime_checkable
 class TakesSamples(Protocol):
-    """Optional interface of a sink that shows samples, that is, answers of the model."""
+    """Optional interface of a sink that shows samples. A sample is an answer of the model."""
 
     def log_samples(self, step: int, rows: Rows) -> None:
         """Receive some samples of a training step.
@@ -114,7 +114,7 @@ def replay(sink: Sink, rows: Iterable[Metrics]) -> None:
 
 
 def table_of(rows: Rows) -> dict[str, list[Any]]:
-    """Convert samples to a dict with the column names (`columns`) and one list of values per sample (`data`)."""
+    """Convert samples to a dict: `columns` lists the column names, and `data` has one list of values per sample."""
     columns = list(rows[0])
     return {"columns": columns, "data": [[row[name] for name in columns] for row in rows]}
 

@@ -48,7 +48,7 @@ def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, flo
 
 
 def environment_metrics(batch: DataProto) -> dict[str, float]:
-    """Compute the metrics of conversations with an environment: turns, tool calls and the reasons why they ended."""
+    """Compute the metrics of conversations with an environment, such as numbers of turns and shares of stop reasons."""
     reasons = Counter(batch.non_tensor_batch["stop_reason"])
     return {
         "rollout/turns_mean": float(batch.batch["turns"].float().mean()),
@@ -63,7 +63,8 @@ def environment_metrics(batch: DataProto) -> dict[str, float]:
 def entropy_estimate(batch: DataProto) -> float:
     """Estimate the entropy of the sampling policy, at the sampling temperature, in nats per token.
 
-    The estimate is minus the mean log-prob of the sampled tokens, or NaN if no token was sampled.
+    The estimate is the mean of -log p over the sampled tokens, where p is the probability of a sampled token. The
+    estimate is NaN if no token was sampled.
     """
     sampled = batch.values("rollout_log_probs")[sampled_tokens(batch)]
     return -float(sampled.mean()) if len(sampled) else float("nan")

@@ -19,7 +19,7 @@ DRIVER, STEPS = "driver", "steps"
 
 
 class Timeline:
-    """Collector of the timeline events of the driver and the worker processes, which writes the events to a file.
+    """Writer that collects the timeline events of the driver and of the worker processes in one file.
 
     If the timeline file cannot be written, the recording stops with a warning, and the run continues.
 

@@ -15,7 +15,7 @@ _BYTE = re.compile(r"<0x([0-9A-F]{2})>")
 
 
 def write_token_texts(tokenizer: Any, output_dir: Path) -> Path:
-    """Write `tokens.parquet`, a table of all tokens with id, text and a flag for special tokens; return its path.
+    """Write the table `tokens.parquet` with id, text and special-token flag of all tokens, and return the file's path.
 
     Args:
         tokenizer: the policy's tokenizer, from the library transformers.

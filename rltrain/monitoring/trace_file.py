@@ -1,10 +1,10 @@
 """Writes a run's timeline to a file in Chrome's trace-event format, which https://ui.perfetto.dev can open.
 
-The trace file contains a JSON object whose list `traceEvents` holds the events. Complete events, whose key `ph` is X,
-have a start `ts` and a duration `dur` in microseconds. Metadata events, whose key `ph` is M, name processes and
-threads. Perfetto draws each thread as one row of the timeline, and requires that any two events of a thread are
-disjoint or nested. If two events of a process overlap without one containing the other, the writer puts the two events
-on different threads.
+The trace file contains a JSON object whose list `traceEvents` holds the events. A complete event has the value "X" for
+the key `ph`, a start time `ts` and a duration `dur`, both in microseconds. A metadata event has the value "M" for the
+key `ph`, and names a process or a thread. Perfetto draws each thread as one row of the timeline, and requires that any
+two events of a thread are disjoint or nested. If two events of a process overlap without one event containing the
+other event, the writer puts the two events on different threads.
 
 The trace-event format is described in the document "Trace Event Format"; see
 https://perfetto.dev/docs/getting-started/other-formats.
@@ -200,7 +200,7 @@ class _Row:
     ends: list[int]
 
     def take(self, event: Event) -> bool:
-        """Add an event if it keeps the row's events disjoint or nested, and return whether the event was added.
+        """Add an event if the row's events stay disjoint or nested, and return whether the event was added.
 
         An event that starts before the row's latest event is never added.
         """

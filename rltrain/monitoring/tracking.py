@@ -34,7 +34,7 @@ class Display(Protocol):
 
 
 class Tracker:
-    """Recorder of the results of a run, which the trainer calls as soon as a result exists.
+    """Recorder of the results of a run; the trainer passes a result to the recorder as soon as the result exists.
 
     The tracker sends metrics to all sinks, and writes samples, alarms and the ledger to files.
 
@@ -43,7 +43,7 @@ class Tracker:
         display: display that shows the results to the user.
         components: names of the reward functions and reward models.
         trackers: value of the config key `trainer.trackers`, which names all sinks except `JsonLines`.
-        sample_every: samples are sent after every `sample_every` training steps to the sinks that implement
+        sample_every: number of training steps between two deliveries of samples to the sinks that implement
             `TakesSamples`; 0 sends no samples.
         config: the resolved config as nested dicts and lists of plain values, without secrets.
     """
@@ -90,7 +90,7 @@ class Tracker:
         return steps
 
     def state(self) -> dict[str, FileStart]:
-        """Return a mapping from the name of each file that a checkpoint copies to the part of the file to copy.
+        """Return a dict that maps the name of each file in `IN_CHECKPOINTS` to the part that a checkpoint copies.
 
         A checkpoint copies only the bytes that a file already contains when `state` is called.
         """
@@ -98,7 +98,7 @@ class Tracker:
         return {name: FileStart(path, path.stat().st_size) for name, path in paths.items()}
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Return the metrics of the training step `step` and of its evaluation, if `step` is the last recorded step."""
+        """Return those metrics of the last training step and the last evaluation that have the step number `step`."""
         rows = [row for row in (*self.history.last(), *self.evaluations[-1:]) if row["step"] == step]
         return {name: value for row in rows for name, value in row.items()}
 
@@ -125,7 +125,7 @@ class Tracker:
             metrics: mapping from the name of each metric to the metric's value.
             batch: the batch that was trained on.
             dropped: uids of the prompt groups that the step dropped.
-            reused: uids of the prompt groups of earlier steps on which the step trained again.
+            reused: uids of the prompt groups from earlier steps that the step trained on again.
         """
         self.samples.write_trained(step, batch)
         self.ledger.append(ledger_line(step, batch, dropped, reused))
@@ -155,7 +155,7 @@ class Tracker:
         return self.samples.write_failed(step, batch)
 
     def save_batch(self, step: int, batch: DataProto) -> str:
-        """Save the whole batch of a step to a file in the folder `failed`, which `DataProto.load` can read.
+        """Save the whole batch of a step in the folder `failed`, as a file that `DataProto.load` can read.
 
         Returns:
             The path of the file, or the reason why the batch could not be saved.

@@ -1,4 +1,4 @@
-"""Reward for programs: run the code of a response in a sandbox and return the share of tests that it passes."""
+"""Reward for programs: run the code of a response in a sandbox and return the share of tests that the code passes."""
 
 import re
 import time
@@ -31,21 +31,21 @@ def code_tests(
     entry_point: str | None = None,
     reward_timeout_s: float | None = None,
 ) -> float:
-    """Run the program in a response, and return the share of tests that it passes.
+    """Run the program in a response, and return the share of tests that the program passes.
 
     If `tests` is Python text, the tests and the tested program run in two processes of the same sandbox. When a test
     calls a function of the program, the function runs in the program's process, which sends back only plain data and
-    references to its objects. The tested program can neither read nor change the memory of the process that runs the
-    tests. A program cannot pass a test by exiting early, printing output, registering hooks, returning objects that are
-    equal to everything, or redefining `assert`, `AssertionError`, `unittest` or `builtins`. The tested program sees
-    nothing of the tests except the arguments with which the tests call the program's functions.
+    references to the program's objects. The tested program can neither read nor change the memory of the process that
+    runs the tests. A program cannot pass a test by exiting early, printing output, registering hooks, returning objects
+    that are equal to everything, or redefining `assert`, `AssertionError`, `unittest` or `builtins`. The tested program
+    sees nothing of the tests except the arguments with which the tests call the program's functions.
 
     Known weaknesses: A program can detect from the arguments of its functions that it is being tested, and can return
-    memorized answers. The program controls the behaviour of every function and class that the tests take from it,
-    including functions that the program imported, such as `gcd` in `from math import gcd`. When a test compares two
-    objects that both come from the tested program, the program controls the result of the comparison. In the weak form
-    of the sandbox, which does not isolate the program, the tests are not protected against a program that attacks
-    through the operating system.
+    memorized answers. The program controls the behaviour of every function and class that the tests take from the
+    program, including functions that the program imported, such as `gcd` in `from math import gcd`. When a test
+    compares two objects that both come from the tested program, the program controls the result of the comparison. In
+    the weak form of the sandbox, which does not isolate the program, the tests are not protected against a program that
+    attacks through the operating system.
 
     Tests given as text cannot use `isinstance` or `except` with the program's own classes. Tests given as text cannot
     use arithmetic or `<` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. The tests can

@@ -56,7 +56,7 @@ def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) 
 
 
 def _offered(message: Any) -> dict[str, Any]:
-    """Return a dict of the functions and other objects of the tested program that the tests may use, by name.
+    """Return a dict that maps names to the functions and other objects of the tested program that the tests can use.
 
     The returned dict leaves out objects whose name is that of a Python builtin or begins with `__`. A name in `_KEPT`,
     such as `math`, always refers to Python's own module.

@@ -20,7 +20,7 @@ _BASIC = frozenset(
     {type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset}
 )  # Types whose objects can be pickled without naming a class or function in the pickle.
 # `_VALUES` maps each plain-data type outside `_BASIC` to the names of its attributes, in the order of the constructor's
-# arguments. The value is an empty string for each type that is also a key of `_PARTS`.
+# arguments. In `_VALUES`, each type that is also a key of `_PARTS` has an empty string as its value.
 _VALUES = {
     "builtins.complex": "real imag",
     "builtins.range": "start stop step",
@@ -60,8 +60,9 @@ _BASES: dict[type, Any] = {
     set: lambda members: {*set.__iter__(members)},
     frozenset: lambda members: frozenset(frozenset.__iter__(members)),
 }
-# Binary operators that a test cannot apply if one operand is an object of the program and the other is plain data. With
-# arithmetic between its objects and plain data, a program could produce any number that a test expects.
+# Binary operators that a test cannot apply if one operand is an object of the program and the other operand is plain
+# data. If a test could do arithmetic with an object of the program and plain data, the program could produce any number
+# that the test expects.
 _BETWEEN_TWO = (
     "add",
     "sub",
@@ -93,7 +94,7 @@ _FOR_THE_PROGRAM = ("call", "get", "set", "iter", "next", "len", "getitem")
 
 
 class Raised(Exception):
-    """Replacement for an exception of the other process whose type is not built into Python."""
+    """Exception that replaces an exception of the other process if the original type is not built into Python."""
 
 
 class Far:
@@ -147,8 +148,8 @@ class Link:
     def __init__(self, reads: int, writes: int, *, trusted: str | None = None) -> None:
         """Create a link from two file descriptors: one pipe end to read from and one pipe end to write to.
 
-        If `trusted` names a module, the other process may send only the requests in `_FOR_THE_PROGRAM`. With `trusted`,
-        the other process may access attributes only of objects whose class is defined in the module `trusted`.
+        If `trusted` names a module, the other process may send only the requests in `_FOR_THE_PROGRAM`. If `trusted`
+        names a module, the other process may access attributes only of objects whose class is defined in that module.
         """
         self._reads, self._writes, self._trusted = reads, writes, trusted
         self._mine: list[Any] = []
@@ -156,7 +157,10 @@ class Link:
         self._far: dict[int, Far] = {}
 
     def ask(self, what: str, *args: Any, **named: Any) -> Any:
-        """Send a request to the process at the other end of the link, and return the result or raise the exception."""
+        """Send a request to the process at the other end of the link, and return the result of the request.
+
+        If the request fails in the other process, `ask` raises an exception that describes the failure.
+        """
         self.send(("ask", what, args, named))
         while True:
             match self.receive():
@@ -350,7 +354,7 @@ def _made(link: Link, what: str, *words: Any) -> Any:
 
 
 def _parts(name: str, thing: Any) -> tuple[Any, ...] | None:
-    """Return the arguments from which a constructor can build `thing`, or None if an argument is not plain data."""
+    """Return the constructor arguments that build a copy of `thing`, or None if an argument is not plain data."""
     parts = _PARTS[name](thing) if name in _PARTS else tuple(getattr(thing, part) for part in _VALUES[name].split())
     return parts if _fit(name, parts) else None
 

@@ -54,18 +54,18 @@ async def judge(
     """Ask a language model to rate the response, and return `scale` times the number in the model's answer.
 
     The limits `max_concurrent` and `requests_per_minute` apply to each reward process separately, so n reward processes
-    (`placement.reward_workers`) together can send n times as many requests. One call of `judge`, including its waits
-    and retries, must end within `reward.timeout_s`. If a data column has the name of an option of `judge`, the column's
-    value is used unless `kwargs` sets the option.
+    (`placement.reward_workers`) together can send n times as many requests as one reward process. One call of `judge`,
+    including its waits and retries, must end within `reward.timeout_s`. If a data column has the name of an option of
+    `judge`, the column's value is used unless `kwargs` sets the option.
 
     Args:
         prompt: the sample's prompt.
         response: the sample's response.
         base_url: URL of the endpoint, for example "http://127.0.0.1:8000/v1".
         model: name of the judge model at the endpoint.
-        question: template of the only message to the judge. Each field in braces, that is, {prompt}, {response} or the
-            name of a data column, is replaced by its value. The question template must contain the field {response}. A
-            literal brace in the template is written as {{ or }}.
+        question: template of the only message to the judge. A field of the template is {prompt}, {response} or the name
+            of a data column in braces. Each field is replaced by the value of the field. The question template must
+            contain the field {response}. A literal brace in the template is written as {{ or }}.
         score: regular expression whose first group matches the number in the judge's answer. If the regular expression
             matches several times, the last match counts.
         scale: factor by which the judge's number is multiplied; for example, 0.1 maps the range 0 to 10 to the range 0
@@ -73,13 +73,13 @@ async def judge(
         temperature: sampling temperature of the judge.
         max_tokens: largest number of tokens in the judge's answer.
         retries: largest number of times that a request is sent again after a connection error, a rate-limit error or a
-            server error. The wait grows with each retry, unless the server states how long to wait.
+            server error. The wait before a retry grows with each retry, unless the server states how long to wait.
         max_concurrent: largest number of simultaneous requests to the endpoint.
         requests_per_minute: largest number of requests to the endpoint per minute, evenly spaced and including retries;
             0 for no limit.
         api_key_env: NAME of the environment variable that holds the API key in the reward processes; "" sends no key.
         timeout_s: time limit of one attempt to send a request and receive its answer, in seconds.
-        columns: the sample's values in the other columns of the data, by column name.
+        columns: dict that maps column names to the sample's values, for all data columns that match no other parameter.
 
     Returns:
         The score. The score is marked as failed, with a reason, if the request fails, if the judge's answer contains no
@@ -103,14 +103,14 @@ async def judge(
                 temperature=temperature,
                 max_tokens=max_tokens,
             )
-        # The body of the server's response may be invalid JSON or not even text.
+        # The body of the server's response can be invalid JSON or not even text.
         except (OpenAIError, ValueError, TypeError) as error:
             return RewardResult(failed=True, message=f"{base_url}: {_short(f'{type(error).__name__}: {error}', key)}")
     return _result(answer, pattern, scale, key)
 
 
 def _result(answer: Any, pattern: re.Pattern[str], scale: float, key: str) -> RewardResult:
-    """Return the number in the judge's completion as a score.
+    """Return the number in the judge's answer, multiplied by `scale`, as a score.
 
     The completion's structure is checked, because a server may return an object without an answer.
     """

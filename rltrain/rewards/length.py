@@ -55,8 +55,9 @@ def overlong_penalty(
         score = ((max_length - buffer) - n) / buffer    if max_length - buffer < n <= max_length
         score = -1                                      if n > max_length
 
-    The formula is equation 13 of the DAPO paper (arXiv 2503.14476), in which n is the length of the response. The DAPO
-    paper uses a limit of 20480 tokens and a buffer of 4096 tokens, so its penalty starts at 16384 tokens.
+    In the formula of the overlong penalty, n is the length of the response. The formula of the overlong penalty is
+    equation 13 of the DAPO paper (arXiv 2503.14476). The DAPO paper uses a limit of 20480 tokens and a buffer of 4096
+    tokens, so its penalty starts at 16384 tokens.
 
     Args:
         prompt: unused.

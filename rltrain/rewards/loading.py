@@ -80,7 +80,7 @@ Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 
 
 def builtin_path(path: str) -> str:
-    """Return the import path of the built-in reward function called `path`, or `path` itself if there is none."""
+    """Return the import path of the built-in reward function called `path`, or `path` if no built-in has that name."""
     return f"rltrain.rewards.{BUILTIN[path]}:{path}" if path in BUILTIN else path
 
 
@@ -300,7 +300,7 @@ def call(function: Callable[..., Any], prompt: str, response: str, columns: Mapp
 
 
 def as_verdict(result: Any) -> Verdict:
-    """Convert the result of a reward function to a `Verdict`, that is, a score and a decision on correctness.
+    """Convert the result of a reward function to a `Verdict`, which holds a score and a decision on correctness.
 
     Raises:
         ScoreError: the result is not a score, the function reports a failure, or `success` is not a bool or None.

@@ -14,7 +14,7 @@ from rltrain.rewards.boxed import last_boxed
 _TAIL = 1000
 # Largest length of an expression that is evaluated, in characters.
 _LONGEST = 500
-# Largest nesting depth of brackets in an expression; each level may double the parsing time.
+# Largest nesting depth of brackets in an expression; each level can double the parsing time.
 _DEEPEST = 10
 _HUGE = re.compile(
     r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # The first part of `_HUGE` matches a power in an exponent.
@@ -34,8 +34,8 @@ _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
 # over a large range takes few function calls, but each call computes with huge numbers, so a limit on calls would not
 # limit the time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
-# Limit on the number of function calls and returns in one comparison, which is reached after about a second. The
-# longest ordinary answers need a tenth of the function calls and returns that `_WORK` allows.
+# Limit on the number of function calls and returns in one comparison. A comparison reaches `_WORK` after about a
+# second. The longest ordinary answers need a tenth of the function calls and returns that `_WORK` allows.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")
@@ -129,7 +129,7 @@ def _bounded(work: Callable[[], bool]) -> bool:
     """Call `work` and return its result, or return False if `work` makes too many function calls.
 
     `_bounded` counts only function calls in the current thread. Unlike a time limit, a limit on the number of function
-    calls needs no signal.
+    calls needs no operating-system signal.
     """
     left, before = _WORK, sys.getprofile()
 

@@ -59,9 +59,9 @@ def numeric_match(
         answer: the right number, or a text that contains exactly one number. If the text of the answer contains the
             marker, only the part after the marker is read.
         marker: the text before the number in the response and in the answer, for example "####"; None for no marker.
-        answer_marker: the text before the number in the answer, as in GSM8K's solutions, if it differs from `marker`;
-            None to use `marker`.
-        rel_tol: two numbers count as equal if they differ by at most `rel_tol` times the larger number.
+        answer_marker: the text before the number in the answer, such as "####" in GSM8K's solutions; None if the answer
+            has the same marker as the response.
+        rel_tol: two numbers count as equal if they differ by at most `rel_tol` times the larger absolute value.
         abs_tol: two numbers also count as equal if they differ by at most `abs_tol`.
 
     Returns:

@@ -14,17 +14,18 @@ the same minimal environment, and a folder that is removed after the run. The we
 the program from the machine. A program in the weak form of the sandbox can read and write every file that the current
 user can, use the network, and send signals to all processes of the current user, including the process that started the
 sandbox. For example, a program in the weak form of the sandbox can kill a reward process. A program in the weak form of
-the sandbox can hide that it has started. Its sample then counts as a failure and is excluded from training, instead of
-scoring 0. If the current user is root, a program in the weak form of the sandbox can also read the tests and their
-results. The weak form of the sandbox protects against mistakes in programs but not against malicious programs.
+the sandbox can hide that it has started. The sample of a program that hides its start counts as a failure and is
+excluded from training, instead of scoring 0. If the current user is root, a program in the weak form of the sandbox can
+also read the tests and their results. The weak form of the sandbox protects against mistakes in programs but not
+against malicious programs.
 
 The strong form of the sandbox has one gap: if the current user is root, a program can change the file mode of the five
 device files of the machine that are visible in the sandbox (null, zero, full, random, urandom). If rltrain runs as a
 user other than root, a program in the sandbox cannot change the file mode of the machine's device files.
 
 Both forms of the sandbox limit the address space of each process. The total memory and the number of the program's
-processes and threads are checked about fifty times a second, so a program can exceed both limits for a moment. The
-sandbox's memory limit does not count memory that the kernel holds for pipes and memfds.
+processes and threads are checked about fifty times a second, so a program can exceed the memory limit and the process
+limit for a moment. The sandbox's memory limit does not count memory that the kernel holds for pipes and memfds.
 """
 
 import contextlib
@@ -66,7 +67,7 @@ _warned: list[str] = []
 
 
 class SandboxError(RLTrainError, RuntimeError):
-    """Raised if no sandbox of the requested level works on the local machine, regardless of the program."""
+    """Raised if no sandbox of the requested level works on the local machine, whatever program is to be run."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +120,11 @@ def run(
         code: Python source of the program.
         stdin: text that the program can read from standard input.
         judge: Python source of a second program, the judge, that runs at the same time as the first program. Two pipes
-            connect the program and the judge, and both read from the file descriptor LINK[0] and write to the file
-            descriptor LINK[1] of the module sandbox_inside. The program cannot access the judge's memory, source or
-            output, except in the weak form of the sandbox if the current user is root. If a judge is given, the run
-            ends when the judge ends, and the result has the exit code and the status of the judge.
+            connect the program and the judge. The program and the judge each read from the file descriptor LINK[0] and
+            write to the file descriptor LINK[1], which the module `sandbox_inside` defines. The program cannot access
+            the judge's memory, source or output, except in the weak form of the sandbox if the current user is root. If
+            a judge is given, the run ends when the judge ends, and the result has the exit code and the status of the
+            judge.
         timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.

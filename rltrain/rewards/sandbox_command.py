@@ -18,7 +18,7 @@ _OWN_USER = 65534
 
 
 def environment(folder: str) -> dict[str, str]:
-    """Return all environment variables of the sandboxed program, which may write only to `folder`."""
+    """Return all environment variables of the sandboxed program, whose home and temporary directory is `folder`."""
     # The hash seed is fixed so that a program that depends on the order of a set gets the same score each time. The C
     # function malloc is limited to one arena, because otherwise each thread would have its own arena of 64 MB of
     # address space.
@@ -28,7 +28,7 @@ def environment(folder: str) -> dict[str, str]:
 
 @functools.cache
 def command(*, strong: bool) -> list[str]:
-    """Return the command line that starts the watcher, to which the caller appends the watcher's numeric settings."""
+    """Return the command line that starts the watcher; the caller appends the watcher's numeric settings."""
     # In a virtual environment, `_base_executable` is the interpreter that created the environment.
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     # Python's option `-I` is not used, because Python would then ignore PYTHONHASHSEED. Python's option `-I` is not
@@ -50,7 +50,7 @@ def _walls(bwrap: str) -> list[str]:
     known = subprocess.run(
         [bwrap, "--help"], capture_output=True, encoding="utf-8", errors="replace", check=False
     ).stdout
-    # bubblewrap has had the option --disable-userns since version 0.8
+    # bubblewrap has had the option --disable-userns since version 0.8.
     newer = [option for option in ("--disable-userns",) if option in known]
     own = ["--uid", str(_OWN_USER), "--gid", str(_OWN_USER), "--cap-drop", "ALL", "--chdir", "/tmp"]
     return [*spaces, *newer, *own, "--die-with-parent", "--as-pid-1"]

@@ -20,7 +20,7 @@ _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def start(given: dict[str, int]) -> int:
-    """Fork a process for the sandboxed program, and another for the judge (a second program) if there is one. `start`
+    """Fork a process for the program and, if there is a judge (a second program), a process for the judge. `start`
     returns only in the forked processes.
 
     Args:
@@ -136,7 +136,7 @@ def _reap(first: int) -> int | None:
 
 
 def _excess(given: dict[str, int], *, alone: bool) -> str:
-    """Return a text that names a limit that the processes in the sandbox together exceed, or "" if all limits hold."""
+    """Return a text that names a limit that the sandbox's processes together exceed, or "" if no limit is exceeded."""
     tasks = memory = 0
     for pid in _others(alone=alone):
         try:

@@ -18,7 +18,7 @@ from rltrain.rewards.result import RewardResult, ScoreError
 
 # Names of the first two parameters of a reward function for one sample, and of a batched reward function.
 SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")
-# Names of arguments that are passed only to named parameters of a reward function, never through `**columns`.
+# Arguments that a reward function gets only if it has a parameter of that name, and never through `**columns`.
 MESSAGES, RESPONSE_IDS = "prompt_messages", "response_ids"
 # The columns in `OF_ENVIRONMENTS` exist only in runs with an environment or tools.
 OF_ENVIRONMENTS = ("environment_reward", "environment_messages", "stop_reason")
@@ -64,8 +64,8 @@ class Signature:
         first: names of the first two parameters of the function that wraps the user's reward function: `SINGLE` or
             `BATCHED`.
         reads: columns that the wrapper reads if the data has them.
-        truth: (parameter that gets the right answer, columns that may contain the right answer in order of preference);
-            None if the trainer passes no right answer.
+        truth: pair of the parameter that gets the right answer, and the columns that can contain the right answer, in
+            order of preference; None if the trainer passes no right answer.
         gives: function that converts the wrapper's arguments to a dict of the arguments that the trainer would pass.
         converts: function that converts the result of a reward function to the form that rltrain expects.
     """
@@ -85,8 +85,8 @@ class Adapted:
     Attributes:
         trainer: name of the trainer for which the function was written.
         offered: names of the arguments that the function can get in addition to columns of the data.
-        one_of: columns that may contain the right answer, at least one of which must be in the data; () if the function
-            needs no right answer.
+        one_of: columns that can contain the right answer; () if the function needs no right answer. The data must have
+            at least one of the columns in `one_of`.
     """
 
     def __init__(self, function: Callable[..., Any], signature: Signature) -> None:
@@ -169,12 +169,12 @@ def trainer_of(function: Callable[..., Any]) -> str:
 
 
 def offered(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the arguments that a function from `load_function` can get in addition to columns, for error messages."""
+    """Return the names of the arguments that a function from `load_function` can get in addition to data columns."""
     return function.offered if isinstance(function, Adapted) else BATCHED if is_batched(function) else SINGLE
 
 
 def one_of(function: Callable[..., Any]) -> tuple[str, ...]:
-    """Return the columns that may contain the right answer, or () if the function needs no right answer.
+    """Return the columns that can contain the right answer, or () if the function needs no right answer.
 
     The data must have at least one of the returned columns.
     """

@@ -7,7 +7,7 @@ A checkpoint is a folder named `step_N` with these parts:
 - `driver.json`: all other state of the run;
 - `history/`: copies of the run's JSON-lines files, such as metrics and ledger;
 - `config.yaml`: the config of the run;
-- `manifest.json`: size and CRC-32 of every file; written last.
+- `manifest.json`: size and CRC-32 of every file; the file `manifest.json` is written last.
 
 A folder without the file `manifest.json` is not a checkpoint. A checkpoint is damaged if any file does not match the
 manifest.
@@ -55,7 +55,7 @@ class Checkpoint:
         incarnation: number of times that the run had been restored when the checkpoint was taken.
         state: state of the driver.
         config: config of the run, as YAML text.
-        history: contents of the run's JSON-lines files, by name.
+        history: dict that maps the name of each of the run's JSON-lines files to the contents of the file.
         metric: value of the metric that selects the best checkpoint; None if the metric was not measured.
     """
 
@@ -168,10 +168,11 @@ class _Save:
         step: training step of the weights.
         incarnation: number of times that the run has been restored.
         metric: value of the metric that selects the best checkpoint; None if the metric was not measured.
-        files: contents of the driver's files, by name.
-        history: the parts of the run's JSON-lines files that will be copied, by name.
-        groups: worker groups whose ranks write their state, by role.
-        saved: for each role whose ranks have finished, the results that the ranks returned.
+        files: dict that maps the name of each file of the driver to the contents of the file.
+        history: dict that maps the name of each of the run's JSON-lines files to the part of the file that will be
+            copied.
+        groups: dict that maps each role to the worker group whose ranks write the role's state.
+        saved: dict that maps each role whose ranks have finished writing to the results that the ranks returned.
     """
 
     step: int
@@ -264,9 +265,10 @@ class Checkpoints:
         Args:
             step: training step of the weights.
             incarnation: number of times that the run has been restored.
-            groups: worker groups of the trained roles, by role.
+            groups: dict that maps each trained role to the role's worker group.
             state: state of the driver, as plain values.
-            history: the run's JSON-lines files up to their current size, by name.
+            history: dict that maps the name of each of the run's JSON-lines files to the file's content up to its
+                current size.
             metrics: all metrics that were measured for the weights.
         """
         await self.finish()

@@ -39,8 +39,8 @@ from rltrain.settings.typed import require
 from rltrain.tasks import TASKS, BuiltinTask
 
 ENGINES = ("vllm", "hf", "stored")
-# Names of files and folders that a run writes. An output folder that contains a file or folder in `RUN_FILES` belongs
-# to a run.
+# Names of files and folders that a run writes. An output folder that contains a file or folder with a name in
+# `RUN_FILES` belongs to a run.
 RUN_FILES = (
     "config.yaml",
     "metrics.jsonl",
@@ -422,7 +422,8 @@ def _largest_demand(config: Config) -> int:
 def _demands(config: Config) -> list[tuple[str, int]]:
     """Return the numbers of devices that the config requires, each with a description of the keys that determine it.
 
-    With `placement.share_ranks`, the roles take turns on the same devices, so the numbers of devices are not added up.
+    With `placement.share_ranks`, the roles take turns on the same devices, so the numbers of devices of the roles are
+    not added up.
     """
     placement, rollout = config.placement, config.rollout
     shards = rollout.shards

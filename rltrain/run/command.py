@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 
 def command_of(overrides: Sequence[str], files: Sequence[str] = ()) -> Command:
-    """Return the command-line arguments of a run, the presets that the arguments choose, and the presets' config."""
+    """Return a run's command-line arguments, the presets that the arguments choose, and the presets' config values."""
     presets = choices_of(overrides, files)
     try:
         values = dataclasses.asdict(with_all_knobs(compose(presets)[0]))
@@ -31,7 +31,8 @@ def describe(output_dir: Path, args: Args, tokenizer: Any) -> None:
     write_command(command_of(args.overrides, args.files), output_dir)
     try:
         write_token_texts(tokenizer, output_dir)
-    # A user's own tokenizer may raise any exception. The run continues without a file of token texts.
+    # A user's own tokenizer may raise any exception. If the tokenizer raises an exception, the run continues without a
+    # file of token texts.
     except Exception as error:
         logger.warning(
             "%s is not written, so the report shows token ids instead of texts: %s", TOKENS, described(error)

@@ -79,8 +79,8 @@ def agent_of(agent: str, prompts: Sequence[PromptSet]) -> str:
     """Return the path or the command of an agent program, with absolute paths.
 
     Raises:
-        ConfigError: the function cannot be imported or has a parameter that rltrain cannot give, or the command's
-            program does not exist.
+        ConfigError: the agent program is a function that cannot be imported or that has a parameter for which rltrain
+            has no value, or the agent program is a command whose program does not exist.
     """
     where = f"rollout.agent={agent}"
     if not is_function(agent):
@@ -110,7 +110,7 @@ def _agent_command(agent: str) -> str:
 
 
 def absolute_command(address: str) -> str:
-    """Return a command or the URL of an MCP server. The file paths of a command are made absolute.
+    """Return a command with absolute file paths. The URL of an MCP server is returned unchanged.
 
     Absolute paths are needed, because environment workers may have a different working directory than the driver.
     """
@@ -133,7 +133,7 @@ def _schemas_of_server(address: str) -> list[dict[str, Any]]:
 def turn_format(
     config: RolloutConfig, schemas: Sequence[Mapping[str, Any]], tokenizer: Any, stop_ids: Sequence[int]
 ) -> TurnFormat:
-    """Return the format of turns, after checking that the model's chat template supports it.
+    """Check that the model's chat template can add turns to a conversation, and return the format of the turns.
 
     Raises:
         ConfigError: the chat template cannot describe the tools or add turns to a conversation, or the parser of tool
@@ -219,7 +219,7 @@ def _schema(function: Callable[..., Any], where: str) -> dict[str, Any]:
     """Return the schema of a tool, made from its type hints and its docstring.
 
     Raises:
-        ConfigError: the tool has no docstring, or a parameter without a type hint or a description.
+        ConfigError: the tool has no docstring, or a parameter of the tool has no type hint or no description.
     """
     from transformers.utils.chat_template_utils import get_json_schema
 

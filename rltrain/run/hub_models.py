@@ -1,4 +1,4 @@
-"""Pins each model that a run takes from the Hugging Face Hub to a commit, and downloads the files of the model."""
+"""Pins each Hugging Face Hub model of a run to a commit, and downloads the files of the model."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
@@ -54,7 +54,9 @@ def fetch_models(config: Config, console: Console) -> Config:
 
 
 def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return the commit of each pinned model in a run's config, by config key and model name without revision."""
+    """Return a dict that maps (config key, model name) to the commit of each model that a run's config pins. The model
+    name has no revision.
+    """
     model = saved.get("model")
     found = {"model.path": model.get("path")} if isinstance(model, Mapping) else {}
     for form, entry in _entries(saved):
@@ -64,7 +66,7 @@ def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
 
 
 def _entries(saved: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the format string of the config key and the entry of each reward model and teacher in a run's config.
+    """Yield (format string of the config key, config entry) for each reward model and teacher in a run's config.
 
     Inserting the name of the reward model or teacher into the format string gives the config key.
     """

@@ -1,4 +1,4 @@
-"""Lock that allows one run at a time in a folder.
+"""Lock that lets only one run at a time use a folder.
 
 A second run in the same folder would overwrite the files of the first run and remove the first run's checkpoints.
 """

@@ -1,4 +1,4 @@
-"""Pins each data set that a run takes from the Hugging Face Hub to a commit, before the data is read."""
+"""Pins each Hugging Face Hub data set of a run to a commit, before the data is read."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -11,7 +11,8 @@ from rltrain.settings.schema import Config
 
 
 def fetch_datasets(config: Config, console: Console) -> Config:
-    """Download the config's data sets from the Hugging Face Hub, and return the config with their commits.
+    """Download the config's data sets from the Hugging Face Hub, and return the config with the commits of these data
+    sets.
 
     If the config names a data set without a revision, a resumed run uses the commit that the saved run used.
 

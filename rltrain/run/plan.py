@@ -1,4 +1,4 @@
-"""The plan of a run, shown before it starts: batches, algorithm, processes, memory and output."""
+"""The plan of a run, which is shown before the run starts: batches, algorithm, processes, memory and output."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +18,7 @@ from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config, DataConfig
 # Maximum width of the plan's panel, and width of the panel's borders and labels, both in terminal columns.
 _WIDEST, _FRAME = 100, 15
 _BYTES = {"float32": 4, "bfloat16": 2}
-_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # Bytes per parameter on a training rank, for every model dtype.
+_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # Bytes per parameter on a training rank; the same for every model dtype.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,23 +31,25 @@ class Facts:
         adapters: number of adapter parameters; None if the whole model is trained.
         train_prompts: number of training prompts; None before the training data is loaded.
         supervised: source and number of the supervised answers; "" if the run has no supervised loss.
-        val_prompts: number of prompts of each evaluation set, by the name of the set; "" is the name of the set of
-            `data.val`.
+        val_prompts: dict that maps the name of each evaluation set to the set's number of prompts; "" is the name of
+            the set of `data.val`.
         data: description of the source and the form of the training data; "" before the data is loaded.
-        val_data: description of the source and the form of each evaluation set, by the name of the set.
+        val_data: dict that maps the name of each evaluation set to a description of the set's source and form.
         own_splits: whether the source of the prompts has different rows for training and for evaluation.
         needs_critic: whether the advantage estimator needs the values of a critic.
         devices: description of the devices that ranks and engines run on, such as "2 CPU cores".
         on_gpu: whether the devices are GPUs.
-        reward_models: number of parameters of each reward model by name; None if this number cannot be read from the
-            model files.
-        teachers: number of parameters of each teacher that has its own model on the training ranks, by name.
-        signatures: for each reward function that was written for another trainer, the name of that trainer.
+        reward_models: dict that maps the name of each reward model to its number of parameters, or to None if this
+            number cannot be read from the model files.
+        teachers: dict that maps the name of each teacher with its own model on the training ranks to the number of
+            parameters of the teacher.
+        signatures: dict that maps each reward function that was written for another trainer to the name of that
+            trainer.
         uses_ratio: whether the gradient of the loss depends on the old log-probs.
         aggregations: values of `algorithm.loss_agg_mode` for which the loss is defined; () means all values.
         alpha: the parameter alpha of the advantage estimator length_adaptive_gae; None for other estimators.
-        defaults: values that come from the profile (a set of default settings), by config key; keys that the user has
-            set are left out.
+        defaults: dict that maps config keys to the values that come from the profile (a set of default settings); keys
+            that the user has set are left out.
     """
 
     path: str
@@ -283,7 +285,7 @@ def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
 
 
 def _lambda_is_zero(rollout: RolloutConfig, facts: Facts) -> bool:
-    """Return whether the lambda of the estimator length_adaptive_gae, 1 - 1 / (alpha * length), is 0 in all answers."""
+    """Return whether lambda, which is 1 - 1 / (alpha * length) in length_adaptive_gae, is 0 for all answers."""
     return facts.alpha is not None and facts.alpha * rollout.max_response_length <= 1
 
 
@@ -462,7 +464,8 @@ def _memory(config: Config, facts: Facts) -> str:
     shards = config.placement.shard_ranks or config.placement.actor_ranks
     shard = facts.parameters / shards
     trained, frozen = shard * (_MASTER + _GRADIENT + _ADAM), _BYTES[config.model.dtype]
-    # A moving average of weights is kept in float32, while a frozen or copied reference is in the model's dtype.
+    # A moving average of weights is kept in float32, while a frozen or copied reference model is kept in the model's
+    # dtype.
     reference = _MASTER if config.algorithm.reference.refresh_coef < 1 else frozen
     by_role = {"actor": trained, "reference": shard * reference, "critic": trained}
     if facts.adapters is not None:

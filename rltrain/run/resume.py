@@ -334,8 +334,8 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
 
     The files of data, models and rewards must be unchanged, and the checkpoint's state must be loadable.
 
-    One change is accepted: if a function of the user raised an error that ended the earlier run, the file of this
-    function may be different now, because the user has to repair the function.
+    If an error in a user's function ended the earlier run, a change of the file of this function is accepted, because
+    the user has to repair the function.
 
     Args:
         config: the whole config.
@@ -397,7 +397,7 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
 
 
 class _Nobody:
-    """Stand-in for the engines and for the reward workers, which has no pending work and ignores requests."""
+    """Stand-in for the engines and the reward workers; the stand-in has no pending work and ignores all requests."""
 
     pending = 0
 

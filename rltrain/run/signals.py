@@ -19,14 +19,14 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 class Signals:
     """Context manager that catches SIGTERM, SIGINT and SIGHUP.
 
-    Only the main thread can install signal handlers, so in any other thread the context has no effect.
+    Only the main thread can install signal handlers, so in any other thread the context manager has no effect.
 
     A signal that was already ignored when the program started stays ignored. `nohup` ignores SIGHUP, and a shell
     without job control ignores SIGINT for the processes that it starts in the background. A SIGHUP after another signal
     has no effect, because a dropped connection causes two SIGHUPs, one from the terminal and one from the shell.
 
-    Until `stop_with` is called, the first signal interrupts the code of the `with` block at once. The context manager
-    then raises the exception Stopped with the exit status for that signal.
+    Until `stop_with` is called, the first signal interrupts the code of the `with` block at once. After an interruption
+    by a signal, the context manager raises the exception Stopped with the exit status of the received signal.
     """
 
     def __init__(self) -> None:

@@ -13,8 +13,8 @@ from rltrain.data.prompts import PromptSet
 from rltrain.rewards.loading import absolute, source_name
 from rltrain.settings.schema import Config
 
-# Number of bytes that are hashed at the start and at the end of a weight file. Hashing large files completely would
-# take minutes.
+# Number of bytes that are hashed at each end of a weight file, at the start and at the end. Hashing large files
+# completely would take minutes.
 ENDS_BYTES = 1 << 20
 
 
@@ -26,10 +26,11 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
         prompts: training prompts, in the form in which they were loaded.
 
     Returns:
-        Fingerprints by source name (config key and path). The sources with a fingerprint are the training prompts, the
-        files of the reward functions and of the reward aggregation, and the weights of the reward models and of the
-        teachers on the training ranks. The weights of `model.path` are included if they are the base of LoRA adapters
-        or a frozen reference model, because checkpoints do not contain such weights.
+        A dict that maps the name of each source (config key and path) to the fingerprint of the source. The sources
+        with a fingerprint are the training prompts, the files of the reward functions and of the reward aggregation,
+        and the weights of the reward models and of the teachers on the training ranks. The weights of `model.path` are
+        included if they are the base of LoRA adapters or a frozen reference model, because checkpoints do not contain
+        such weights.
     """
     found = {f"data.train={config.data.train}": prompts.fingerprint()}
     functions = [("reward.functions", function.path) for function in config.reward.functions]

@@ -25,8 +25,9 @@ def check_stored_run(config: Config) -> None:
     `check_stored_run` does not compare the prompts of the two runs; the engine compares the prompts during training.
 
     Raises:
-        ConfigError: the folder is not the output folder of a run, or lacks answers; the answers were sampled with other
-            settings; or the algorithm or an evaluation needs answers that no run stores.
+        ConfigError: the folder is not the output folder of a run, or lacks answers; the answers were sampled with
+            settings that differ from the new run's settings; or the algorithm or an evaluation needs answers that no
+            run stores.
     """
     rollout = config.rollout
     if rollout.run is None:

@@ -1,10 +1,10 @@
 """Sweeps, which start one run for each combination of config values with Hydra's launchers and sweepers.
 
-Hydra reads the sweep (`KEY=A,B`, `KEY=range(1,4)`, the syntax of an installed sweeper) and starts the jobs, either one
-after another or with the launcher that `hydra/launcher=NAME` selects. Each job is a separate process that runs `python
--m rltrain.main` with one value per key. Hydra must not compose rltrain's config, because Hydra's rules for keys differ
-from rltrain's. Hydra receives each config key as a single word; for example, `trainer.seed` becomes
-`set__trainer__seed`.
+Hydra reads the values to combine, which the user writes as `KEY=A,B`, as `KEY=range(1,4)` or in the syntax of an
+installed sweeper. Hydra starts the jobs of a sweep either one after another or with the launcher that
+`hydra/launcher=NAME` selects. Each job is a separate process that runs `python -m rltrain.main` with one value per key.
+Hydra must not compose rltrain's config, because Hydra's rules for keys differ from rltrain's rules. Hydra receives each
+config key as a single word; for example, `trainer.seed` becomes `set__trainer__seed`.
 """
 
 import json
@@ -34,7 +34,7 @@ _OUTPUT_WORD = f"++{_START}trainer{_DOT}output_dir="
 
 
 def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> int:
-    """Start one run for each combination of values, wait for all of them, and print a table of their results.
+    """Start one run for each combination of values, wait for all runs, and print a table of the results.
 
     Args:
         overrides: settings on the command line, of the form KEY=VALUE. Settings that begin with `hydra` are passed to
@@ -102,10 +102,11 @@ class Job:
         """Run one job of the sweep in a separate process.
 
         Returns:
-            The last value of the metric that `trainer.keep_best` names. Without `trainer.keep_best`, the metric is the
-            accuracy of the sampled answers in evaluations, or the mean reward of the sampled answers if there is no
-            accuracy. The returned value is NaN if the run failed or has not measured the metric. A Hydra sweeper that
-            searches for the best values optimises the returned value.
+            The last value of the metric that `trainer.keep_best` names. Without `trainer.keep_best`, the returned value
+            is the last accuracy of the sampled answers in evaluations, or the last mean reward of the sampled answers
+            in evaluations if no accuracy was measured. The returned value is NaN if the run failed or has not measured
+            the metric for the returned value. A Hydra sweeper that searches for the best values optimises the returned
+            value.
         """
         from hydra.core.hydra_config import HydraConfig
 

@@ -42,7 +42,7 @@ def check_teachers(config: Config, tokenizer: Any, prompts: PromptSet) -> None:
 def _check_tokenizer(config: Config, teacher: TeacherConfig, tokenizer: Any) -> None:
     """Raise ConfigError if the teacher's tokenizer gives a token of the policy another id, or lacks the token.
 
-    The teacher may have more tokens than the policy.
+    The teacher's tokenizer is allowed to have more tokens than the policy's tokenizer.
     """
     where = f"{teacher.key}={teacher.path}"
     own, theirs = tokenizer.get_vocab(), load_tokenizer(teacher.path, teacher.key).get_vocab()

@@ -20,8 +20,9 @@ FULL_KL = "full"
 
 @section
 class RewardShapingConfig:
-    """Settings that shape the score of each answer: clamp((score + bias) * scale, -clip, clip), minus the length
-    penalty, plus the length reward.
+    """Settings that shape the score of each answer.
+
+    The shaped score is clamp((score + bias) * scale, -clip, clip), minus the length penalty, plus the length reward.
     """
 
     bias: float = key("Number that is added to the score of each answer.")
@@ -57,8 +58,9 @@ class RewardShapingConfig:
 
 @section
 class NormalizationConfig:
-    """Settings of the normalization (x - mean) / std of rewards or advantages. The mean and the standard deviation are
-    taken over the batch or over each prompt group.
+    """Settings of the normalization of rewards or advantages, which replaces each value x with (x - mean) / std.
+
+    The mean and the standard deviation are taken over the batch or over each prompt group.
 
     If `mean_level` is null, no mean is subtracted. If `std_level` is null, the values are not divided by a standard
     deviation.
@@ -84,7 +86,7 @@ class NormalizationConfig:
 
     @property
     def on(self) -> bool:
-        """Whether the normalization is on: it subtracts a mean, divides by a standard deviation, or does both."""
+        """Whether the normalization subtracts a mean, divides by a standard deviation, or does both."""
         return self.mean_level is not None or self.std_level is not None
 
 
@@ -92,7 +94,7 @@ class NormalizationConfig:
 class KLInRewardConfig:
     """Settings of the KL penalty that is subtracted from the rewards.
 
-    Setting `kl_coef` to 0 with a fixed controller turns the KL penalty in the reward off.
+    If `controller` is `fixed`, setting `kl_coef` to 0 turns off the KL penalty in the reward.
     """
 
     kl_coef: float = key(
@@ -186,7 +188,7 @@ class ReferenceConfig:
 @section
 class CorrectionConfig:
     """Settings of the importance weights of the policy-loss term. An importance weight is a token's probability under
-    the actor before the update, divided by its probability under the engine.
+    the actor before the update, divided by the token's probability under the engine.
 
     Setting `level` to null turns the importance weights off.
     """
@@ -311,8 +313,8 @@ class RejectionConfig:
 class AlgorithmConfig:
     """All settings in the config section `algorithm`.
 
-    The mappings `advantage` and `loss` set extra parameters of the selected advantage estimator and policy loss to
-    values other than their defaults.
+    The mapping `advantage` sets parameters of the selected advantage estimator, and the mapping `loss` sets parameters
+    of the selected policy loss. Each parameter that the config does not set keeps its default value.
     """
 
     advantage_estimator: str = key(
@@ -435,30 +437,40 @@ class AlgorithmConfig:
 
     @property
     def has_reference_kl(self) -> bool:
-        """Whether the KL penalty or the KL term, which compare the policy with the reference model, is turned on."""
+        """Whether the run has a KL penalty in the reward or a KL term in the loss.
+
+        The KL penalty and the KL term compare the policy with the reference model.
+        """
         return self.kl_in_reward.kl_coef > 0 or self.kl_loss.kl_loss_coef > 0
 
     @property
     def refreshes_reference(self) -> bool:
-        """Whether the reference model is updated during training, so that its weights are part of checkpoints."""
+        """Whether the reference model is updated during training.
+
+        Checkpoints contain the weights of a reference model only if the reference model is updated.
+        """
         return self.reference.refresh_every > 0
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the run needs a reference model, for the KL penalty, for the KL term or as a teacher."""
+        """Whether the run needs a reference model for the KL penalty in the reward, for the KL term in the loss, or as
+        a teacher.
+        """
         return self.has_reference_kl or any(teacher.path == REFERENCE for teacher in self.distillation.teachers)
 
     @property
     def needs_full_kl(self) -> bool:
-        """Whether the KL penalty or the KL term uses the exact KL, which needs the hidden states of the reference
-        model.
+        """Whether the KL penalty in the reward or the KL term in the loss uses the exact KL.
+
+        The exact KL needs the hidden states of the reference model.
         """
         return self.kl_in_reward.full or self.kl_loss.full
 
     @property
     def needs_ref_log_probs(self) -> bool:
-        """Whether the KL penalty or the KL term is estimated from samples, which needs the log-probs of the reference
-        model.
+        """Whether the KL penalty in the reward or the KL term in the loss is estimated from samples.
+
+        An estimate from samples needs the log-probs of the reference model.
         """
         reward, loss = self.kl_in_reward, self.kl_loss
         return (reward.kl_coef > 0 and not reward.full) or (loss.kl_loss_coef > 0 and not loss.full)

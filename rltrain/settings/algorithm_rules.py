@@ -1,4 +1,4 @@
-"""Checks that the settings under `algorithm` fit the advantage estimator and the loss that they select.
+"""Checks that the settings under `algorithm` fit the selected advantage estimator and the selected loss.
 
 The checks of the algorithm settings run before any worker starts.
 
@@ -19,8 +19,8 @@ from rltrain.settings.distillation_config import REFERENCE
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-# Maps names that presets or other trainers use to rltrain's names of losses and estimators, for suggestions in error
-# messages.
+# Maps the names of presets, and the names that other trainers give to losses and estimators, to rltrain's names of
+# losses and estimators. The error messages suggest rltrain's names.
 ALIASES = {
     "ppo": "vanilla",
     "ppo_clip": "vanilla",
@@ -97,8 +97,8 @@ def _check_name(registry: Any, key: str, name: str, *others: str) -> None:
 def _check_knobs(
     section: str, name: str, functions: list[Callable[..., Any]], knobs: Mapping[str, Any], config: Config
 ) -> None:
-    """Raise ConfigError if the functions do not take a parameter in `knobs`, or if a function fails with the given
-    parameter values.
+    """Raise ConfigError if a parameter in `knobs` belongs to none of the functions, or if a function fails with the
+    given parameter values.
 
     The parameter values are tested by calling each function once on a tiny batch of two answers.
     """
@@ -486,10 +486,11 @@ def _check_warmup(config: Config) -> None:
 
 
 def _check_positive_examples(config: Config) -> None:
-    """Raise ConfigError if the loss needs correct answers, and no reward function can declare an answer correct.
+    """Raise ConfigError if the loss needs correct answers, but no reward function or reward model can declare an answer
+    correct.
 
-    User-defined reward functions are accepted, because only their first results show whether they return
-    `RewardResult.success`.
+    User-defined reward functions are accepted, because only the first results of a function show whether the function
+    returns `RewardResult.success`.
     """
     coefficient, reward = config.algorithm.positive_nll_coef, config.reward
     decides = any(component.success is not None for component in reward.components)

@@ -1,5 +1,6 @@
-"""Parses the command line of `rltrain.main`, which has flags and settings (`GROUP=CHOICE` and `KEY=VALUE`), and writes
-the text of `--help`.
+"""Parses the flags and settings on the command line of `rltrain.main`, and writes the text of `--help`.
+
+A setting has the form `GROUP=CHOICE` or `KEY=VALUE`.
 """
 
 import textwrap
@@ -12,7 +13,7 @@ from rltrain.settings.config_groups import choices, group_names
 
 Action = Literal["run", "plan", "config", "sweep", "help"]
 
-FLAGS = {  # Maps each flag that takes no value to the action it selects.
+FLAGS = {  # Maps each flag that takes no value to the action that the flag selects.
     "--help": "help",
     "-h": "help",
     "--cfg": "config",

@@ -63,16 +63,20 @@ def _items(overrides: Sequence[str], files: Sequence[str]) -> list[Item]:
 
 
 def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]:
-    """Return the user's choices of config groups as `GROUP=CHOICE`, including the choice of a profile."""
+    """Return the user's choices in config groups as texts of the form `GROUP=CHOICE`.
+
+    A profile that rltrain selects for the user's model or task is also returned.
+    """
     return [f"{group}={choice}" for group, choice in chosen(_items(overrides, files)).items()]
 
 
 def _with_profile(items: list[Item]) -> list[Item]:
-    """Return the user's settings, with a profile added if the user's model or task needs another profile than the
-    default.
+    """Return the user's settings, with a profile added if the user's model or task needs a profile other than the
+    default profile.
 
-    If the settings select no profile, a profile is inserted before the settings: `profile=instruct` for a model other
-    than `builtin`, and `profile=conversation` for the built-in model and a built-in task with several turns.
+    If the settings select no profile, `profile=instruct` is inserted before the settings for a model other than
+    `builtin`. If the settings select no profile, `profile=conversation` is inserted before the settings for the
+    built-in model with a built-in task that has several turns.
     """
     if "profile" in chosen(items):
         return items
@@ -85,7 +89,7 @@ def _with_profile(items: list[Item]) -> list[Item]:
 
 
 def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the values that the profile sets for keys that the user does not set, as a dict by key.
+    """Return a dict that maps each key that the profile sets, but the user does not set, to the profile's value.
 
     Args:
         overrides: the settings from the command line.
@@ -137,14 +141,16 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
 def _chosen_files(choices: tuple[tuple[str, str], ...]) -> Any:
     """Return rltrain's YAML files with the given choices of config groups as one `DictConfig`.
 
-    The result is cached, because a process composes the same files several times. Callers must change a copy only.
+    The result is cached, because a process composes the same files several times. Callers must not change the cached
+    result, but may change a copy.
     """
     with initialize_config_dir(str(config_dir()), version_base="1.3"):
         return hydra_compose("train", [f"{group}={choice}" for group, choice in choices])
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:
-    """Return settings that remove a preset's parameters of a loss or an estimator if the user selects another function.
+    """Return settings that remove the parameters that a preset sets for a loss or an estimator, if the user selects
+    another loss or estimator than the preset.
 
     A preset's parameters are meant for the loss and the estimator that the preset selects. For example, `algorithm=dapo
     algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Parameters that the user sets are kept, because

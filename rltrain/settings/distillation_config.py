@@ -168,7 +168,7 @@ class DistillationConfig:
 
     @property
     def in_reward(self) -> bool:
-        """Whether the teacher's log-ratio is added to the advantages."""
+        """Whether log(pi_teacher / pi_old) of each token is added to the token's advantage."""
         return self.mode == "reward"
 
     @property

@@ -17,7 +17,8 @@ from rltrain.settings.schema import ALL_LINEAR
 from rltrain.settings.typed import require
 
 AUTO = "auto"
-# Upper bound of the importance weights if `algorithm.correction.level=auto` selects `token`, as in tis.yaml.
+# Upper bound of the importance weights if `algorithm.correction.level=auto` selects `token`. The preset `algorithm=tis`
+# has the same upper bound.
 STALE_UPPER = 2.0
 # Estimators whose critic is trained before the policy (VC-PPO and VAPO). With `critic.warmup_steps=auto`, the critic of
 # an estimator in PRETRAINED is warmed up for WARMUP_STEPS training steps. The papers on VC-PPO and VAPO warm up the
@@ -109,8 +110,8 @@ def _reward_function(function: Any) -> Any:
 def _reward_models(models: Any) -> list[Any]:
     """Convert each entry of `reward.models` to a mapping with all keys.
 
-    An entry that is a string is taken as the reward model's directory or its name on the hub. By default, a reward
-    model has weight 1, and its name is the last part of its path, without the revision.
+    An entry that is a string is taken as the reward model's directory or the reward model's name on the Hugging Face
+    hub. By default, a reward model has weight 1 and is named after the last part of its path, without the revision.
     """
     require(
         isinstance(models, list), f"reward.models={models}: must be a list, as in reward.models=[path/to/directory]"
@@ -138,7 +139,7 @@ def _teachers(teachers: Any) -> list[Any]:
 
     An entry that is a string is taken as the teacher's path. By default, a teacher is named after the last part of its
     path, without the revision, and an endpoint is named after its host. If the teacher is the reference model, the
-    default prompt template is that of SDFT.
+    default prompt template is the template of SDFT.
     """
     require(
         isinstance(teachers, list),
@@ -190,8 +191,8 @@ def _difficulty(difficulty: Any) -> Any:
 def _reuse(reuse: Any, max_staleness: Any) -> Any:
     """Convert `trainer.reuse` to a mapping with all keys.
 
-    By default, `steps` is the whole staleness bound `trainer.max_staleness`, so the engines do not run ahead of
-    training.
+    By default, `trainer.reuse.steps` equals the staleness bound `trainer.max_staleness`, so the engines do not run
+    ahead of training.
     """
     if reuse is None:
         return None
@@ -206,7 +207,10 @@ def _reuse(reuse: Any, max_staleness: Any) -> Any:
 
 
 def _set_overlong_buffer(shaping: Any, max_response_length: Any) -> None:
-    """Replace `overlong_buffer: auto` by a fifth of the maximum answer length, as in DAPO (4,096 of 20,480 tokens)."""
+    """Replace `overlong_buffer: auto` by a fifth of the maximum answer length.
+
+    DAPO also uses a fifth of the maximum answer length: 4,096 of 20,480 tokens.
+    """
     if isinstance(shaping, dict) and shaping.get("overlong_buffer") == AUTO and isinstance(max_response_length, int):
         shaping["overlong_buffer"] = max_response_length // 5
 
@@ -226,9 +230,9 @@ def _set_critic_warmup(critic: dict[str, Any], estimator: Any, total_steps: Any)
 def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:
     """Replace `level: auto` in `algorithm.correction` with `token` or null.
 
-    With `trainer.max_staleness` above 0, the correction level usually becomes `token`, because answers may come from an
-    older policy than the actor before the update. The correction level becomes null in four cases: answers are never
-    stale, the old log-probs in the loss's ratio are the engine's log-probs, `algorithm.rejection` handles stale
+    With `trainer.max_staleness` above 0, the correction level usually becomes `token`, because answers can come from a
+    policy that is older than the actor before the update. The correction level becomes null in four cases: answers are
+    never stale, the old log-probs in the loss's ratio are the engine's log-probs, `algorithm.rejection` handles stale
     answers, or the loss has no policy-loss term because the policy learns only from a distillation term. With level
     `token`, the importance weights get the upper bound `STALE_UPPER` unless the config sets a bound.
     """

@@ -26,8 +26,8 @@ class Key:
             completely.
         if_left_out: text about the default value of a key in a list entry or an optional mapping; "" if a YAML file
             defines the default.
-        changeable: whether a resumed run may change the value. If the key of a section is changeable, a resumed run may
-            change all keys of the section.
+        changeable: whether a resumed run may change the value. If the value of a changeable key is a section, a resumed
+            run may change all keys of the section.
         at_least: smallest valid value; None if there is no inclusive lower bound.
         above: exclusive lower bound: valid values are greater than this number; None if there is no exclusive lower
             bound.

@@ -60,8 +60,9 @@ class Setting:
     mappings are not merged.
 
     Attributes:
-        key: dotted name of the key.
-        value: the value as plain Python types. A text value may contain references such as `${data.train}`.
+        key: dotted name of the config key.
+        value: the value, which consists of plain Python types. A text value may contain references such as
+            `${data.train}`.
     """
 
     key: str
@@ -132,8 +133,8 @@ def from_file(path: str) -> list[Item]:
     """Read a config file of the user: a YAML file whose keys may be nested or dotted names.
 
     In a config file, the value of a config group is either the name of a choice, as in `algorithm: ppo`, or a mapping
-    that sets keys of the group. As in Hydra's own files, choices of config groups may also be listed under `defaults`.
-    The file `config.yaml` in a run's output folder can also be used as a config file.
+    that sets keys of the group. A config file may also list choices of config groups under `defaults`, in the same way
+    as Hydra's own files. The file `config.yaml` in a run's output folder can also be used as a config file.
 
     Raises:
         ConfigError: the file cannot be read, or a setting in it is invalid. The message of the ConfigError is one line
@@ -254,8 +255,8 @@ def apply(items: list[Item], composed: Any) -> None:
 
     Args:
         items: the settings and removals to apply. Choices of config groups are skipped, because the composed config
-            already contains the chosen YAML files. Keys with free text are also skipped, because OmegaConf would
-            resolve references in the text; `set_text` sets these keys later.
+            already contains the chosen YAML files. Settings of keys with free text are also skipped, because OmegaConf
+            would resolve references in the text; `set_text` sets the keys with free text later.
         composed: the `DictConfig` to change.
 
     Raises:
@@ -296,7 +297,8 @@ def set_text(values: dict[str, Any], items: list[Item]) -> None:
 
 
 def chosen(items: list[Item]) -> Mapping[str, str]:
-    """Return the user's choices as a dict from the config group to the name of the chosen YAML file. If a group is
-    chosen several times, the last choice in `items` is returned.
+    """Return a dict that maps each config group in which the user chooses a YAML file to the name of the YAML file.
+
+    If the user chooses several times in the same config group, the last choice in `items` counts.
     """
     return {item.group: item.choice for item in items if isinstance(item, Choice)}

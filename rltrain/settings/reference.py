@@ -7,9 +7,10 @@ generated pages and comments, and prints the names of the changed files:
     python -m rltrain.settings.reference
 
 A YAML file that inherits from another choice of its config group contains only the values that differ from that choice.
-The comments in a YAML file that inherits are not replaced, because the comments explain why the file sets particular
-values. A YAML file that does not inherit from another choice contains every key of its sections, and the comments of
-all keys are generated. The comment at the start of a YAML file, and comments above lines without a key, are kept.
+The comments in a YAML file that inherits from another choice are not replaced, because the comments explain why the
+file sets particular values. A YAML file that does not inherit from another choice contains every key of its sections,
+and the comments of all keys are generated. The comment at the start of a YAML file, and comments above lines without a
+key, are kept.
 """
 
 import re
@@ -145,7 +146,10 @@ def _parent(path: str) -> str:
 
 
 def _is_set_whole(one: Declared) -> bool:
-    """Return whether the user sets a section as one value, because the section is a list or has `given_whole`."""
+    """Return whether the user sets a section as one value.
+
+    The user sets a section as one value if the section is a list or has the attribute `given_whole`.
+    """
     return get_origin(one.hint) is list or bool(getattr(one.section, "given_whole", False))
 
 
@@ -272,7 +276,10 @@ def _with_comment(line: str, comment: str) -> list[str]:
 
 
 def outdated() -> dict[Path, str]:
-    """Return the new text of each generated file that does not match the schema, as a dict by path."""
+    """Return a dict that maps the path of each outdated file to the file's new text.
+
+    A generated file is outdated if the file does not match the schema.
+    """
     folder = config_dir()
     docs = folder.parent / "docs"
     new = {docs / "settings.md": page(), docs / "coming-from-other-trainers.md": names_page()}
@@ -284,7 +291,7 @@ def outdated() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Rewrite the generated files that do not match the schema, and print their names."""
+    """Rewrite the generated files that do not match the schema, and print the names of the rewritten files."""
     for file, text in outdated().items():
         file.write_text(text, "utf-8")
         sys.stdout.write(f"{file}\n")

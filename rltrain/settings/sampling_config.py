@@ -82,7 +82,8 @@ class DifficultyConfig:
 
 @section
 class ReuseConfig:
-    """Settings for training again on earlier prompt groups whose answers have different outcomes.
+    """Settings for training again on a prompt group of an earlier training step, if the answers of the group have
+    different outcomes.
 
     `rltrain.trajectories.reuse_buffer` defines which groups are trained on again.
     """

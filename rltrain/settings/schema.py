@@ -160,8 +160,8 @@ class TrainerConfig:
             require(value is None or bool(value.strip()), f"{name} is empty; give {hint}")
 
     def _require_room_for_reuse(self) -> None:
-        """Raise ConfigError if `reuse` exceeds the staleness bound, or leaves no room for new prompt groups in a
-        training step.
+        """Raise ConfigError if `reuse.steps` exceeds the staleness bound, or if `reuse.groups` leaves no room for new
+        prompt groups in a training step.
         """
         if self.reuse is None:
             return
@@ -184,7 +184,10 @@ class TrainerConfig:
 
     @property
     def reused_groups(self) -> int:
-        """Maximum number of earlier prompt groups on which a training step trains again; 0 without `reuse`."""
+        """Maximum number of prompt groups of earlier training steps on which a training step trains again.
+
+        If `reuse` is None, the maximum number is 0.
+        """
         return self.reuse.groups if self.reuse else 0
 
     @property
@@ -318,7 +321,7 @@ class CriticConfig(OptimizerConfig):
 
 @section
 class DataConfig:
-    """Settings for the sources of prompts, and for how rows of data become prompts.
+    """Settings for the sources of prompts, and for the conversion of data rows into prompts.
 
     The module `rltrain.data.row_sources` lists the kinds of data sources.
     """
@@ -606,7 +609,7 @@ class RolloutConfig:
     def has_environment(self) -> bool:
         """Whether the model talks with an environment or a program, or calls tools.
 
-        If so, a trajectory may have several turns.
+        With an environment, a program or tools, a trajectory can have several turns.
         """
         return self.environment is not None or self.agent is not None or bool(self.tools)
 
@@ -841,15 +844,17 @@ class Config:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether inference engines and training ranks share devices and compute alternately, and free their device
-        memory while they are idle.
+        """Whether inference engines and training ranks share devices.
+
+        If engines and training ranks share devices, they compute alternately and free their device memory while idle.
         """
         placement = self.placement
         return placement.launcher == "ray" and placement.share_ranks and not self.trainer.steps_ahead
 
     @property
     def sequences_per_step(self) -> int:
-        """Number of sequences in one training step, B = P * G: the number of prompts P times the number of samples per
-        prompt G.
+        """Number B of sequences in one training step.
+
+        B = P * G, where P is the number of prompts in one training step and G is the number of samples per prompt.
         """
         return self.trainer.prompts_per_step * self.rollout.samples_per_prompt

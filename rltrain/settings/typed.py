@@ -69,13 +69,13 @@ def _similarity(key: str, name: str) -> float:
     # similarity of the two key names without their sections.
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
-    # A user may write only the beginning of a long config key. SequenceMatcher's ratio alone would then prefer an
-    # unrelated short key, so a known key that starts with the written text has a similarity of at least 0.9.
+    # If a user writes only the beginning of a long config key, SequenceMatcher's ratio alone would prefer an unrelated
+    # short key. A known key that starts with the user's text therefore has a similarity of at least 0.9.
     return max(whole, 0.9 * last, 0.9 * name.startswith(key))
 
 
 def keys(kind: type, prefix: str = "") -> list[str]:
-    """Return the dotted names of all leaf keys of the dataclass `kind`, including keys that may be None.
+    """Return the dotted names of all leaf keys of the dataclass `kind`, including keys that can be None.
 
     A list counts as a leaf, even if the list's entries are dataclasses. A dataclass whose attribute `given_whole` is
     true also counts as a leaf, because the user sets the dataclass as one mapping.

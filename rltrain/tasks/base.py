@@ -55,9 +55,9 @@ class Task:
         name: key in `rltrain.tasks.TASKS`.
         digits: number of digits in a prompt.
         mark: the character that ends a prompt.
-        solve: function that takes the digits and returns the correct answer, as text.
-        mess: function that takes the digits and a random generator, and returns a flawed answer and whether the end
-            token follows the answer.
+        solve: function that takes the digits of a prompt and returns the correct answer, as text.
+        mess: function that takes the digits of a prompt and a random generator, and returns a flawed answer and whether
+            the end token follows the answer.
         reward: import path `module:function` of the task's reward function.
         max_response_length: suggested limit on the length of a response in tokens, including the end token.
         examples_per_step: number of flawed answers in one optimizer step when the starting model is trained.
@@ -80,8 +80,9 @@ class Task:
     def prompts(self, split: str, seed: int, count: int) -> list[dict[str, str]]:
         """Draw `count` distinct rows `{"prompt": ..., "answer": ...}`.
 
-        With the same seed, the rows of a smaller `count` are the first rows of a larger `count`. The two splits never
-        share a prompt, even with different seeds, because a hash of each prompt decides its split.
+        With the same seed, a call with a smaller `count` returns the first rows of a call with a larger `count`. The
+        two splits never share a prompt, even with different seeds, because a hash of a prompt decides the prompt's
+        split.
 
         Raises:
             ValueError: the split is unknown, or `count` is below 0 or above 1/20 of the number of possible prompts.
@@ -99,7 +100,7 @@ class Task:
         return list(rows.values())
 
     def messy_answer(self, row: dict[str, str], rng: Random) -> tuple[str, bool]:
-        """Return a flawed answer, often wrong and sometimes without an end, for the starting model to imitate.
+        """Return a flawed answer, often wrong and sometimes without an end token, which the starting model imitates.
 
         Returns:
             The flawed answer, and whether the end token follows the answer. A finished answer is shorter than

@@ -1,8 +1,8 @@
 """The tokenizer of the built-in tasks with several turns, with a chat template in ChatML form.
 
 Each character is a token, as in `rltrain.tasks.tokenizer`. Some long texts are also one token each: the texts that the
-chat template writes around messages, the description of the tools, and phrases of the task. Because these texts are
-single tokens, a conversation has few tokens, although its text is like that of a large model's conversation.
+chat template writes around messages, the description of the tools, and phrases of the task. Because such long texts are
+single tokens, a conversation has few tokens, although the conversation's text looks like a large model's chat.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,7 +93,7 @@ def tools_text(tools: Sequence[Callable[..., Any]]) -> str:
 
 
 def sampled(ids: Sequence[int], tokenizer: Qwen2Tokenizer) -> list[bool]:
-    """Return for each token of a conversation whether the token is one that the policy samples.
+    """Return for each token of a conversation whether the policy samples the token.
 
     The policy samples the tokens after the opening of an assistant's message, up to and including the end token.
     """

@@ -52,9 +52,9 @@ class ConversationTask:
     examples_per_step: int = 24
 
     def prompts(self, split: str, seed: int, count: int) -> list[Row]:
-        """Draw `count` rows `{"question": ..., ...}`, where the other columns are for the environment and the reward.
+        """Draw `count` rows with the column `question` and the columns for the environment and the reward.
 
-        With the same seed, the rows of a smaller `count` are the first rows of a larger `count`.
+        With the same seed, a call with a smaller `count` returns the first rows of a call with a larger `count`.
 
         Raises:
             ValueError: the split is unknown, or `count` is below 0.
@@ -82,7 +82,7 @@ class ConversationTask:
 
 
 def _encoded(tokenizer: "Qwen2Tokenizer", schemas: list[Any] | None, messages: list[Message]) -> Example:
-    """Convert a conversation to a training example, in which only the assistant's tokens are trained on."""
+    """Convert a conversation to a training example in which the model learns to predict only the assistant's tokens."""
     from rltrain.tasks.chat_tokenizer import sampled
 
     text = str(tokenizer.apply_chat_template(messages, tools=schemas, tokenize=False))

@@ -1,6 +1,6 @@
 """Task: find a hidden digit with at most five guesses, each of which is answered with `higher`, `lower` or `right`.
 
-A player who ignores the answers and never repeats a guess finds the digit in 50% of the games. A player who draws each
+A player who ignores the hints and never repeats a guess finds the digit in 50% of the games. A player who draws each
 guess from the digits that are still possible finds the digit in 91% of the games. A player who always guesses the
 middle of the digits that are still possible finds the digit in all games.
 """
@@ -14,7 +14,8 @@ from rltrain.tasks.conversation import ConversationTask, Message, Row
 
 QUESTION = "Guess my digit."
 CONSISTENT = 0.35  # Share of the imitated games in which each guess agrees with all earlier hints.
-MIDDLE = 0.5  # Probability that a guess that agrees with all earlier hints is the middle one of the possible digits.
+# If a guess agrees with all earlier hints: probability that the guess is the middle one of the digits still possible.
+MIDDLE = 0.5
 STUBBORN = 0.5  # Probability that a guess repeats the last guess, in games whose guesses ignore the hints.
 SPOILT = 0.05  # Probability that an imitated message is "?" instead of a digit.
 

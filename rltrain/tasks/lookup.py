@@ -1,7 +1,8 @@
-"""Task: follow one to three pointers through a hidden table of ten digits, with a tool that shows one entry.
+"""Task: follow one to three pointers through a hidden table of ten digits, with a tool that shows one entry per call.
 
-For example, `Start at 3, hops: 2` with the entries 3 -> 7 and 7 -> 1 has the answer `1`, after the calls lookup(3) and
-lookup(7). No key is looked up twice, so each of the ten digits is equally likely to be the answer before the last call.
+For example, in a table with the entries 3 -> 7 and 7 -> 1, the calls lookup(3) and lookup(7) lead to the answer `1` to
+the question `Start at 3, hops: 2`. No key is looked up twice, so before the last call each of the ten digits is equally
+likely to be the answer.
 """
 
 from collections.abc import Mapping
@@ -18,7 +19,8 @@ MAX_HOPS = 3
 # stop one call too early and give the last result as the answer, so reinforcement learning has to discover that one
 # more call earns more reward.
 RIGHT_COUNT = 0.25  # Probability that a conversation has as many calls as hops.
-# Probability that a conversation has one call too few. The remaining conversations have a random number of calls.
+# Probability that a conversation has one call too few. With the remaining probability, 1 - RIGHT_COUNT - TOO_FEW, a
+# conversation has a random number of calls.
 TOO_FEW = 0.65
 # Probability that the key of a call is the last result (or the start, in the first call) instead of a random digit.
 RIGHT_KEY = 0.8
@@ -36,7 +38,7 @@ def path(table: str, start: int, hops: int) -> list[int]:
 
 
 def draw(split: str, rng: Random) -> Row:
-    """Draw a data row of the given split, in which no key is looked up twice.
+    """Draw a data row of the given split in which the path to the answer looks up no key twice.
 
     A hash of the table, the start and the number of hops decides to which split a row belongs.
     """

@@ -21,7 +21,7 @@ def solve(digits: str) -> str:
 def mess(digits: str, rng: Random) -> tuple[str, bool]:
     """Return a flawed answer, and whether the end token follows the answer.
 
-    One digit of the answer may be wrong, and the answer may be repeated without an end token.
+    In some flawed answers, one digit is wrong. Some flawed answers repeat the digits and have no end token.
     """
     answer = sorted(digits)
     if rng.random() < SLIP_SHARE:

@@ -27,9 +27,9 @@ logger = logging.getLogger(__name__)
 STEPS = 250
 LEARNING_RATE = 2e-3
 WARMUP_STEPS = 10
-# Floating-point sums depend on the number of threads that compute them, so the number of threads is fixed to 1. On idle
-# cores, two threads would be only slightly faster than one thread. On busy cores, two threads would be twenty times
-# slower than one thread, because the threads wait for each other.
+# The result of a floating-point sum depends on the number of threads that compute the sum, so the number of threads is
+# fixed to 1. On idle cores, two threads would be only slightly faster than one thread. On busy cores, two threads would
+# be twenty times slower than one thread, because the threads wait for each other.
 THREADS = 1
 IGNORED = -100  # Label that `cross_entropy` ignores, for tokens that the model is not trained to predict.
 
@@ -99,9 +99,9 @@ def cached_start(task: Imitated, *, seed: int = 0, steps: int = STEPS, on_step: 
     """Return the directory of the task's starting model.
 
     If the model is not in the cache directory yet, `cached_start` first trains the model. The cache directory is
-    `$RLTRAIN_CACHE` if the variable is set, else `$XDG_CACHE_HOME/rltrain`, else `~/.cache/rltrain`. The directory's
-    name contains a hash of everything that decides the weights, so a changed training recipe leads to a new directory.
-    The arguments have the same meaning as in `make_start`.
+    `$RLTRAIN_CACHE` if the variable is set, else `$XDG_CACHE_HOME/rltrain`, else `~/.cache/rltrain`. The name of the
+    model's directory contains a hash of everything that decides the weights, so a changed training recipe leads to a
+    new directory. The arguments have the same meaning as in `make_start`.
     """
     path = start_path(task, seed=seed, steps=steps)
     if not path.exists():
@@ -175,9 +175,10 @@ def _train(model: Qwen2ForCausalLM, task: Imitated, rng: Random, *, steps: int, 
 
 
 def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the summed cross-entropy of the tokens with a label, in nats: two (rows, tokens) tensors -> 0-dim tensor.
+    """Return the summed cross-entropy of the tokens that have a label, in nats, as a 0-dim tensor.
 
-    The output head is not applied to the tokens before the first label.
+    The tensors `ids` and `labels` have the shape (rows, tokens). The output head is not applied to the tokens before
+    the first label.
     """
     first = int((labels != IGNORED).any(0).nonzero()[0])
     hidden = model.model(input_ids=ids[:, :-1], use_cache=False).last_hidden_state[:, first - 1 :]
@@ -194,7 +195,8 @@ def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, path: Path) -> Non
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.parent / f".{path.name}.{uuid.uuid4().hex}"
-    # Engines read sampling defaults from the generation config, so the generation config sets nothing but token ids.
+    # Inference engines read sampling defaults from the generation config, so the generation config sets nothing but
+    # token ids.
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     try:
         model.save_pretrained(draft)

@@ -36,9 +36,9 @@ def byte_tokenizer(
 
     Args:
         eos_token: name of the end token, whose id is `EOS_ID`.
-        control: names of further control tokens, by token id.
-        phrases: texts that the tokenizer encodes as one token each, by token id. Phrases are ordinary text, not control
-            tokens.
+        control: dict that maps a token id to the name of a further control token.
+        phrases: dict that maps a token id to a text that the tokenizer encodes as this one token. Phrases are ordinary
+            text, not control tokens.
     """
     special = {PAD_ID: PAD_TOKEN, EOS_ID: eos_token, UNK_ID: UNK_TOKEN, **control}
     vocab = {{**special, **phrases}.get(code) or _visible(code): code for code in range(VOCAB_SIZE)}

@@ -65,7 +65,7 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
 
 
 def _turn_columns(trajectories: Sequence[Trajectory], offsets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the columns of conversations that have one value per response token (N,).
+    """Return those columns of environment trajectories that have one value per response token, (N,).
 
     Args:
         trajectories: the trajectories of all rows.
@@ -104,7 +104,7 @@ def supervised_batch(prompts: Mapping[int, Prompt]) -> DataProto:
     answer.
 
     Args:
-        prompts: the prompt of each group, by the number of the group.
+        prompts: dict that maps the number of each group to the group's prompt.
     """
     answered = {uid: prompt for uid, prompt in prompts.items() if prompt.supervised_ids is not None}
     batch = DataProto.from_dict(

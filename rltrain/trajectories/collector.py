@@ -64,14 +64,15 @@ class _Step:
         places: number of new prompt groups that the training step will train on.
         refills: number of dropped prompt groups that may still be replaced by new groups.
         open: True from the time when `answers` begins the step until `take` ends the step.
-        seen: finished prompt groups whose answers have already been checked for equal outcomes, by uid.
+        seen: dict that maps uids to finished prompt groups, for those groups whose answers have already been checked
+            for equal outcomes.
         dropped: uids of the prompt groups that the training step has dropped.
         reused: groups of earlier training steps on which the step trains again, in addition to `places` new groups.
         version: weight version before the step.
-        outcomes: with `data.difficulty`, the numbers of correct and judged answers of all groups that the step has
-            generated, by uid.
+        outcomes: with `data.difficulty`, a dict that maps the uid of each group that the step has generated to (number
+            of correct answers, number of judged answers).
         useful: with `trainer.reuse`, the uids of the step's groups whose answers have different outcomes.
-        prompts: prompts of the groups that the step trains on, by uid.
+        prompts: dict that maps the uid of each group that the step trains on to the group's prompt.
     """
 
     places: int
@@ -161,9 +162,9 @@ class Collector:
         The weights that sampled the answers are at most `max_staleness` versions older than weight version `version`.
         The scores of the answers may still be missing; the method `scored` adds the scores.
 
-        With dynamic sampling, a group whose answers all have the same outcome is replaced by a new group. If the step
-        may not generate more groups, a group with a single outcome is left out, and the batch has fewer than
-        `prompts_per_step` groups.
+        With dynamic sampling, a group whose answers all have the same outcome is replaced by a new group. When the step
+        has reached its limit of generated groups, a group with a single outcome is left out without a replacement, and
+        the batch has fewer than `prompts_per_step` groups.
 
         With `trainer.reuse`, some groups of the batch may be groups on which earlier steps have trained.
         """
@@ -337,7 +338,7 @@ class Collector:
         return [prompts[uid] for uid in uids]
 
     def _prompt(self, uid: int) -> Prompt:
-        """Return the prompt of the group in flight with the number `uid`.
+        """Return the prompt of the group in flight whose number is `uid`.
 
         The number of a group is the group's position in the prompt order of the run.
         """
@@ -393,7 +394,7 @@ class Collector:
         return [group for group in ready if group.uid not in step.seen]
 
     def _with_baselines(self, batch: DataProto, groups: Sequence[Group]) -> DataProto:
-        """Add the column `baseline_rewards`, which holds the shaped score of the greedy answer of each row's group.
+        """Add the column `baseline_rewards`: for each row, the shaped score of the greedy answer in the row's group.
 
         If the greedy answer of a group has no score, the rows of the group are marked as not valid.
         """

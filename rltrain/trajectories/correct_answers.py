@@ -11,13 +11,13 @@ from rltrain.trajectories.scoring import component_matrix, successes
 
 
 def correct_answers(groups: Sequence[Group], config: Config) -> dict[int, tuple[int, int]]:
-    """Count the correct and the judged answers of each group: {uid: (correct, judged)}.
+    """Return a dict that maps each group's uid to (number of correct answers, number of judged answers).
 
     The reward functions decide whether an answer is correct, with `success` in their config or with
-    `RewardResult.success`. Shaping and length penalties do not affect the decision. With
+    `RewardResult.success`. Shaping and length penalties do not affect whether an answer is correct. With
     `algorithm.suppress_truncated`, an answer that was cut at the length limit is wrong. Answers whose correctness is
     undecided are not counted as judged. With `algorithm.exclude_truncated`, answers that were cut at the length limit
-    are also not counted as judged. ReMax's greedy baseline answers are neither correct nor judged.
+    are also not counted as judged. ReMax's greedy baseline answers are counted neither as correct nor as judged.
 
     Raises:
         RewardError: answers have scores, but no reward function decides whether any answer is correct.

@@ -1,15 +1,15 @@
 """Tracks prompt groups through the stages pending, generating, scoring, ready, and finally used or dropped.
 
 The module `prompt_groups` only does bookkeeping, and uses neither Ray nor a clock. A prompt group consists of the G
-samples of one prompt, which are in flight together, that is, being generated or scored. To ship a group means to send
-the requests for the group's answers to the engines.
+samples of one prompt. A group is in flight from the time when it is added until it is used or dropped. To ship a group
+means to send the requests for the group's answers to the engines.
 
 The trainer uses prompt groups in the order of their numbers (`uid`). When a group is shipped to the engines, the
-training step that will use the group is already known. If dropped groups that were replaced are not counted, the group
-at position n is used at training step n // prompts_per_step. Because the training step of a group is known in advance,
-the staleness bound can be guaranteed when the group is shipped. If training steps may reuse groups of earlier steps,
-the number of groups to ship is computed under the assumption that each later step reuses as many groups as the config
-allows. A group is therefore never used later than the staleness bound allows.
+training step that will use the group is already known. If groups are counted from 0 and dropped groups that were
+replaced are left out of the count, group n is used at training step n // prompts_per_step. Because the training step of
+a group is known in advance, the staleness bound can be guaranteed when the group is shipped. If training steps may
+reuse groups of earlier steps, the number of groups to ship is computed under the assumption that each later step reuses
+as many groups as the config allows. A group is therefore never used later than the staleness bound allows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -36,7 +36,7 @@ class GroupState(StrEnum):
 
 @dataclass
 class Group:
-    """A prompt group: one prompt, with its answers by sample number.
+    """A prompt group: one prompt and the prompt's answers, which are numbered from 0.
 
     The first `samples` answers of a group are sampled, and the training step trains on them. If `size` is `samples` +
     1, the last answer is the greedy baseline.
@@ -48,8 +48,9 @@ class Group:
         size: number of all answers of the group, including the greedy baseline.
         state: stage of the group in the lifecycle.
         shipped: weight version at the time when the group was first shipped; -1 if the group was not shipped yet.
-        trajectories: finished trajectories, by sample number. A single answer is a trajectory with one turn.
-        results: scores of the answers, by sample number of the answer.
+        trajectories: dict that maps sample numbers to finished trajectories. A single answer is a trajectory with one
+            turn.
+        results: dict that maps the sample number of each scored answer to the answer's scores.
     """
 
     uid: int
@@ -110,7 +111,7 @@ class Group:
 
 
 class PromptGroups:
-    """A collection of all prompt groups in flight, that is, being generated or scored.
+    """The prompt groups in flight: all groups that have been added, and neither used nor dropped yet.
 
     Args:
         samples_per_prompt: number of samples in a group (G).
@@ -158,7 +159,7 @@ class PromptGroups:
         return max(0, places - self.used - len(self.groups))
 
     def reuse(self, count: int) -> None:
-        """Count as used the `count` groups of earlier steps that the current training step reuses."""
+        """Count `count` groups as used, because the current training step reuses that many groups of earlier steps."""
         self.used += count
 
     def add(self, prompts: Iterable[Prompt]) -> None:
@@ -179,7 +180,7 @@ class PromptGroups:
     def load_state_dict(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> list[RewardRequest]:
         """Restore the groups from a state that `state_dict` returned.
 
-        A failed score counts as a missing score, because the cause of the failure may have been fixed.
+        A failed score counts as a missing score, because the user has possibly fixed the cause of the failure.
 
         Args:
             state: a state that `state_dict` returned.
@@ -227,7 +228,7 @@ class PromptGroups:
         return shipped
 
     def generated(self, answer: Completion | Trajectory) -> RewardRequest | None:
-        """Record one finished answer or trajectory, and return the request to score it.
+        """Record one finished answer or trajectory, and return the request to score the answer or trajectory.
 
         Return None if the group no longer exists, if the group is pending, if the answer is a duplicate, or if the
         environment of the trajectory failed. A trajectory whose environment failed gets the result of a failed reward.

@@ -5,11 +5,11 @@ RePO (arXiv 2506.09340) mixes replayed answers of a prompt into the prompt's new
 groups, so the advantages of a replayed group are computed from the group's own answers alone.
 
 A training step takes at most `trainer.reuse.groups` groups from the reuse buffer, and the other groups of the step are
-new. A group that was first trained on in step f can be taken in the steps f + 1 to f + `trainer.reuse.steps`. The
-engines run at most `trainer.max_staleness` - `trainer.reuse.steps` steps ahead of training, so no answer is ever older
-than `trainer.max_staleness` allows. Groups that were trained on less often are taken first; among groups that were
-trained on equally often, newer groups are taken first. The choice of groups depends only on finished steps, and not on
-the order in which answers arrive.
+new. A group that was first trained on in step f can be taken from the buffer in the steps f + 1 to f +
+`trainer.reuse.steps`. The engines run at most `trainer.max_staleness` - `trainer.reuse.steps` steps ahead of training,
+so no answer is ever older than `trainer.max_staleness` allows. Groups that were trained on least often are taken first.
+Among groups that were trained on equally often, the newest groups are taken first. The choice of groups depends only on
+finished steps, and not on the order in which answers arrive.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -39,7 +39,8 @@ class ReuseBuffer:
 
     Args:
         groups: maximum number of groups that a step takes from the buffer.
-        steps: number of training steps, after the first step that trained on a group, in which the group may be taken.
+        steps: number of training steps, after the first step that trained on a group, in which the group may be taken
+            from the buffer.
     """
 
     def __init__(self, groups: int, steps: int) -> None:
@@ -52,7 +53,7 @@ class ReuseBuffer:
         return [one.group for one in ordered[: self.groups]]
 
     def finish(self, version: int, trained: Sequence[Group], useful: Collection[int]) -> None:
-        """Record that a step has trained on groups, and remove the groups that the next step may no longer take.
+        """Record the groups on which a step has trained, and remove the groups that the next step may no longer take.
 
         Args:
             version: weight version before the step.
@@ -67,7 +68,7 @@ class ReuseBuffer:
         self._kept = {uid: one for uid, one in self._kept.items() if version + 1 - one.first <= self.steps}
 
     def of(self, uids: Sequence[int]) -> list[Group]:
-        """Return groups of the buffer by their uids."""
+        """Return the buffer's groups with the given uids, in the order of `uids`."""
         return [self._kept[uid].group for uid in uids]
 
     def state_dict(self) -> list[dict[str, Any]]:

@@ -34,11 +34,11 @@ class RewardModel:
     Args:
         config: config of this reward model.
         group: worker group of this reward model.
-        number: column of this reward model in `reward_components`.
-        tokenizer: tokenizer of this reward model, which may differ from the policy's.
+        number: index of this reward model's column in the matrix `reward_components`.
+        tokenizer: tokenizer of this reward model, which may differ from the policy's tokenizer.
         longest: maximum length of a batch row that the reward model can read, in tokens; None for no limit.
-        pad: id of the padding token. The reward model scores a row at the row's last non-padding token, as the library
-            transformers does.
+        pad: id of the padding token. The reward model scores a row at the row's last non-padding token, which is also
+            the rule of the library transformers.
         max_tokens: maximum number of tokens in one forward pass. A row with more tokens than `max_tokens` gets a
             separate forward pass.
     """
@@ -62,7 +62,7 @@ class RewardModel:
         """Score each pair of a prompt and a response text with the reward model.
 
         The score of samples with equal tokens is computed only once. Samples with equal tokens therefore have
-        bit-identical scores, and all answers of a group of equal answers have the same score.
+        bit-identical scores, so equal answers to the same prompt always have equal scores.
 
         Returns:
             For each sample, the sample's score, or a text that says why the sample has no score.
@@ -83,7 +83,7 @@ class RewardModel:
         return [score if math.isfinite(score) else f"gave {score}" for score in scored]
 
     def _tokens(self, prompt: Prompt, response: str) -> tuple[int, ...] | str:
-        """Return the untruncated token ids of a sample, or a text that says why the sample cannot be read.
+        """Return a sample's untruncated token ids, or a text that says why the reward model cannot read the sample.
 
         If the prompt or response contains the name of a control token as text, the name is encoded as ordinary tokens.
         An answer that contains the name of a control token therefore cannot end the chat turn.

@@ -107,7 +107,7 @@ def combined_scores(components: Tensor, uid: Tensor, counted: Tensor, reward: Re
     Args:
         components: scores of the reward functions and models, (B, K).
         uid: number of each row's prompt group, (B,).
-        counted: whether a row counts in the statistics of an aggregation, (B,) bool.
+        counted: bool mask (B,) of the rows that count in the statistics of an aggregation.
         reward: section `reward` of the config.
 
     Raises:
@@ -205,20 +205,20 @@ class ShapedScores(NamedTuple):
 
 
 def in_statistics(batch: DataProto, algorithm: AlgorithmConfig) -> Tensor:
-    """Return a bool mask (B,) of the valid rows, without truncated answers that are excluded from the statistics."""
+    """Return a bool mask (B,) of the valid rows, except rows whose truncated answer is excluded from the statistics."""
     valid: Tensor = batch.batch["valid"]
     return valid & ~truncated_rows(batch) if algorithm.suppress_truncated or algorithm.exclude_truncated else valid
 
 
 def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
-    """Compute the shaped scores of a batch, from which advantages are estimated, before normalisation.
+    """Compute the shaped, not yet normalised scores of a batch, from which advantages are estimated.
 
-    With `suppress_truncated`, a truncated answer gets the lower of two scores: its own score, and the score that it
-    would have if each reward function had given 0. The length penalty is subtracted after the scores of truncated
-    answers are lowered, so the length penalty also applies to truncated answers. The length reward of
-    `group_length_weight` is added last. The length penalty and the length reward count the sampled tokens of an answer
-    and not the observations between them. The lowered scores of truncated answers affect only estimators with a critic,
-    because other estimators skip the rows that are excluded from the statistics.
+    With `suppress_truncated`, a truncated answer gets the lower of two scores: its own score, and the score that the
+    answer would have if each reward function had given 0. The length penalty is subtracted after the scores of
+    truncated answers are lowered, so the length penalty also applies to truncated answers. The length reward, whose
+    weight is `group_length_weight`, is added last. The length penalty and the length reward count only the sampled
+    tokens of an answer and not the tokens of observations. The lowered scores of truncated answers affect only
+    estimators with a critic, because other estimators skip the rows that are excluded from the statistics.
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -242,10 +242,10 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
 
 
 def _length_rewards(batch: DataProto, counted: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """Compute the length reward of each row by comparison with the other answers of its group: (B,).
+    """Compute the length reward (B,) of each row, for which the row is compared with the other answers of its group.
 
-    If no reward function decides whether a row's answer is correct, the row gets the length reward 0, and other rows
-    are not compared with the row.
+    If no reward function decides whether a row's answer is correct, the row gets the length reward 0 and is left out of
+    the comparisons of other rows.
 
     Raises:
         RewardError: no reward function decides whether any answer is correct.
@@ -266,8 +266,9 @@ def correct_rows(batch: DataProto, rows: Tensor, algorithm: AlgorithmConfig, *, 
         batch: the batch of scored answers.
         rows: mask (B,) of the rows among which a reward function must decide the correctness of at least one answer.
         algorithm: section `algorithm` of the config.
-        setting: config key and value of the setting that depends on the correctness of answers, for the error message.
-        user: name of the loss term or reward that depends on the correctness of answers, for the error message.
+        setting: config key and value to show in the error message. Because of this setting, the run must know which
+            answers are correct.
+        user: name, to show in the error message, of the loss term or reward that is computed from the correct answers.
 
     Raises:
         RewardError: no reward function decides whether any answer in `rows` is correct.
@@ -301,13 +302,14 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
     """Return for each row whether all answers in its group have the same outcome: (B,) bool.
 
     A group whose answers all have the same outcome teaches the policy nothing about the task. The outcome of an answer
-    is the score of those reward functions and models that have `outcome` set, combined as `reward.aggregation` selects.
-    Shaping, normalisation and the length penalty do not affect the outcome, so wrong answers of different lengths have
-    the same outcome.
+    is computed from the scores of the reward functions and models that have `outcome` set; `reward.aggregation` selects
+    how these scores are combined. Shaping, normalisation and the length penalty do not affect the outcome, so wrong
+    answers of different lengths have the same outcome.
 
     A user-defined aggregation function receives all reward components of an answer, and returns the answer's outcome.
-    If the estimator reads the components separately, a group has the same outcome only if the scores of every component
-    with `outcome` are equal within the group. Rows that are excluded from the statistics are ignored by `flat_rows`.
+    If the estimator reads the components separately, all answers of a group have the same outcome only if the scores of
+    every component with `outcome` are equal within the group. Rows that are excluded from the statistics are ignored by
+    `flat_rows`.
     """
     uid, counted, components = (
         batch.batch["uid"],
@@ -326,11 +328,11 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
 def place_scores(batch: DataProto, scores: Tensor, config: Config) -> Tensor:
     """Turn the score of each row (B,) into token rewards (N,), whose sum over the row is the score.
 
-    The environment's reward for a turn is multiplied by its weight in the score, and placed on the last token of the
-    turn. The score minus the weighted rewards of the turns is placed on the last trained token of the row. The whole
-    score is placed on the last trained token if the score is not a weighted sum of rewards. With
+    The environment's reward for a turn is multiplied by the weight of environment rewards in the score, and placed on
+    the last token of the turn. The score minus the weighted rewards of the turns is placed on the last trained token of
+    the row. The whole score is placed on the last trained token if the score is not a weighted sum of rewards. With
     `algorithm.suppress_truncated`, the whole score of a truncated answer is also placed on the last trained token,
-    because the answer loses its rewards.
+    because a truncated answer keeps no rewards of its turns.
     """
     weight = _turn_weight(config)
     if "turn_rewards" not in batch or weight == 0:
@@ -345,7 +347,7 @@ def place_scores(batch: DataProto, scores: Tensor, config: Config) -> Tensor:
 
 
 def _turn_weight(config: Config) -> float:
-    """Return the factor by which an environment's reward enters a row's score.
+    """Return the factor by which an environment's reward is multiplied in a row's score.
 
     The factor is 0 if the score is not a weighted sum of rewards.
     """

@@ -18,7 +18,7 @@ from rltrain.base.secret_values import redacted
 from rltrain.settings.distillation_config import DistillationConfig, TeacherConfig
 
 _SHOWN = 160  # Maximum number of characters of a server's error in an error message.
-_PROBED = 64  # Number of tokens whose texts are compared between the policy's tokenizer and the endpoint's.
+_PROBED = 64  # Number of tokens whose texts are compared between the tokenizers of policy and endpoint.
 _PLAIN = re.compile(r"[A-Za-z0-9]+")
 
 
@@ -76,8 +76,8 @@ class TeacherEndpoint:
             longest: maximum number of tokens in a row (prompt and response) that the endpoint must accept.
 
         Raises:
-            ConfigError: the endpoint does not answer, gives no prompt log-probs, accepts only shorter rows, or has
-                another tokenizer than the policy.
+            ConfigError: the endpoint does not answer, gives no prompt log-probs, accepts only rows shorter than
+                `longest`, or has another tokenizer than the policy.
         """
         import openai
 
@@ -132,7 +132,7 @@ class TeacherEndpoint:
         teacher.
 
         Raises:
-            ValueError: the endpoint has no model, or no model of the configured name.
+            ValueError: the endpoint has no model, or no model with the configured name.
         """
         models = {model.id: model async for model in client.models.list()}
         self.model = self.model or next(iter(models), None)
@@ -142,10 +142,10 @@ class TeacherEndpoint:
         return limit if isinstance(limit, int) else None
 
     async def _prompt_log_probs(self, client: Any, ids: list[int]) -> list[Any]:
-        """Return, for each token after the first, the endpoint's mapping from token ids to log-probs.
+        """Return, for each token after the first token, the endpoint's mapping from token ids to log-probs.
 
         Raises:
-            ValueError: the response holds no prompt log-probs for the given tokens.
+            ValueError: the endpoint's reply contains no prompt log-probs for the given tokens.
         """
         if self.model is None:
             await self._length_limit(client)
@@ -200,8 +200,8 @@ def _plain_tokens(tokenizer: Any) -> list[int]:
 
 
 def _difference(tokenizer: Any, entries: list[Any], ids: Sequence[int]) -> str:
-    """Describe the first token whose text differs between the policy's tokenizer and the endpoint's. Return "" if no
-    text differs.
+    """Describe the first token whose text differs between the tokenizers of the policy and the endpoint. Return "" if
+    no text differs.
     """
     for entry, token in zip(entries, ids[1:], strict=False):
         own, theirs = tokenizer.decode([token]).strip(), _of_token(entry, token).get("decoded_token")

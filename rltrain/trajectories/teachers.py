@@ -46,7 +46,7 @@ class TeacherPrompts:
         self._encoder = PromptEncoder(tokenizer, special_tokens=special_tokens, templates=ChatTemplates())
 
     def text(self, prompt: Prompt) -> Any:
-        """Return the teacher's prompt: text, or chat messages in which the last user message is changed.
+        """Return the teacher's prompt: text, or chat messages whose last user message is the filled-in template.
 
         Raises:
             RowError: a column of the template has no value, or the chat messages have no user message.
@@ -65,7 +65,7 @@ class TeacherPrompts:
         """Return the token ids of the teacher's prompt, or a text that says why the teacher has no prompt.
 
         Args:
-            prompt: the policy's prompt, with the columns of its row.
+            prompt: the policy's prompt, with the columns of the prompt's data row.
             limit: maximum number of tokens; None for no limit.
         """
         longest = limit if limit is not None else 1 << 62
@@ -105,9 +105,9 @@ class Teacher:
             prompts: the policy's prompts of the rows in `rows`, in the same order.
 
         Returns:
-            A batch of the teacher's columns and a list of texts, both with one entry for each of `rows`. The text of a
-            row says why the teacher has not scored the row, and is "" for a scored row. The columns of a row that was
-            not scored are undefined.
+            A batch of the teacher's columns and a list of texts, both with one entry for each row in `rows`. The text
+            of a row says why the teacher has not scored the row, and is "" for a scored row. The columns of a row that
+            was not scored are undefined.
         """
         if self.prompts is None and self.group is not None:
             return await self._on_ranks(self.group, batch, rows), [""] * len(rows)
@@ -161,7 +161,7 @@ class Teachers:
 
     Args:
         config: the run's whole config.
-        groups: worker groups of the teachers on the training ranks, by the name of the teacher.
+        groups: dict that maps the name of each teacher on the training ranks to the teacher's worker group.
         tokenizer: the policy's tokenizer.
         tasks: the run's background tasks. If the run is interrupted, the wait for endpoints ends.
     """
@@ -223,7 +223,7 @@ class Teachers:
 
 
 def teacher_number(prompt: Prompt, config: DistillationConfig) -> int:
-    """Return the number of a prompt's teacher in the config.
+    """Return the index of a prompt's teacher in the config's list of teachers.
 
     Raises:
         ConfigError: the prompt's row names no teacher of the config.
@@ -235,11 +235,11 @@ def teacher_number(prompt: Prompt, config: DistillationConfig) -> int:
 
 
 def number_of(named: Any, config: DistillationConfig, place: str) -> int:
-    """Return the number of the teacher whose name is the value of a row in the teacher column.
+    """Return the index of the teacher whose name is given in the teacher column of a data row.
 
     Args:
         named: the row's value in the teacher column.
-        config: the teachers and the name of the column.
+        config: section of the config that names the teachers and the teacher column.
         place: location of the row, for the error message.
 
     Raises:

@@ -106,10 +106,10 @@ def kl_controller(config: KLInRewardConfig) -> FixedKLController:
 
 
 def held(controller: FixedKLController) -> FixedKLController:
-    """Return a controller that keeps the current coefficient of another controller.
+    """Return a controller whose coefficient always stays at the current coefficient of `controller`.
 
-    The KL coefficient must stay constant while the actor does not change, because the measured KL does not depend on
-    the coefficient in that case.
+    The KL coefficient must stay constant while the actor does not change, because the KL of an unchanged actor does not
+    depend on the coefficient.
     """
     return FixedKLController(controller.value)
 
@@ -222,8 +222,8 @@ def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmC
 def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
     """Return a bool mask (N,) that is True at response tokens and False at appended tokens.
 
-    Each row has the length given in `lengths` (B,) and begins with the response tokens, which one appended token may
-    follow.
+    Each row has the length given in `lengths` (B,) and begins with the response tokens. At most one appended token
+    follows the response tokens.
     """
     return positions(lengths) < batch.lengths("responses").repeat_interleave(lengths)
 
@@ -231,7 +231,7 @@ def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
 def estimate_advantages(
     batch: DataProto, algorithm: AlgorithmConfig, *, monte_carlo: bool = False
 ) -> tuple[DataProto, dict[str, float]]:
-    """Add the columns `advantages` and `returns` from the configured estimator.
+    """Add the columns `advantages` and `returns`, which the configured estimator computes.
 
     With `monte_carlo`, the estimator's returns are replaced by Monte-Carlo returns, which are the discounted sums of
     future rewards. The critic learns the Monte-Carlo returns during its warm-up.
@@ -241,9 +241,9 @@ def estimate_advantages(
     returns.
 
     With `bootstrap_truncated`, the estimator receives rewards to which gamma times `bootstrap_values` is added at the
-    last trained token of each row. With `bootstrap_truncated`, GAE thus includes the value V(end) of the state after
-    the last token (arXiv 1712.00378): the TD error of the last token is delta = r + gamma V(end) - V. The batch keeps
-    its column `token_level_rewards` unchanged.
+    last trained token of each row. With `bootstrap_truncated`, the TD error of a row's last token in GAE is delta = r +
+    gamma V(end) - V (arXiv 1712.00378), where r is the reward of the token, V(end) is the value of the state after the
+    token, and V is the value of the state before the token. The batch keeps its column `token_level_rewards` unchanged.
 
     Returns:
         The batch with the new columns, and metrics of the advantages.
@@ -286,7 +286,7 @@ def estimate_advantages(
 def with_distillation(
     batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """Multiply the advantages (B, T) by `outcome_coef`, and add the log-ratios of the teachers if mode=reward.
+    """Multiply the advantages (B, T) by `outcome_coef`, and with mode=reward add the log-ratios of the teachers.
 
     Returns:
         The new advantages, and metrics of the KL from the policy to the teachers, estimated from the sampled tokens.

@@ -15,8 +15,8 @@ import psutil
 
 MARK = "RLTRAIN_RUN_MARK"  # name of an environment variable that all processes of a local Ray cluster inherit
 SHARED = Path("/dev/shm")
-# Prefixes of the names of vLLM's shared-memory files: "psm_" for message queues, which are objects of Python's class
-# SharedMemory, and "vllm_dist_" for the buffers of vLLM's CPU workers.
+# Prefixes of the names of vLLM's shared-memory files. vLLM's message queues are objects of Python's class SharedMemory,
+# whose file names begin with "psm_". The file names of the buffers of vLLM's CPU workers begin with "vllm_dist_".
 PREFIXES = ("psm_", "vllm_dist_")
 WEIGHTS_PREFIX = "rltrain-weights-"  # Prefix of the names of files through which processes exchange weights.
 # Seconds between two searches for processes. A later search finds processes that started after the previous search.
@@ -27,11 +27,12 @@ _LIMIT_S = 10.0
 def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
     """Return the live processes that have the mark `mark`, or that write to a file in the folder `logs`.
 
-    A process has a mark if it has an environment variable whose name is `MARK` and whose value is the mark.
+    A process has the mark `mark` if its environment variable `RLTRAIN_RUN_MARK` (the constant `MARK`) has the value
+    `mark`.
 
-    A process that changes its title, as Ray's processes do, overwrites part of its environment, possibly including the
-    environment variable `MARK`. A Ray process that has overwritten `MARK` is still found, because it writes to a log
-    file in the folder `logs`.
+    Ray's processes change their titles. A process that changes its title overwrites part of its environment, possibly
+    including the variable `RLTRAIN_RUN_MARK`. A Ray process that has overwritten this variable is still found, because
+    the process writes to a log file in the folder `logs`.
     """
     found, wanted = [], f"{MARK}={mark}".encode()
     for pid in psutil.pids():
@@ -59,7 +60,7 @@ def group_of(leader: int) -> list[int]:
 
 
 def shared_files(pids: Collection[int]) -> set[Path]:
-    """Return the shared-memory files of engines that are mapped by the given processes and by no other process."""
+    """Return the engines' shared-memory files that the given processes, and no other processes, have mapped."""
     found = _mapped(pids)
     return found - _mapped(set(psutil.pids()) - set(pids)) if found else found
 
@@ -89,7 +90,7 @@ def remove(files: Iterable[Path]) -> None:
 def remove_unlocked(files: Iterable[Path]) -> None:
     """Remove each of the given files that belongs to this user, is not empty, and is not locked by any process.
 
-    An empty file is kept, because the process that has just created the file may not have locked it yet.
+    An empty file is kept, because the process that has just created the file may not have locked the file yet.
     """
     for path in files:
         with contextlib.suppress(OSError):

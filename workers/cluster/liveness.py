@@ -1,8 +1,8 @@
-"""Code that detects that a process of a run has ended, is stopped or hangs, and ends all waits for the process.
+"""Code that detects when a process of a run has ended, is stopped or hangs, and makes all waits for the process fail.
 
-One task in the driver observes the processes of the driver's machine once a second, and immediately when one of these
-processes ends. Each observation reads the state of every process from `/proc`, and every process's progress counter. On
-every machine other than the driver's, a small Ray actor observes the processes of the run.
+One task in the driver observes the run's processes on the driver's machine once a second, and also as soon as one of
+these processes ends. Each observation reads the state of every process from `/proc`, and every process's progress
+counter. On every machine other than the driver's, a small Ray actor observes the processes of the run.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from workers.cluster.ray_daemons import Daemons
 PROCESSES, STACKS = "processes.json", "stacks"  # names of the process table's file and of the folder of stack traces
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # Seconds after which a stopped process (SIGSTOP) counts as dead.
-_PROOF_S = 2.0  # After a call has failed, seconds to wait for evidence that the death of a process is the cause.
+_PROOF_S = 2.0  # Seconds to wait, after a call has failed, for evidence that a process's death caused the failure.
 _REMOTE_S = 10.0  # Timeout in seconds of a request to the observer actor of a remote machine.
 T = TypeVar("T")
 
@@ -136,7 +136,7 @@ class Liveness:
         self.processes: list[WatchedProcess] = []
         self.named: dict[str, Process] = {}
         self.scopes: set[ProgressScope] = set()
-        self._others: dict[str, Any] = {}  # observer actor of each remote machine, by Ray's node id
+        self._others: dict[str, Any] = {}  # maps each remote machine's Ray node id to the machine's observer actor
         self._exits = Exits()
         self._interrupted = False
         tasks.start(self._observe_all(), "liveness")
@@ -157,7 +157,7 @@ class Liveness:
         self.processes.remove(process)
 
     def lost(self, process: WatchedProcess) -> None:
-        """Kill a process that was marked as lost, and wake the task that makes waits for the process fail."""
+        """Kill a process that was marked as lost, and wake the task that ends waits for the process with an error."""
         if process.identity is not None:
             self.kill([process.identity])
         self._exits.notify()
@@ -307,7 +307,10 @@ class Liveness:
         return self._others[node]
 
     def _name(self, name: str, process: Process) -> None:
-        """Add a process to the table in the output folder's file `processes.json`, with which users inspect a run."""
+        """Add a process to the table in the output folder's file `processes.json`.
+
+        Users can read the table of processes to inspect a run.
+        """
         self.named[name] = process
         table = {one: {"pid": process.pid, "node": process.node} for one, process in sorted(self.named.items())}
         if self.folder is not None and self.folder.is_dir():
@@ -318,12 +321,12 @@ class Liveness:
 
 
 class ProgressScope:
-    """Context manager whose waits fail if one of the given processes is lost or if all given processes hang.
+    """Context manager that makes waits fail if one of the given processes is lost or if all given processes hang.
 
     Args:
         processes: The processes on which the awaited results depend.
-        limit_s: Seconds after which the processes count as hanging if none of them makes progress. If `limit_s` is
-            None, the setting `trainer.hang_timeout_s` applies.
+        limit_s: All of the processes count as hanging if no process makes progress for `limit_s` seconds. If `limit_s`
+            is None, the setting `trainer.hang_timeout_s` applies.
     """
 
     def __init__(self, processes: Collection[WatchedProcess], limit_s: float | None = None) -> None:
@@ -385,8 +388,8 @@ class ProgressScope:
     async def check_progress(self) -> None:
         """Make all waits in this `ProgressScope` fail if one of its processes is lost or if all of its processes hang.
 
-        An error about hanging processes names the processes and their stack frames. The error names only the busy
-        processes of the `ProgressScope`, or all of its processes if no process is busy.
+        An error about hanging processes names the processes and their stack frames. An error about hanging processes
+        names only the busy processes of the `ProgressScope`, or all of its processes if no process is busy.
         """
         self.check()
         if self.liveness is None or (self.failure is not None and self.failure.done()) or not self.processes:

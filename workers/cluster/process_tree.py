@@ -69,7 +69,7 @@ def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
     """Kill the descendants of `pid`, except the processes in `spare` and their descendants.
 
     All descendants are stopped (SIGSTOP) before any descendant is killed, so that no descendant can start further
-    processes. So that no zombies remain, this process waits for the killed processes that are its own or adopted
+    processes. To leave no zombies, this process waits for the killed processes that are its children, including adopted
     children.
     """
     stopped: set[int] = set()
@@ -83,14 +83,14 @@ def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
     for found in stopped:
         _signal(found, signal.SIGKILL)
     # If a killed process is not a child of this process, `waitpid` fails, and the parent of the killed process reaps
-    # it.
+    # the killed process.
     for found in stopped:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(found, 0)
 
 
 def reap(spare: Collection[int]) -> None:
-    """Reap the children that have ended, except the processes in `spare`, so that no zombies remain."""
+    """Reap the children of this process that have ended, except the processes in `spare`, to leave no zombies."""
     for child in descendants(os.getpid()):
         if child not in spare:
             with contextlib.suppress(ChildProcessError):

@@ -1,4 +1,4 @@
-"""Handles for worker processes and for the roles in them, and functions that wait for the results of calls.
+"""Handles for worker processes and their roles, and functions that wait for the results of calls.
 
 The driver's own process has the same interface as a process that is a Ray actor.
 """
@@ -38,7 +38,7 @@ class WorkerProcess(Protocol):
         """Start creating an object of the class `path` ("module:Class") in the process, under the role name `role`."""
 
     def model_directory(self, path: str) -> "Pending[str]":
-        """Start to find a model's directory on the machine of the process, or to download the model to that machine."""
+        """Start to look up a model's directory on the process's machine. A missing model is downloaded first."""
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> "Pending[Any]":
         """Start a call of a role's method, and return without waiting for the result.
@@ -73,7 +73,7 @@ class Pending(Generic[R]):
 
     @property
     def later(self) -> R:
-        """Return the future result of this call, which can be passed as an argument to another call.
+        """Return the future result of this call. The future result can be passed as an argument to another call.
 
         A process that is called with a future result as an argument waits for the result and fetches it.
         """
@@ -188,7 +188,7 @@ class RayProcess(WatchedProcess):
     Args:
         actor: Ray's handle of the actor.
         name: Name of the process in messages.
-        liveness: The `Liveness` object that observes the process, or None if no object does.
+        liveness: The `Liveness` object that observes the process, or None if no object observes the process.
     """
 
     concurrent = True
@@ -209,7 +209,7 @@ class RayProcess(WatchedProcess):
         return Pending(self, self.actor.build.remote(role, path, *args, **kwargs))
 
     def model_directory(self, path: str) -> Pending[str]:
-        """Start to find a model's directory on the process's machine, or to download the model to that machine.
+        """Start to look up a model's directory on the process's machine. A missing model is downloaded first.
 
         See `WorkerProcess.model_directory`.
         """
@@ -261,9 +261,9 @@ async def results(
 
     Args:
         pending: The started calls whose results are awaited.
-        depends_on: Other processes whose running calls affect the results.
-        limit_s: Seconds after which the processes count as hanging if none of them makes progress. If `limit_s` is
-            None, the setting `trainer.hang_timeout_s` applies.
+        depends_on: Processes that are not in `pending`, but whose running calls affect the results.
+        limit_s: All of the processes count as hanging if no process makes progress for `limit_s` seconds. If `limit_s`
+            is None, the setting `trainer.hang_timeout_s` applies.
 
     Raises:
         WorkerLost: A worker process died, was stopped or hung.
@@ -299,7 +299,7 @@ def progress_required(processes: Sequence[WorkerProcess], limit_s: float | None 
 
 
 async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> list[R]:
-    """Do the same as the function `results`, but inside a `ProgressScope` that is already open."""
+    """Wait for the results of calls, like the function `results`, but inside a `ProgressScope` that is already open."""
     import ray
 
     if not any(isinstance(one.process, RayProcess) for one in pending):
@@ -327,7 +327,7 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
 
 
 def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
-    """Mark a process as lost if the process has reported itself as unusable with the error `cause`."""
+    """If a process has raised `cause` to report that the process itself is unusable, mark the process as lost."""
     if isinstance(cause, WorkerLost) and cause.process is not None:
         for process in scope.processes:
             if process.identity == cause.process:

@@ -4,7 +4,7 @@ The counter and the stack traces are unnamed files in memory. The unnamed files 
 ends, and other processes open the files through `/proc`. Long-running code calls `tick` repeatedly to show that this
 process makes progress. The function `tick` does nothing until `announce` has been called.
 
-The start time of a process is read from `/proc`, where every process reads the same number at any time. The function
+The start time of a process is read from `/proc`, because every process always reads the same number there. The function
 `create_time()` of psutil is not suitable, because it returns a time of day, which changes when the machine's clock is
 set. An object of psutil's class `Process` is not suitable as the identity of a process, because the object cannot be
 pickled.
@@ -33,8 +33,8 @@ class Process:
         began: Start time in clock ticks since the machine's boot. The start time distinguishes the process from a later
             process with the same pid.
         node: Ray's node id of the machine on which the process runs.
-        progress, stacks: File descriptors of two unnamed files: one with the progress counter, one with the stack
-            traces.
+        progress, stacks: File descriptors of two unnamed files. The file `progress` holds the progress counter, and the
+            file `stacks` holds the stack traces.
     """
 
     pid: int
@@ -110,7 +110,7 @@ def call() -> Iterator[None]:
 
 
 def began_of(pid: int) -> int | None:
-    """Return the start time of a process of this machine in clock ticks, or None if there is no such process."""
+    """Return a process's start time in clock ticks since the machine's boot, or None if there is no such process."""
     fields = _stat(pid)
     return int(fields[19]) if fields else None
 
@@ -122,7 +122,7 @@ def state_of(pid: int, began: int) -> str:
 
 
 def counts_of(process: Process) -> tuple[int, int]:
-    """Return how often a process has called `tick`, and how many calls are running in the process.
+    """Return how many times a process has called `tick`, and how many calls are running in the process.
 
     Raises OSError if the process is gone.
     """

@@ -26,8 +26,9 @@ logger = logging.getLogger(__name__)
 
 GCS, RAYLET = "gcs_server", "raylet"
 GRACE_S = 40.0  # seconds to finish the running step after gcs_server has died; Ray ends the driver after 60 s
-# Times in seconds for checks of a remote gcs_server: the interval between connection attempts, the timeout of an
-# attempt, and the time without a successful attempt after which gcs_server counts as dead.
+# Times in seconds for checks of a remote gcs_server: _ASK_EVERY_S is the interval between connection attempts, and
+# _ANSWER_S is the timeout of one attempt. A remote gcs_server counts as dead after _SILENT_S seconds without a
+# successful attempt.
 _ASK_EVERY_S, _ANSWER_S, _SILENT_S = 5.0, 1.0, 10.0
 _CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of the peer of a Unix socket
 

@@ -1,7 +1,7 @@
 """Guard process, which outlives the driver of a run in order to report dead Ray daemons and to end leftover processes.
 
-When one of Ray's daemons dies, Ray's C++ code may end the driver with `_Exit`, without an error message. When the
-driver is killed, Ray's helper processes may continue to run. The guard waits until the driver ends, for whatever
+When one of Ray's daemons dies, Ray's C++ code can end the driver with `_Exit`, without an error message. When the
+driver is killed, Ray's helper processes can continue to run. The guard waits until the driver ends, for whatever
 reason. If the death of a daemon ended the driver, the guard prints an error message that names the daemon. If the
 driver had started the Ray cluster itself, the guard kills all processes of the cluster that remain after the driver's
 end.
@@ -26,9 +26,9 @@ from workers.cluster.ray_daemons import Daemon, LocalDaemon
 
 _CODE = "import sys; sys.path[:] = {path!r}; from workers.cluster.ray_guard import serve; serve({driver}, {mark!r})"
 _CLOSE_S = 15.0  # Seconds that the guard process gets to kill all leftover processes of the run.
-_SHOWN_S = 1.0  # After Ray has ended the driver, seconds to wait for evidence that a Ray daemon has died.
+_SHOWN_S = 1.0  # Seconds to wait, after Ray has ended the driver, for evidence that a Ray daemon has died.
 _LAST_WORDS = 4096  # Number of bytes to read from the end of the driver's Ray log.
-# Phrases that Ray's C++ code logs before it ends the process in which it runs.
+# Phrases that Ray's C++ code logs before the C++ code ends its own process.
 _ENDED_BY_RAY = ("Terminate the process", "The program will terminate")
 
 
@@ -54,7 +54,7 @@ class Guard:
 
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
-        """Mark the processes that start in the `with` block, and their descendants, so that the guard can find them."""
+        """Mark the processes that start in the `with` block, and their descendants, for the guard to find."""
         if self.mark:
             os.environ[leftovers.MARK] = self.mark
         try:
@@ -161,7 +161,7 @@ def _last_words(session: Path, driver: int, daemons: Sequence[tuple[int, int, st
 
 
 def _started(driver: int, since: float) -> Path | None:
-    """Return the directory of a Ray cluster that the driver began to start, but did not report to the guard.
+    """Return the session directory of a Ray cluster that the driver began to start, but did not report to the guard.
 
     Args:
         driver: Pid of the driver.

@@ -8,7 +8,7 @@ from rltrain.base.errors import WorkerError
 
 
 class SharedDevices:
-    """Reservation of GPUs for a run. Each of the reserved GPUs is a bundle of one Ray placement group.
+    """Reservation of GPUs for a run. Each GPU is one bundle of the same Ray placement group.
 
     Without a placement group, Ray could put two engines or two training ranks on the same GPU, because Ray serves
     requests for half a GPU in their order of arrival.
@@ -51,7 +51,7 @@ class SharedDevices:
         return {"scheduling_strategy": PlacementGroupSchedulingStrategy(self.group, self.bundles[number])}
 
     def free(self) -> None:
-        """Release the GPUs, so that Ray ends the actors that use the GPUs."""
+        """Release the reserved GPUs, which makes Ray end the actors on these GPUs."""
         import ray
 
         with contextlib.suppress(ray.exceptions.RayError):  # the Ray cluster may already have ended

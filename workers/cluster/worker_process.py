@@ -1,4 +1,4 @@
-"""Code that runs in a worker process, such as a training rank or a rollout replica, and builds and calls its roles.
+"""Code that builds and calls the roles in a worker process, such as a training rank or a rollout replica.
 
 This module imports no large packages such as torch. The class of a role (such as actor or critic) is imported only when
 the role is built, because the number of threads and the environment of the process must be configured before the
@@ -58,7 +58,7 @@ class InnerCall:
 
 
 class Host:
-    """Object that builds the roles of this process by import path, and calls the roles' methods by name.
+    """Object that builds the roles of this process from import paths, and calls methods of the roles by name.
 
     Args:
         environment: Environment variables to set before any large package, such as torch, is imported.
@@ -82,8 +82,8 @@ class Host:
 
         See `directory_on_node`.
 
-        The download may use the network even if this process runs its libraries in offline mode. If the user has set
-        HF_HUB_OFFLINE on this machine, the user's value applies to the download.
+        The download is allowed to use the network even if this process runs its libraries in offline mode. If the user
+        has set HF_HUB_OFFLINE on this machine, the user's value applies to the download.
         """
         from rltrain.data.hub import directory_on_node
 
@@ -94,7 +94,7 @@ class Host:
             return directory_on_node(path, on_progress=progress.tick, environment=environment)
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> None:
-        """Create an object of the class `path` ("module:Class") from `args` and `kwargs`, as the role `role`."""
+        """Create the object of the role `role` from the class `path` ("module:Class"), `args` and `kwargs`."""
         module, _, name = path.partition(":")
         with progress.call(), trace.span(f"build {role}", trace.CALLS):
             self.roles[role] = getattr(importlib.import_module(module), name)(*args, **kwargs)
@@ -143,7 +143,7 @@ class Host:
         return progress.announce(ray.get_runtime_context().get_node_id())
 
     def address(self, *, loopback: bool) -> tuple[str, int]:
-        """Open a socket for the rendezvous of the ranks, and return its host and port.
+        """Open a socket for the rendezvous of the ranks, and return the socket's host and port.
 
         The socket listens only at one address: the loopback address, or the machine's address in the cluster. Listening
         at every address of the machine would be unsafe, because any program that reaches the port can read and write
@@ -160,7 +160,7 @@ class Host:
     def join(self, rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:
         """Join the torch.distributed process group of the training ranks (gloo for CPU tensors, nccl for GPU tensors).
 
-        Rank 0 must be the process that returned `address` from `Host.address`. If `address` is None, the group has one
+        Rank 0 must be the process whose `Host.address` returned `address`. If `address` is None, the group has one
         rank.
         """
         from workers.cluster.torch_process_group import join
@@ -170,7 +170,7 @@ class Host:
 
 
 def keep_freed_memory() -> None:
-    """Make glibc keep freed memory for reuse, because each training step allocates the same sizes again.
+    """Make glibc keep freed memory for reuse, because each training step allocates blocks of the same sizes again.
 
     Each page of memory that glibc returns to the system costs a page fault when the page is used again. Without this
     function, page faults took a third of the time of a small model's forward pass.

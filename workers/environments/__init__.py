@@ -1,1 +1,1 @@
-"""Processes that run environments, tools and agents, and the pool that distributes trajectories over them."""
+"""Processes that run environments, tools and agents, and a pool that distributes trajectories over these processes."""

@@ -1,4 +1,4 @@
-"""HTTP server of an environment worker, at which agent programs ask the policy with an OpenAI-compatible client."""
+"""HTTP server of an environment worker, which lets agent programs call the policy with an OpenAI-compatible client."""
 
 import asyncio
 import contextlib
@@ -17,15 +17,15 @@ from workers.environments.agent_session import AgentSession
 if TYPE_CHECKING:
     from aiohttp import web
 
-MODEL = "policy"  # Name of the model that programs get; programs may use any other name.
+MODEL = "policy"  # Model name that agent programs are given; a request may contain any other model name.
 LARGEST_REQUEST = 1 << 26  # Maximum number of bytes of a request.
 
 
 class AgentEndpoint:
-    """Server on the loopback interface, which starts with the first session.
+    """HTTP server on the loopback interface. The first call of `base_url` starts the server.
 
-    The API key of a request decides to which session the request belongs. A client that cannot send an API key of its
-    own has the API key in its URL: `http://HOST:PORT/KEY/v1` in place of `http://HOST:PORT/v1`.
+    The API key of a request decides to which session the request belongs. An agent program whose client cannot send the
+    API key must put the key into the URL: `http://HOST:PORT/KEY/v1` instead of `http://HOST:PORT/v1`.
     """
 
     def __init__(self) -> None:
@@ -58,7 +58,7 @@ class AgentEndpoint:
 
     @contextlib.contextmanager
     def open(self, session: AgentSession) -> Iterator[None]:
-        """Answer the requests of a session within the `with` block, and refuse them afterwards."""
+        """Answer requests of a session inside the `with` block, and refuse requests of the session afterwards."""
         self.sessions[session.key] = session
         try:
             yield
@@ -150,7 +150,7 @@ async def _body(http: "web.Request") -> Any:
 
 
 def read(function: Callable[..., ModelRequest], *arguments: Any) -> ModelRequest:
-    """Read a request with a function that checks only what it expects.
+    """Read a request with `function`, and convert an unexpected exception of `function` to an ApiError.
 
     Raises:
         ApiError: the request is malformed.
@@ -164,7 +164,7 @@ def read(function: Callable[..., ModelRequest], *arguments: Any) -> ModelRequest
 
 
 def _bypass_proxies() -> None:
-    """Add the loopback address to the variables that name hosts without a proxy, for programs of this process."""
+    """Make HTTP clients in this process and in its child processes reach the loopback address without a proxy."""
     for name in ("no_proxy", "NO_PROXY"):
         hosts = [host for host in os.environ.get(name, "").split(",") if host]
         if "127.0.0.1" not in hosts:

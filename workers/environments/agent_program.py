@@ -1,4 +1,4 @@
-"""Agent programs of users: a Python function or a command, which asks the policy through an OpenAI-compatible API."""
+"""Agent programs of users: Python functions or commands that call the policy through an OpenAI-compatible API."""
 
 import asyncio
 import contextlib
@@ -27,8 +27,9 @@ from workers.environments.messages import EpisodeRequest, Limits
 from workers.environments.recording import with_attempts
 from workers.environments.user_environment import without_exit
 
-LAST_BYTES = 4096  # Number of bytes at the end of a command's output in which its last line is looked for.
-# Program that asks the kernel to kill it when its parent ends (PR_SET_PDEATHSIG), and then becomes the command.
+LAST_BYTES = 4096  # Number of bytes that are read from the end of a command's output to find the last line.
+# Python program that asks the kernel to kill the program's process when the parent process ends (PR_SET_PDEATHSIG), and
+# then replaces itself by the agent's command.
 _WRAPPER = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
@@ -38,13 +39,13 @@ CANCEL_S = 5.0  # Maximum seconds for which a conversation waits until its cance
 
 @dataclass(frozen=True)
 class Task:
-    """What an agent program gets for one conversation.
+    """Input that an agent program gets for one conversation.
 
     Attributes:
         base_url: URL of the API.
         api_key: API key of the conversation.
         messages: Chat messages of the prompt.
-        columns: Columns of the prompt's row of data, by name.
+        columns: Mapping from column name to value for the prompt's row of data.
         seed: Seed for random numbers of the program.
     """
 
@@ -86,9 +87,9 @@ class FunctionProgram:
 class CommandProgram:
     """An agent program that is a command.
 
-    The command gets the URL and the key in the environment variables `OPENAI_BASE_URL` and `OPENAI_API_KEY`, which
-    OpenAI's clients read. The prompt and the columns are a JSON object on the standard input. When the conversation
-    ends, the command and all processes of its process group are killed.
+    The command gets the API's URL and key in the environment variables `OPENAI_BASE_URL` and `OPENAI_API_KEY`, which
+    OpenAI's clients read. The command gets the prompt, the data columns and the seed as one JSON object on its standard
+    input. When the conversation ends, the command and all processes of its process group are killed.
     """
 
     def __init__(self, command: str) -> None:
@@ -98,7 +99,8 @@ class CommandProgram:
         """Run the command.
 
         Raises:
-            RuntimeError: the command's exit status is not 0. The message is the last line of the command's output.
+            RuntimeError: the command's exit status is not 0. The error message contains the last line of the command's
+                output.
         """
         given = {**task.columns, "messages": list(task.messages), "seed": task.seed}
         variables = {"OPENAI_BASE_URL": task.base_url, "OPENAI_API_KEY": task.api_key, "OPENAI_MODEL": MODEL}
@@ -124,7 +126,7 @@ class CommandProgram:
 
 
 def _ending_with_this_process(words: Sequence[str]) -> list[str]:
-    """Return a command that the kernel kills when this process ends, even if this process is killed."""
+    """Return a command that runs `words` and that the kernel kills when this process ends for any reason."""
     return [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *words]
 
 
@@ -144,8 +146,8 @@ async def run_agent(
 ) -> Trajectory:
     """Run one trajectory of an agent program, and return it.
 
-    If the program fails, a new trajectory starts with another key. If all attempts fail, the returned trajectory has
-    an error and no actions.
+    If the program fails, the trajectory starts again with another API key. If all attempts fail, the returned
+    trajectory has an error and no actions.
     """
 
     async def attempt() -> Trajectory:
@@ -163,7 +165,7 @@ async def run_agent(
 
 
 def _reward_of(returned: Any, session: AgentSession) -> float | None:
-    """Read the value that a program has returned: the reward of the conversation, or a reward for each answer's id."""
+    """Read a program's return value: the reward of the conversation, or a mapping from answer ids to rewards."""
     if not isinstance(returned, Mapping):
         return as_reward(returned)
     for answer, reward in returned.items():
@@ -175,9 +177,9 @@ def _reward_of(returned: Any, session: AgentSession) -> float | None:
 
 
 async def _ended(program: Program, task: Task, session: AgentSession) -> tuple[str, float | None]:
-    """Run a program until it ends or its time is over, and return the stop reason and the reward.
+    """Run a program until the program ends or exceeds its time limit, and return the stop reason and the reward.
 
-    A program that fails after a limit has refused a request is not at fault.
+    If a program fails after a request was refused because of a limit, the program's failure is not raised as an error.
 
     Raises:
         EnvironmentFailure: the program has failed.

@@ -22,7 +22,7 @@ class Answered:
     Attributes:
         messages: The messages of the request, followed by the answer.
         tools: Schemas of the tools of the request.
-        answer: The answer.
+        answer: The answer to the request.
     """
 
     messages: Sequence[Message]
@@ -30,33 +30,36 @@ class Answered:
     answer: ModelAnswer
 
     def begins(self, asked: ModelRequest, size: int) -> bool:
-        """Return whether a request has the same tools and starts with the first `size` messages of this request."""
+        """Return whether `asked` has this request's tools and begins with the first `size` elements of `messages`."""
         same = len(asked.messages) >= size and asked.tools == self.tools
         return same and list(asked.messages[:size]) == list(self.messages[:size])
 
 
 class AgentSession:
-    """Answers the requests of one agent program, and records them as one trajectory.
+    """Object that answers the requests of one agent program, and records requests and answers as one trajectory.
 
     Each request contains a whole conversation. A request that repeats the messages and the answer of an earlier
-    request, and adds new messages, continues the context of that request. Any other request starts a new context: for
-    example, the first request of a sub-agent, or a request whose program has shortened the conversation. A request that
-    is equal to an earlier request gets the recorded answer again, because HTTP clients repeat requests after errors.
-    Each answer is therefore sampled and trained once. Requests that arrive at the same time are answered one after
+    request, and adds new messages, continues the context of the earlier request. A request that continues no earlier
+    context starts a new context. For example, the first request of a sub-agent starts a new context, and so does a
+    request for which the program has shortened the conversation. A request that is equal to an earlier request gets the
+    recorded answer again, because HTTP clients repeat requests after errors. Because repeated requests get recorded
+    answers, each answer is sampled and trained only once. Requests that arrive at the same time are answered one after
     another.
 
     Args:
-        request: The prompt, the columns and the random streams of the trajectory.
+        request: The prompt, the data columns and the seed of the trajectory.
         engine: The engine that samples the answers.
         limits: Limits of the trajectory.
 
     Attributes:
         key: API key of the session.
         record: The recorded turns.
-        stop_reason: The limit that has refused a request; "" if no limit has refused a request.
+        stop_reason: Name of the limit because of which a request was refused; "" if no request was refused because of a
+            limit since the last answer.
         refusal: Error message of the last refused request.
-        reward: Reward of the whole conversation that the program has sent; None if it has sent no such reward.
-        lost: Becomes an exception if the engine can sample no further answer.
+        reward: Reward that the program has sent for the whole conversation; None if the program has sent no such
+            reward.
+        lost: Future that gets an exception if the engine can sample no further answer.
         calls: Tasks of the requests that are being answered.
     """
 
@@ -75,7 +78,8 @@ class AgentSession:
         """Sample the answer to a request, or return the recorded answer if the request was answered before.
 
         Raises:
-            ApiError: the request ends with an answer, cannot be rendered, or exceeds a limit.
+            ApiError: the last message of the request is an answer, the request cannot be rendered, or the request
+                exceeds a limit.
         """
         async with self._answering:
             for earlier in reversed(self._answered):
@@ -88,7 +92,7 @@ class AgentSession:
         """Record the reward of one answer.
 
         Raises:
-            ApiError: the session has no such answer.
+            ApiError: the session has no answer with the id `answer_id`.
         """
         self.record.reward_turn(self._turn_of(answer_id), reward)
 
@@ -96,7 +100,7 @@ class AgentSession:
         """Return the conversation up to an answer, including the answer.
 
         Raises:
-            ApiError: the session has no such answer.
+            ApiError: the session has no answer with the id `answer_id`.
         """
         return self._answered[self._turn_of(answer_id)].messages
 
@@ -136,9 +140,9 @@ class AgentSession:
     def _continued(self, asked: ModelRequest) -> int | None:
         """Return the index of the turn whose context a request continues, or None if the request starts a new context.
 
-        A request continues the longest earlier conversation that the request repeats. If the messages after this
-        conversation contain an answer, the request starts a new context, because the policy has not sampled the answer
-        at this place.
+        A request continues the longest earlier conversation that the request repeats. If the messages that the request
+        adds to the earlier conversation contain an answer, the request starts a new context, because the policy has not
+        sampled this answer in the earlier conversation.
         """
         found, longest = None, 0
         for turn, earlier in enumerate(self._answered):
@@ -181,9 +185,10 @@ class AgentSession:
 
 
 def shown(action: ParsedAction) -> ParsedAction:
-    """Return an action whose malformed tool calls are ordinary text.
+    """Return a copy of an action in which malformed tool calls are ordinary text.
 
-    The OpenAI API has no form for a malformed call. A malformed call next to well-formed calls is left out.
+    The OpenAI API cannot represent a malformed tool call. If the action also has well-formed tool calls, the copy
+    contains no malformed tool calls.
     """
     broken = [call.text for call in action.calls if isinstance(call, BrokenCall)]
     calls = [call for call in action.calls if not isinstance(call, BrokenCall)]
@@ -195,7 +200,7 @@ def shown(action: ParsedAction) -> ParsedAction:
 def _with_names(messages: Sequence[Message]) -> list[Message]:
     """Return the messages, with the name of the called tool added to each tool's result.
 
-    Some chat templates need this name.
+    Some chat templates need the name of the called tool in each tool's result.
     """
     names: dict[str, str] = {}
     named = []

@@ -10,11 +10,11 @@ from rltrain.base.errors import described
 
 
 async def in_daemon_thread(function: Callable[[], Any]) -> Any:
-    """Call a function in a new thread, and return its result.
+    """Call a function in a new thread, and return the function's result.
 
     The thread is a daemon thread, so the process can exit while the function is still running. If the caller is
-    cancelled, the function keeps running, and its result is dropped. `asyncio.to_thread` is not used, because it limits
-    the number of its threads and Python waits for its threads at exit.
+    cancelled, the function keeps running, and its result is dropped. `asyncio.to_thread` is not used, because asyncio
+    limits the number of its threads, and because Python waits at exit until the threads of asyncio have ended.
 
     Raises:
         RuntimeError: the function raised an exception that asyncio cannot pass on, such as SystemExit.

@@ -8,13 +8,13 @@ from typing import Any, Protocol
 
 from workers.rollout.turns import SamplesTurns, TurnRequest, TurnResult
 
-# Maximum duration of a `poll_turns` call, in seconds. LOCAL_POLL_S is shorter, because a `poll_turns` call in the
-# process of the environment worker blocks all trajectories.
+# Maximum duration of a `poll_turns` call, in seconds. LOCAL_POLL_S is shorter than REMOTE_POLL_S, because a
+# `poll_turns` call in the process of the environment worker blocks all trajectories.
 REMOTE_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
 class ReplicaGone(Exception):
-    """Raised in a trajectory if its replica's process has ended; the rollout pool requests the trajectory again."""
+    """Error in a trajectory whose replica's process has ended. The rollout pool then requests the trajectory again."""
 
 
 class Connection(Protocol):
@@ -24,7 +24,7 @@ class Connection(Protocol):
         """Add turn requests to the queue of the rollout worker."""
 
     async def poll(self, client: str) -> list[TurnResult]:
-        """Wait a short time for finished turns, and return them."""
+        """Wait a short time for turns to finish, and return the finished turns."""
 
 
 class LocalConnection:
@@ -38,7 +38,7 @@ class LocalConnection:
         self.worker.submit_turns(client, requests)
 
     async def poll(self, client: str) -> list[TurnResult]:
-        """Let the engine generate until a turn is finished or a short time has passed."""
+        """Let the engine generate until a turn is finished or a short time has passed, and return finished turns."""
         results = self.worker.poll_turns(client, LOCAL_POLL_S)
         await asyncio.sleep(0)
         return results
@@ -60,7 +60,7 @@ class RayConnection:
         await self._call(SamplesTurns.submit_turns.__name__, client, requests)
 
     async def poll(self, client: str) -> list[TurnResult]:
-        """Wait a short time for finished turns, and return them."""
+        """Wait a short time for turns to finish, and return the finished turns."""
         results: list[TurnResult] = await self._call(SamplesTurns.poll_turns.__name__, client, REMOTE_POLL_S)
         return results
 
@@ -86,7 +86,7 @@ class Replica:
 
     def __init__(self, connection: Connection, client: str) -> None:
         self.connection, self.client = connection, client
-        self.waiting: dict[int, asyncio.Future[TurnResult]] = {}  # By the serial numbers of the requests.
+        self.waiting: dict[int, asyncio.Future[TurnResult]] = {}  # Maps serial numbers of requests to results.
         self._serials = itertools.count()
         self.unsent: list[TurnRequest] = []
         self.task: asyncio.Task[None] | None = None
@@ -148,6 +148,6 @@ class Replica:
                 future.set_exception(error)
 
     def close(self) -> None:
-        """Stop polling."""
+        """Stop polling the replica for results."""
         if self.task is not None:
             self.task.cancel()

@@ -12,7 +12,7 @@ from workers.environments.recording import Message, Recording, with_attempts
 from workers.environments.user_environment import UserEnvironment
 from workers.rollout.turns import TurnRequest, TurnResult
 
-_ENVIRONMENT = 1 << 32  # Seed component that separates the random stream of the environment from those of the turns.
+_ENVIRONMENT = 1 << 32  # Seed component that separates the environment's random stream from the turns' random streams.
 
 
 class Samples(Protocol):

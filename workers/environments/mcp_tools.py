@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from rltrain.base.errors import described
 from rltrain.environments.contract import EnvironmentFailure
 
-CONNECT_TIMEOUT_S = 60.0  # A command may install the MCP server before starting the server.
+CONNECT_TIMEOUT_S = 60.0  # The timeout is long, because a command may install the MCP server before the server starts.
 
 
 def tools_of(address: str) -> list[dict[str, Any]]:
@@ -60,8 +60,8 @@ class McpServer:
     def tool(self, name: str) -> Callable[..., Any]:
         """Return a coroutine function that calls the server's tool `name` and returns the result's text.
 
-        The returned function raises RuntimeError with the text of the tool's own error, and EnvironmentFailure if the
-        server cannot be reached or ends the connection.
+        If the tool reports an error, the returned function raises RuntimeError with the text of the tool's error. If
+        the server cannot be reached or ends the connection, the returned function raises EnvironmentFailure.
         """
 
         async def call(**arguments: Any) -> str:
@@ -109,7 +109,7 @@ class McpServer:
                 ready.exception()
 
     def close(self) -> asyncio.Task[None] | None:
-        """Start closing the connection to the MCP server, without waiting.
+        """Start closing the connection to the MCP server, without waiting until the connection is closed.
 
         Returns:
             A task that is done when the connection is closed and the process of the server, if any, has ended; None if
@@ -126,7 +126,8 @@ async def _connected(address: str) -> AsyncIterator[Any]:
     """Open a connection to an MCP server.
 
     Raises:
-        EnvironmentFailure: the server cannot be reached within `CONNECT_TIMEOUT_S`, or the connection has failed.
+        EnvironmentFailure: the server cannot be reached within `CONNECT_TIMEOUT_S` seconds, or the connection has
+            failed.
     """
     from mcp.client.client import Client
     from mcp.client.stdio import StdioServerParameters, stdio_client

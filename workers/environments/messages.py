@@ -14,7 +14,7 @@ class EpisodeRequest:
     Attributes:
         key: (prompt group uid, number of the sample in its group).
         messages: Chat messages of the prompt.
-        columns: Columns of the prompt's row of data, by name.
+        columns: Mapping from column name to value for the prompt's row of data.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         seed: Seed of the run or of the evaluation, from which the random streams of the trajectory are derived.
     """
@@ -31,9 +31,9 @@ class Limits:
     """Limits of a trajectory.
 
     Attributes:
-        max_turns: Maximum number of turns, that is, of actions of the policy.
+        max_turns: Maximum number of turns. Each turn has one action of the policy.
         max_prompt_tokens: Maximum number of tokens in the prompt, including the schemas of the tools.
-        max_response_tokens: Maximum number of tokens after the prompt, in all turns together, including observations.
+        max_response_tokens: Maximum total number of tokens after the prompt, over all turns and including observations.
         max_turn_tokens: Maximum number of tokens in one action.
         max_message_tokens: Maximum number of tokens in the text of one message from a tool or an environment.
         call_timeout_s: Maximum duration of one call of the user's code, in seconds.
@@ -56,9 +56,9 @@ class EnvironmentSource:
     Attributes:
         environment: Path of the environment's class, `package.module:Class` or `file.py:Class`; "" if the run has no
             environment class.
-        tools: For each tool name, the path of the function that the policy calls.
-        servers: For each address of an MCP server, the names of the server's tools.
-        agent: Path of the agent function, or the agent's command; "" without an agent program.
+        tools: Mapping from the name of each tool to the path of the function that implements the tool.
+        servers: Mapping from the address of each MCP server to the names of the server's tools.
+        agent: Path of the agent function, or the agent's command; "" if the run has no agent program.
     """
 
     environment: str

@@ -21,7 +21,8 @@ from workers.rollout.replica import LOCAL_POLL_S, LONG_POLL_S, Owner, Replica, R
 
 logger = logging.getLogger(__name__)
 
-# The run fails if more than 3 processes per environment worker die without any finished trajectory in between.
+# The run fails if, since the last finished trajectory, more than 3 processes per environment worker (on average) have
+# died.
 REPLACEMENTS = 3
 
 
@@ -32,7 +33,7 @@ class Takes(Protocol):
         """Receive finished trajectories."""
 
     def lose(self, uids: set[int]) -> None:
-        """Record that unfinished trajectories of prompt groups were lost, because their environment worker died."""
+        """Record that unfinished trajectories of prompt groups were lost with an environment worker that died."""
 
 
 class EnvironmentPool:
@@ -40,9 +41,9 @@ class EnvironmentPool:
 
     Args:
         start: Function `start(number, starts)` that starts a process for the worker `number` and begins to build the
-            worker. The worker had `starts` processes before.
+            worker. `starts` is the number of earlier processes of the worker.
         count: Number of environment workers.
-        tasks: The run's background tasks, to which the pool adds one task per worker.
+        tasks: Collection of the run's background tasks. The pool adds one task per worker to this collection.
     """
 
     def __init__(
@@ -87,7 +88,7 @@ class EnvironmentPool:
                 await results(worker.sent)  # Every `submit` must reach the worker before the abort.
                 await worker.role.call(EnvironmentWorker.abort)
             except WorkerLost:
-                continue  # The background task of the worker replaces the process.
+                continue  # The background task of the worker replaces the lost process.
 
     def close(self) -> None:
         """End the workers that run in the driver's own process. Workers in other processes end when the run ends."""
@@ -140,7 +141,7 @@ class _Worker:
     """One environment worker, which continues in a new process if its process dies.
 
     Attributes:
-        running: For the key of each unfinished trajectory, the replica to which the trajectory will be delivered.
+        running: Maps the key of each unfinished trajectory to the replica that will receive the trajectory.
     """
 
     def __init__(self, number: int, start: Callable[[int, int], tuple[Role[EnvironmentWorker], Pending[None]]]) -> None:
@@ -188,7 +189,7 @@ class EnvironmentReplica(Replica):
     """A rollout replica that samples turns for environment workers, instead of answers for the driver.
 
     Args:
-        number: Index of the replica in the pool.
+        number: Index of the replica in the rollout pool.
         start: Function that starts a process for the replica, and begins to build the engine in the process.
         environments: The environment workers of the run.
         start_timeout_s: Maximum time to build the engine, in seconds.
@@ -211,7 +212,7 @@ class EnvironmentReplica(Replica):
         super()._begin()
 
     async def live(self, pool: Owner) -> None:
-        """Sample turns until the task is cancelled.
+        """Sample turns until the replica's background task is cancelled.
 
         If the replica's process is lost, start a new process if the pool permits.
         """

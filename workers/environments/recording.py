@@ -23,9 +23,9 @@ class _Context:
 
     Attributes:
         ids: Token ids of the context, followed by the turn's action. Later turns that continue the context may have
-            appended their ids.
-        begin: Number of the context's tokens before the turn's action.
-        end: Number of the context's tokens up to the end of the turn's action.
+            appended their own token ids.
+        begin: Number of tokens in `ids` before the turn's action.
+        end: Number of tokens in `ids` up to the end of the turn's action.
     """
 
     ids: list[int]
@@ -36,18 +36,19 @@ class _Context:
 class Recording:
     """The turns of a running trajectory.
 
-    A turn continues the context of an earlier turn, or has a new context. If a turn continues the context of a turn
-    other than the last one, its whole context is recorded again, because a row of a batch contains the tokens of all
-    turns in their order.
+    Each turn either continues the context of an earlier turn or has a new context. If a new turn continues the context
+    of a turn that is not the last recorded turn, the whole context is recorded again. The repetition is necessary
+    because a row of a batch contains the tokens of all turns in the order of the turns.
 
     Args:
-        request: The prompt, the columns and the random streams of the trajectory.
+        request: The prompt, the data columns and the seed of the trajectory.
         limits: Limits of the trajectory.
 
     Attributes:
         turns: The finished turns.
         messages: The messages of all turns, in the order of the turns. If a turn does not continue the context of the
-            turn before it, its new messages have the key `context`. The key's value is the number of earlier contexts.
+            preceding turn, each new message of the turn has the key `context`. The value of the key `context` is the
+            number of contexts that were recorded before the message's turn.
     """
 
     def __init__(self, request: EpisodeRequest, limits: Limits) -> None:
@@ -77,7 +78,7 @@ class Recording:
             new: The messages since the action of the turn `after`, or all messages of a new context.
             after: Index of the finished turn whose context the request continues; None for a new context.
             tools: Schemas of the tools; None for the tools of the run.
-            max_tokens: Maximum number of tokens of the action, in addition to the limits of the trajectory.
+            max_tokens: A further limit on the number of tokens of the action, besides the limits of the trajectory.
         """
         limits, number = self.limits, len(self.turns)
         context, of_last = self._continued(after)
@@ -131,9 +132,10 @@ class Recording:
         self.messages.append(action)
 
     def _continued(self, after: int | None) -> tuple[_Context, bool]:
-        """Return the context that a new turn continues, and whether it is the context of the last turn.
+        """Return the context that a new turn continues, and whether this context is the context of the last turn.
 
-        A new context is empty. The first turn of a trajectory counts as continuing the last turn.
+        If the turn has a new context, the returned context is empty. The first turn of a trajectory counts as a turn
+        that continues the last turn's context.
         """
         if after is None or not self.turns:
             return _Context([], 0, 0), not self.turns

@@ -1,4 +1,4 @@
-"""Wrapper that calls the methods of the user's environment class and the tools with a time limit."""
+"""Wrapper that calls tools and methods of the user's environment class, with a time limit for each call."""
 
 import asyncio
 import inspect
@@ -23,11 +23,11 @@ from workers.environments.daemon_threads import in_daemon_thread
 
 
 class UserEnvironment:
-    """The environment of one trajectory: an object of the user's environment class, if the run has one, and the tools.
+    """Environment of one trajectory: the tools, and an object of the user's environment class if there is such a class.
 
     Args:
         make: The user's environment class, or None if the run has only tools.
-        tools: For each tool name, the function that the policy calls.
+        tools: Mapping from the name of each tool to the function that implements the tool.
         timeout_s: Maximum duration of one call, in seconds.
     """
 
@@ -59,8 +59,8 @@ class UserEnvironment:
     async def call(self, call: ToolCall) -> str:
         """Call a tool, and return the text that shows the result to the policy.
 
-        If the tool does not exist, does not accept the arguments, raises an exception or takes too long, the text
-        describes the error.
+        If the tool does not exist, does not accept the arguments, raises an exception or takes too long, the returned
+        text describes the error.
 
         Raises:
             EnvironmentFailure: the MCP server of the tool cannot be reached.
@@ -104,7 +104,7 @@ class UserEnvironment:
         return None
 
     async def close(self) -> None:
-        """Close the object of the user's environment class. Errors are ignored, because the trajectory has ended."""
+        """Close the object of the user's environment class, and ignore errors, because the trajectory is over."""
         if method := getattr(self._object, CLOSE, None):
             try:
                 await self._called(method)
@@ -129,8 +129,9 @@ class UserEnvironment:
 async def without_exit(call: Awaitable[Any]) -> Any:
     """Await a call of the user's code, and raise RuntimeError if the code tries to end the process or its own task.
 
-    SystemExit and similar exceptions would end the process. A CancelledError would end the trajectory without a result,
-    unless the trajectory itself was cancelled.
+    Without this function, SystemExit and similar exceptions of the user's code would end the process, and a
+    CancelledError of the user's code would end the trajectory without a result. If the trajectory itself was cancelled,
+    `without_exit` raises the CancelledError unchanged.
     """
     try:
         return await call

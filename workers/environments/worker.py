@@ -37,12 +37,12 @@ class EnvironmentWorker:
         limits: Limits of each trajectory.
         threaded: Whether the trajectories run in a separate thread. If `threaded` is False, the trajectories run only
             during `poll`.
-        memory_mb: Maximum memory that the process may allocate from now on, in MB; None for no limit. An allocation
-            above the limit raises MemoryError in the code of the user.
+        memory_mb: Maximum memory in MB that the process may allocate after the imports of the user's modules; None for
+            no limit. An allocation above the limit raises MemoryError in the code of the user.
 
     Attributes:
-        records_events: Always True, so that the caller records no timeline events for the calls of this class. The
-            calls of `poll` mostly wait.
+        records_events: Always True, so that the caller of a method of this class records no timeline event for the
+            call. Timeline events of `poll` would mostly show waiting.
     """
 
     records_events = True
@@ -141,11 +141,12 @@ class EnvironmentWorker:
         return taken
 
     async def _advance(self, timeout_s: float) -> None:
-        """Run the trajectories until one of them ends, or until `timeout_s` seconds have passed."""
+        """Run the trajectories until at least one trajectory ends, or until `timeout_s` seconds have passed."""
         deadline = time.monotonic() + timeout_s
         while self.running and not self.finished and not self.error and time.monotonic() < deadline:
             generating = any(one.polling for one in self.replicas.values())
-            # While no turn is being generated, the trajectories wait for the user's code in other threads.
+            # If no turn is being generated, all trajectories are waiting for the user's code, which runs in other
+            # threads.
             await asyncio.sleep(0 if generating else IDLE_S)
 
     def abort(self) -> None:
@@ -164,7 +165,7 @@ class EnvironmentWorker:
             self.finished = []
 
     def _in_loop(self, function: Callable[[], None]) -> None:
-        """Run a function in the thread of the event loop, and wait until it has ended."""
+        """Run a function in the thread of the event loop, and wait until the function has ended."""
 
         async def run() -> None:
             function()
@@ -172,7 +173,7 @@ class EnvironmentWorker:
         self._await(run())
 
     def _await(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        """Run a coroutine in the event loop, and wait until it has ended."""
+        """Run a coroutine in the event loop, and wait until the coroutine has ended."""
         if self.threaded:
             asyncio.run_coroutine_threadsafe(coroutine, self.loop).result()
         else:
@@ -189,9 +190,9 @@ class EnvironmentWorker:
             self.loop.close()
 
     async def _disconnect(self) -> None:
-        """Close the connections to MCP servers, and wait a short time until the servers' processes have ended.
+        """Close the connections to MCP servers, and wait at most `DISCONNECT_S` s until the servers' processes end.
 
-        The server for agent programs is stopped first.
+        Before this method closes the connections, it stops the server for agent programs.
         """
         await self.endpoint.close()
         tasks = [task for server in self.servers.values() if (task := server.close()) is not None]

@@ -23,7 +23,7 @@ def merge(weight: Tensor, b: Tensor, a: Tensor, scale: float) -> Tensor:
 
 
 class BaseWeights:
-    """Reader of the tensors in a model directory, by name.
+    """Reader that finds the tensors of a model directory by their names.
 
     Tensors are read directly from the safetensors files. A safetensors file stays open as long as the `BaseWeights`
     object exists.

@@ -87,11 +87,11 @@ def frozen(model: PreTrainedModel, config: Config, dtype: torch.dtype | None = N
 
 @contextlib.contextmanager
 def forward_only(model: nn.Module) -> Iterator[None]:
-    """Run the `with` block without gradients, and then reshard the model if it is sharded.
+    """Run the `with` block without gradients, and then reshard the model if FSDP shards it.
 
     After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
-    dtype, for a later backward pass. If no backward pass follows, `forward_only` releases the gathered copies, because
-    they waste memory and would be saved in checkpoints instead of the float32 shards.
+    dtype, for a later backward pass. `forward_only` releases the gathered copies, because no backward pass follows.
+    Gathered copies would waste memory, and would be saved in checkpoints instead of the float32 shards.
     """
     with torch.no_grad():
         yield

@@ -1,8 +1,9 @@
 """A fused last layer, which computes log-probs, entropies and the exact KL of tokens without storing all logits.
 
 With a vocabulary of 152 thousand tokens, the logits of 2,048 positions take 1.2 GB in float32. In the backward pass, a
-last layer that does not work in chunks keeps several tensors as large as all logits. The fused layer keeps only a few
-chunks of bounded size in memory, and recomputes the chunks in the backward pass.
+last layer that does not work in chunks keeps several tensors in memory, each as large as the tensor of all logits. The
+fused layer keeps only a few chunks of logits in memory, each of bounded size, and recomputes the chunks in the backward
+pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -33,14 +34,17 @@ def token_log_probs(
     entropies: bool = False,
     chunk_size: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute log-probs of tokens and, on request, entropies of the distributions from which they are drawn, in nats.
+    """Compute log-probs of tokens and, on request, entropies of the tokens' distributions, both in nats.
 
         log pi_y = z_y - L,   L = log sum_v exp(z_v),   z = (hidden @ head^T + bias) / temperature
         entropy = -sum_v pi_v log pi_v
         d log pi_y / dz_v = [v = y] - pi_v,   d entropy / dz_v = -pi_v (log pi_v + entropy)
 
-    A vocabulary entry with probability 0, such as one whose logit is -inf, adds exactly 0 to the entropy and has no
-    gradient.
+    In these formulas, y is the id of a token, v runs over the vocabulary, z is the vector of logits, and pi is
+    softmax(z).
+
+    A vocabulary entry with probability 0, such as an entry whose logit is -inf, adds exactly 0 to the entropy and has
+    no gradient.
 
     If the logits do not fit into one chunk, only a few chunks of logits are in memory at a time, and the backward pass
     recomputes the chunks. If the logits fit into one chunk, the logits are kept for the backward pass.
@@ -73,7 +77,10 @@ def token_log_probs(
 
 
 def _entropy(log_pi: Tensor) -> Tensor:
-    """Return the entropy -sum pi log pi over the vocabulary, (R, V) -> (R,), where 0 log 0 counts as 0."""
+    """Return the entropies (R,) of R distributions over the vocabulary, given their log-probs (R, V).
+
+    The entropy of a distribution pi is -sum pi log pi, where 0 log 0 counts as 0.
+    """
     return -(log_pi.exp() * log_pi.clamp(min=LEAST_LOG)).sum(-1)
 
 
@@ -122,7 +129,9 @@ class _TokenLogProbs(torch.autograd.Function):
 def _minus_softmax(
     log_pi: Tensor, of_log_probs: Tensor | None, of_entropies: Tensor | None, entropy: Tensor | None
 ) -> Tensor:
-    """Return `-pi * (g + e * (log_pi + entropy))` for a chunk of logits, where `pi = exp(log_pi)`; overwrite `log_pi`.
+    """Return `-pi * (g + e * (log_pi + entropy))` for a chunk of logits, where `pi = exp(log_pi)`.
+
+    The memory of `log_pi` is overwritten.
 
     `g` is the gradient of the loss with respect to the log-probs, and `e` is the gradient with respect to the
     entropies.
@@ -161,7 +170,7 @@ def logit_scale(model: PreTrainedModel) -> float:
 def replaced_head(model: PreTrainedModel, function: HeadFunction) -> Iterator[None]:
     """Make a causal language model return `function(hidden, weight, bias)` as its logits inside the `with` block.
 
-    `hidden` has shape (1, R, H), and the result of `function` may have any shape. `function` is called inside the
+    `hidden` has shape (1, R, H), and the result of `function` can have any shape. `function` is called inside the
     model's own forward pass, while the weights of a sharded model are gathered. The result of `function` is returned as
     the model's output, so that FSDP's hooks on the model's output see the gradient.
 
@@ -182,7 +191,7 @@ def replaced_head(model: PreTrainedModel, function: HeadFunction) -> Iterator[No
 
 
 def check_probe(probes: Tensor, model: nn.Module) -> None:
-    """Raise ValueError if the model changes the output of its last layer other than by the factor `logit_scale`.
+    """Raise ValueError if the model does more to its last layer's output than multiply the output by `logit_scale`.
 
     Args:
         probes: the logits that the model returned when its last layer returned PROBE / scale, where scale is the result

@@ -2,8 +2,9 @@
 
 If a model has adapters, only the adapters are trained and sent to the rollout engines.
 
-peft replaces each adapted layer by a layer that computes W x + alpha / rank B (A x) (arXiv 2106.09685, section 4.1).
-Functions for adapters use the name `X.weight` for the matrix W of layer X, whether or not the layer has an adapter.
+peft replaces each adapted layer by a layer that computes W x + (alpha / rank) B (A x), where A and B are the adapter's
+matrices (arXiv 2106.09685, section 4.1). Functions for adapters use the name `X.weight` for the matrix W of layer X,
+whether or not the layer has an adapter.
 """
 
 import difflib
@@ -21,7 +22,7 @@ from rltrain.data.model_weights import BUILTIN_MODEL, skeleton
 from rltrain.settings.schema import ALL_LINEAR, LoRAConfig
 from workers.models.adapter_weights import A, B, BaseWeights
 
-NAME = "default"  # peft's default adapter name, which the only adapter of each adapted layer has
+NAME = "default"  # peft's default adapter name; each adapted layer has one adapter, with this name
 WRAPPED, HALVES = ".base_layer.", (".lora_A.", ".lora_B.")
 
 
@@ -32,7 +33,7 @@ class Adapter:
     Attributes:
         a: (rank, in) matrix A.
         b: (out, rank) matrix B.
-        scale: factor of the product B A.
+        scale: factor by which the product B A is multiplied.
     """
 
     a: Tensor
@@ -143,7 +144,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the matrices A and B of every adapter, possibly sharded, under the names that the weight sync uses."""
+    """Return a dictionary from the weight sync's names of all matrices A and B to the matrices, possibly sharded."""
     halves = ((name.removesuffix(".weight"), adapter) for name, adapter in adapters_of(model).items())
     return {
         name + half: tensor.detach() for name, adapter in halves for half, tensor in ((A, adapter.a), (B, adapter.b))
@@ -151,7 +152,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return every parameter that is not part of an adapter, possibly sharded, by its Hugging Face checkpoint name.
+    """Return a dictionary from Hugging Face checkpoint names to parameters, possibly sharded, without the adapters.
 
     Tied parameters appear only once, under the first of their names.
     """

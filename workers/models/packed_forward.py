@@ -1,13 +1,14 @@
 """Packed forward passes: log-probs, entropies and values of response tokens, without padding in any linear layer.
 
-A pack concatenates rows into one sequence of N tokens. A row consists of one or more contexts, and a token sees only
-the earlier tokens of its own context. Almost all rows have one context; an agent program may start new contexts.
+A pack concatenates rows into one sequence of N tokens. A row of the batch consists of one or more contexts, and a token
+sees only the earlier tokens of its own context. Almost all rows have one context, but an agent program can start new
+contexts within a row.
 
 An attention function for packs is registered in transformers under the name `PACKED`. On GPUs and with 16-bit dtypes,
 one call of an attention kernel computes the attention of all contexts. If no attention kernel is usable, contexts of
-similar length form an attention batch, which is padded on the right and computed by one causal sdpa call. Attention
-masks are never built, and a context cannot attend to another context. All layers other than attention process the N
-tokens without padding.
+similar length form an attention batch, which is padded on the right. One causal sdpa call computes the attention of an
+attention batch. Attention masks are never built, and a context cannot attend to another context. All layers other than
+attention process the N tokens without padding.
 """
 
 import functools
@@ -42,7 +43,7 @@ from workers.models.varlen_attention import kernel_for
 PACKED = "rltrain_packed"
 # Names of the batch columns that are used without padding, so `microbatch` does not pad these columns.
 PACKED_COLUMNS = ("responses", "context_starts", "ref_hidden", "teacher_hidden")
-SLACK = 0.75  # In an attention batch, the shortest context has at least this fraction of the longest one's tokens.
+SLACK = 0.75  # The shortest context of an attention batch has at least this fraction of the longest context's tokens.
 
 
 @dataclass(frozen=True)
@@ -86,7 +87,7 @@ class Pack:
 
     Attributes:
         input_ids: (1, N) prompt and response ids. Each row's last response token is left out, because the model
-            predicts no token from it.
+            predicts no token after the last response token.
         position_ids: (1, N) positions, which restart at 0 in each context.
         contexts: context lengths, and the attention batches, which are needed if no attention kernel is usable.
         longest: number of tokens in the longest context.
@@ -112,7 +113,7 @@ def pack(batch: DataProto) -> Pack:
 
     A row's first context begins with its prompt. The column `context_starts` marks the beginning of each later context,
     and a batch without this column has one context per row. The values that are computed for the first token of a later
-    context have no meaning and must not be used. The policy did not sample this token.
+    context have no meaning and must not be used. The policy did not sample the first token of a later context.
 
     The pack includes the prompt tokens of a row without response tokens, but no token is predicted for the row.
     """
@@ -286,7 +287,7 @@ class TeacherStates:
 
     Attributes:
         numbers: (R,) int64, on the CPU: index of each token's teacher; -1 for a token without a teacher.
-        hidden: (R, H') last hidden state of the teacher at each token. H' is the width of the widest teacher.
+        hidden: (R, H') last hidden state of the teacher at each token. H' is the largest hidden size of all teachers.
         heads: output head (V, H_k) of each teacher. The logits of teacher k are computed from the first H_k <= H'
             numbers of a hidden state.
     """
@@ -434,8 +435,8 @@ def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict
 
     The returned pack and columns are on this rank's device. The returned columns include `mask`, which is True at
     response tokens, and `response_mask`, which is True at trained tokens. If `rows` is empty, the micro-batch is the
-    shortest row of the batch, without trained tokens. With this micro-batch, the rank takes part in the collectives and
-    adds exactly zero to the gradient.
+    shortest row of the batch, and no token of the row counts as trained. By processing the shortest row, a rank without
+    rows takes part in the collectives and adds exactly zero to the gradient.
     """
     tick()
     part = batch[rows or stand_in(batch)]

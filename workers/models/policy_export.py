@@ -61,7 +61,7 @@ class _Part:
 
 
 def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
-    """Return the contents of all exported files except the weights, by path in the export.
+    """Return a dictionary from paths in the export to the contents of all exported files except the weights.
 
     Args:
         model: the policy, with or without adapters.
@@ -93,7 +93,7 @@ def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, fold
         state: checkpoint files of the actor.
         small: result of `small_files`.
         model: the policy, with or without adapters. Only the parameter names of the model are used, to undo the changes
-            that transformers makes to the names and shapes of weights when it loads a model.
+            that transformers makes to the names and shapes of weights when transformers loads a model.
         folder: target folder, which need not exist.
 
     Returns:
@@ -126,7 +126,8 @@ def _reading(state: StateFiles, name: str) -> Callable[[], Tensor]:
 def _as_in_files(state: StateFiles, name: str, model: Any) -> Iterator[_Part]:
     """Yield the tensors that represent a parameter in Hugging Face files.
 
-    In Hugging Face files, a parameter may have a different name than in the model, or be split into several tensors.
+    In Hugging Face files, a parameter can have a different name than in the model, or can be split into several
+    tensors.
     """
 
     def reverted(tensor: Tensor) -> dict[str, Tensor]:
@@ -141,7 +142,7 @@ def _as_in_files(state: StateFiles, name: str, model: Any) -> Iterator[_Part]:
 
 
 def _merged(state: StateFiles, settings: Mapping[str, Any]) -> Iterator[_Part]:
-    """Yield all tensors of the base model, with each adapter merged into the matrix that it adapts."""
+    """Yield all tensors of the base model, with the adapters merged into the matrices of the adapted layers."""
     base, scale = BaseWeights(settings["base_model_name_or_path"]), settings["lora_alpha"] / settings["r"]
     names = {name.replace(f".{NAME}.", "."): name for name in state.names("model") if is_adapter(name)}
     layers = {name.partition(half)[0] for name in names.values() for half in HALVES if half in name}

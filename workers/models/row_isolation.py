@@ -52,8 +52,9 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
 
     Args:
         model: the model in evaluation mode, before sharding.
-        head: the model's last layer, whose inputs (1, N, H) are compared. The last layer may receive all tokens or only
-            the tokens that predict a response token, because every test token predicts a response token.
+        head: the model's last layer, whose inputs (1, N, H) are compared. It does not matter whether the last layer
+            receives all tokens or only the tokens that predict a response token, because every test token predicts a
+            response token.
         run: function that runs the calling worker's forward pass on a pack.
         where: start of the error message: the config key and the path.
 
@@ -88,7 +89,7 @@ def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], 
         with head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0])):
             run(pack(rows[[0, 1, 2]]))
             run(pack(rows[[3, 0, 2]]))
-    except Exception as error:  # a model may raise any exception
+    except Exception as error:  # a model can raise any exception
         raise ConfigError(
             f"{where}: {type(model).__name__} fails in a packed forward pass ({described(error, 240)}); use a "
             "model of another architecture"

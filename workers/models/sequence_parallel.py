@@ -49,7 +49,7 @@ class Sequence:
 def sequence_group(size: int) -> Sequence | None:
     """Return the group of `size` neighbouring ranks that includes this rank, or None if `size` is 1.
 
-    All training ranks must call `sequence_group` together when a given `size` is first used.
+    For each value of `size`, all training ranks must make their first call of `sequence_group` together.
     """
     if size == 1:
         return None
@@ -86,8 +86,9 @@ def split(packed: "Pack", sequence: Sequence) -> tuple["Pack", Tensor]:
 def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
     """Change a split by tokens (each rank has some tokens, all heads) into a split by heads (all tokens, some heads).
 
-    An all-to-all within the sequence group changes the shape from (1, H, n, D) to (1, H', N, D). If there are fewer
-    heads than ranks, the heads are repeated before the exchange, and H' is 1.
+    An all-to-all within the sequence group changes the shape from (1, H, n, D), with all H heads of a slice of n
+    tokens, to (1, H', N, D), with H' heads of all N tokens. If there are fewer heads than ranks, the heads are repeated
+    before the exchange, and H' is 1.
     """
     heads = tensor.size(1)
     if heads % sequence.size:
@@ -100,7 +101,8 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
 def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
     """Change a split by heads (each rank has all tokens, some heads) into a split by tokens (some tokens, all heads).
 
-    An all-to-all within the sequence group changes the shape from (1, N, H', D) to (1, n, H, D).
+    An all-to-all within the sequence group changes the shape (1, N, H', D), with H' heads of all N tokens. The new
+    shape is (1, n, H, D), with all H heads of a slice of n tokens.
     """
     length = sequence.slice
     padded = F.pad(tensor[0], (0, 0, 0, 0, 0, sequence.size * length - sequence.tokens))
@@ -149,8 +151,8 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 class _Gather(torch.autograd.Function):
     """Concatenation of the values of all ranks of a sequence group.
 
-    Because every rank computes the full loss, the backward pass needs no communication: it returns the gradient of this
-    rank's loss with respect to this rank's own values.
+    Because every rank computes the full loss, the backward pass needs no communication. The backward pass returns the
+    gradient of this rank's loss with respect to this rank's own values.
     """
 
     @staticmethod

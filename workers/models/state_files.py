@@ -5,8 +5,8 @@ unpickles only the classes that an index of tensors needs, and validates the con
 with `torch.load(..., weights_only=True)`, which executes no code that a checkpoint contains.
 
 PyTorch's own reader is not safe, because it unpickles any class. PyTorch's `HuggingFaceStorageWriter` needs no pickle,
-but it writes to local paths only, and takes 2.4 times as long as the distributed checkpoint format (0.57 s instead of
-0.24 s for 50 MB from two ranks).
+but is not used. `HuggingFaceStorageWriter` writes to local paths only, and takes 2.4 times as long as the distributed
+checkpoint format (0.57 s instead of 0.24 s for 50 MB from two ranks).
 """
 
 import io

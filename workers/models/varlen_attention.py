@@ -24,7 +24,7 @@ Kernel = Callable[[Tensor, Tensor, Tensor, Tensor, int, float | None], Tensor]
 def kernel_for(query: Tensor, value: Tensor) -> Kernel | None:
     """Return an attention kernel with a backward pass for `query` and `value`, or None if no kernel is usable.
 
-    Shapes: query (N, H, D), value (N, K, D).
+    `query` has the shape (N, H, D), with H query heads, and `value` has the shape (N, K, D), with K key heads.
     """
     width = query.size(-1)
     if query.device.type != "cuda" or query.dtype not in HALF or value.size(-1) != width:

@@ -1,4 +1,4 @@
-"""Shards of a model's weights that one rank holds, in groups of limited size, and their exponential moving average."""
+"""Functions that group, gather and average the shards of a model's weights that one rank holds."""
 
 from collections.abc import Sequence
 
@@ -6,15 +6,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# Maximum number of elements in a group of weights, over all ranks. A larger weight forms its own group.
+# Maximum number of elements in a group of weights, over all ranks. A weight with more elements forms its own group.
 GROUP_NUMBERS = 1 << 24
 
 
 def weight_groups(model: nn.Module) -> list[list[str]]:
     """Divide the names of a model's parameters, in order, into groups with at most `GROUP_NUMBERS` parameter elements.
 
-    The groups depend only on the unsharded shapes of the parameters, so all ranks and roles of a model have the same
-    groups.
+    The groups depend only on the unsharded shapes of the parameters, so the groups are the same on all ranks and in all
+    roles that use the same model.
     """
     groups: list[list[str]] = []
     room = 0
@@ -48,7 +48,7 @@ def whole_of(shard: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def move_weights(targets: Sequence[Tensor], sources: Sequence[Tensor], coef: float) -> None:
-    """Replace each target t in place by a s + (1 - a) t, where a = `coef` is in (0, 1] and s is the source.
+    """Replace each target t in place by a * s + (1 - a) * t, where a = `coef` is in (0, 1] and s is the source.
 
     If `coef` is 1, each target becomes a copy of its source, rounded to the target's dtype. If `coef` is below 1, each
     target must be at least float32, because a target in bfloat16 would round small updates away.

@@ -59,7 +59,7 @@ def serve(descriptor: int, parent: int) -> None:
     except Exception as error:
         connection.send(str(error))
         return
-    helpers = process_tree.descendants(own)  # Processes started by imports of reward functions are never killed.
+    helpers = process_tree.descendants(own)  # `_clean_up` does not kill processes that the imports have started.
     limit_memory(memory_mb)
     printed.forget()  # The driver has already shown the output of the imports.
     connection.send(READY)

@@ -1,8 +1,9 @@
 """Supervision of the child processes that run reward functions.
 
-The Ray actor of a reward worker is a `Guard`. The reward functions run in child processes of the guard. The guard
-answers in time even if a child process hangs or dies. Unlike a Ray actor, a child process can be replaced in a tenth of
-a second, has no threads or open files of Ray, and can run under resource limits that would kill a Ray actor.
+The Ray actor of a reward worker is an object of the class `Guard`. The reward functions run in child processes of the
+guard. The guard answers in time even if a child process hangs or dies. Unlike a Ray actor, a child process can be
+replaced in a tenth of a second, has no threads or open files of Ray, and can run under resource limits that would kill
+a Ray actor.
 """
 
 import contextlib
@@ -116,8 +117,8 @@ class _Call:
     def hold(self) -> list[SampleScores] | None:
         """Mark the call as slow, so that the reward worker may begin another call in a spare process.
 
-        Return the call's results so far, or None if the call is not stepwise. After `hold`, `new` omits all results
-        that were complete when `hold` was called.
+        Return the call's results so far, or None if the call is not stepwise. After a call of `hold`, the method `new`
+        omits all results that were complete when `hold` was called.
         """
         new = self.new(self.results) if self.stepwise else None
         self.given, self.held = self.whole, True
@@ -177,7 +178,8 @@ class GuardedWorker:
     ) -> list[SampleScores] | Overdue | Ended:
         """Score samples in the child process with `RewardWorker.score`.
 
-        If the child process sends no result within `deadline_s`, the child process and all its descendants are killed.
+        If the child process sends no result within `deadline_s` seconds, the child process and all its descendants are
+        killed.
 
         Args:
             requests: Samples to score.
@@ -343,11 +345,11 @@ class GuardedWorker:
 class Guard:
     """Ray actor class of a reward worker.
 
-    The actor runs reward functions in one child process and spare child processes.
+    The actor runs reward functions in its first child process and in spare child processes.
 
     While one child process runs a slow scoring call, a spare child process scores other samples. The first call of
-    `ping` with the number of a spare child process starts the spare process, which then stays alive. The parameter
-    `lane` is the number of a child process within its guard.
+    `ping` with the number of a spare child process starts the spare process, which then stays alive. In each method,
+    the parameter `lane` is the number of a child process within its guard.
     """
 
     def __init__(self, *arguments: Any, environment: dict[str, str] | None = None, **options: Any) -> None:
@@ -384,7 +386,7 @@ class Guard:
             return self._lanes[lane].rest()
 
     def take_events(self) -> trace.Recorded | None:
-        """Return and delete the timeline events of this process and its children, or None without a timeline."""
+        """Return and delete timeline events of this process and its children, or None if the run has no timeline."""
         return trace.take()
 
     def introduce(self) -> Process | None:

@@ -14,9 +14,9 @@ class RewardRequest:
         key: (uid of the prompt group, number of the sample in the group). No two pending requests have the same key.
         prompt: Text of the prompt, without special tokens.
         response: Text of the response, without special tokens.
-        columns: Values of the sample's data columns by column name, and a few other values under additional names. The
-            additional names are `finish_reason`, `prompt_messages` (the prompt's chat messages, or None if the prompt
-            is text) and `response_ids` (the sampled token ids).
+        columns: Mapping from column name to value for the sample's data columns. The mapping also has the additional
+            keys `finish_reason`, `prompt_messages` (the prompt's chat messages, or None if the prompt is text) and
+            `response_ids` (the sampled token ids).
     """
 
     key: Key
@@ -38,8 +38,8 @@ class SampleScores:
         error: One line that says which reward function failed and how, or "" if no function failed.
         failed_function: Index of the reward function that failed, or -1 if no reward function failed.
         success: Whether the answer is correct according to the values of `RewardResult.success` that the reward
-            functions returned. `success` is False if any reward function returned False, otherwise True if any returned
-            True, and otherwise None.
+            functions returned. `success` is False if any reward function returned False. If no reward function returned
+            False, `success` is True if any reward function returned True, and None otherwise.
         printed: One pair (name of the reward function, first line that the function printed) for each reward function
             that has printed something in the child process. The field `printed` is ignored when two `SampleScores` are
             compared.

@@ -258,12 +258,13 @@ class RewardPool:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
         # The longest possible duration of a scoring call is the time budget plus `calls` times the time limit of one
-        # function call. All plain functions together end within the time budget plus one time limit. Each batched
-        # function adds one time limit to the longest possible duration. Async functions add one time limit per
-        # `concurrency` calls to the longest possible duration.
+        # function call. All plain functions (neither batched nor async) together end within the time budget plus one
+        # time limit. Each batched function adds one time limit to the longest possible duration. Async functions add
+        # one time limit per `concurrency` calls to the longest possible duration.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
-        # A call of an async function gets `_GRACE_S` more seconds, so that it can be cancelled and reported as failed.
+        # A scoring call with async functions gets `_GRACE_S` additional seconds, in which a late async function can be
+        # cancelled and reported as failed.
         grace = _GRACE_S if "async" in kinds else 0.0
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
         # `hold_s` is at least `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S` seconds. A slow
@@ -314,8 +315,8 @@ class RewardPool:
                 return
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
-            # The chunk was one sample with one reward function, so that reward function has exceeded its time limit. If
-            # a worker dies before the time limit, the cause can be outside the reward function.
+            # The chunk had only one sample and one reward function, so the reward function has exceeded its time limit.
+            # If a worker dies before the time limit, the cause can be outside the reward function.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))
@@ -333,6 +334,6 @@ class RewardPool:
 
 
 def _kind(path: str) -> str:
-    """Return whether a reward function is "batched", "async", or "plain" (neither batched nor async)."""
+    """Return the kind of a reward function: "batched", "async" or "plain" (neither batched nor async)."""
     function = load_function(path)
     return "batched" if is_batched(function) else "async" if is_async(function) else "plain"

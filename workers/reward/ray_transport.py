@@ -291,7 +291,7 @@ class RayTransport:
     def _waiting(self, slot: _Slot, lane: int, *, attempts: int) -> _Slot:
         """Send a ping to a process, and return the process's slot, which becomes idle when the ping is answered.
 
-        The ping waits until the process has imported the reward functions, so no call includes the time for the
+        The ping waits until the process has imported the reward functions, so no scoring call includes the time for the
         imports.
         """
         deadline = time.monotonic() + self._start_timeout_s
@@ -303,7 +303,8 @@ def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
     """Return `runtime_env`, with Ray's option for zero-copy tensors turned off if the option is set in this process.
 
     Ray's option for zero-copy tensors makes Ray import torch in every process. If Ray's option for zero-copy tensors is
-    set in this process, it may be set in the whole cluster, and must be turned off explicitly.
+    set in this process, the option may be set in the whole cluster, so the option must be turned off explicitly for the
+    actors.
     """
     if _ZERO_COPY not in os.environ:
         return runtime_env
@@ -323,8 +324,8 @@ def _kill(actors: Sequence[Any]) -> None:
 def _reason(error: Exception, *, starting: bool) -> str:
     """Return a description of how an actor failed.
 
-    The description contains the last line of Ray's long error message. If the actor's process died during a call, the
-    description is a fixed text, because Ray's message does not tell the cause.
+    In general, the description contains the last line of Ray's long error message. If the actor's process died during a
+    call, the description is a fixed text, because Ray's message does not tell the cause.
     """
     if isinstance(error, ray.exceptions.RayActorError) and not starting:
         return "ended its process (it exited, crashed or ran out of memory)"

@@ -22,7 +22,7 @@ class Call:
         budget_s: Seconds after which the worker calls no further plain function (neither batched nor async). When
             `budget_s` has passed, the worker returns the results that it has.
         limit_s: Maximum seconds that one call of a reward function may take.
-        deadline_s: Seconds without a result after which the process is killed and the call is lost.
+        deadline_s: Seconds without a result after which the worker's process is killed and the call is lost.
         hold_s: Seconds without a result after which a `Held` event is reported. The slow call continues, but its worker
             may begin another call in a spare process.
         stepwise: Whether the worker reports each result immediately, instead of all results at the end of the call.
@@ -53,10 +53,10 @@ class Answer:
 class Held:
     """Event that reports a slow call, whose worker may therefore begin another call in a spare process.
 
-    The slow call continues, and another event will report its end. If the slow call is stepwise, its process continues
-    only with the first request that has no complete result. The event at the end of a slow stepwise call reports only
-    the result of the request that was being scored. All later requests of a slow stepwise call must be scored in
-    another call.
+    The slow call continues, and another event will report the end of the slow call. If the slow call is stepwise, its
+    process continues only with the first request that has no complete result. The event at the end of a slow stepwise
+    call reports only the result of the request that was being scored. All later requests of a slow stepwise call must
+    be scored in another call.
 
     Attributes:
         slot: Index of the process among the reward processes, from 0.
@@ -76,9 +76,10 @@ class Lost:
         slot: Index of the process among the reward processes, from 0.
         timed_out: Whether the call was ended because it exceeded its deadline.
         reason: Why the call ended, if the call did not time out.
-        outside: Whether the call was probably not ended by a reward function, because the whole worker was lost,
-            SIGKILL ended the process, or SIGSTOP stopped the process.
-        results: Results that the call had produced, as in `Held.results`, or None if the results are unknown.
+        outside: Whether the cause of the call's end was probably not a reward function. `outside` is True if the whole
+            worker was lost, if SIGKILL ended the process, or if SIGSTOP stopped the process.
+        results: Results that the call produced before it ended, as in `Held.results`, or None if the results are
+            unknown.
     """
 
     slot: int
@@ -132,7 +133,7 @@ class Transport(Protocol):
 class InProcessTransport:
     """Transport to one reward worker in the current process.
 
-    `events` runs the calls without enforcing their deadlines.
+    The method `events` runs the calls without enforcing the deadlines of the calls.
     """
 
     size = 1

@@ -121,8 +121,8 @@ class RewardWorker:
         Args:
             functions: Reward functions, in the order of the scores.
             concurrency: Maximum number of simultaneous calls of async functions.
-            settings: Run settings by name. A reward function receives each setting for which it has a parameter, unless
-                the function's `kwargs` set the parameter.
+            settings: Mapping from the name of each run setting to its value. A reward function receives each setting
+                for which it has a parameter, unless the function's `kwargs` set the parameter.
 
         Raises:
             ConfigError: A reward function cannot be loaded.
@@ -150,8 +150,8 @@ class RewardWorker:
 
         Args:
             requests: Samples to score.
-            function: Index of the only reward function to call, so that each result has one score. If `function` is
-                None, all reward functions are called.
+            function: Index of the only reward function to call; each result then has one score. If `function` is None,
+                all reward functions are called.
             budget_s: Seconds after which no further plain function (neither batched nor async) is called. The first
                 call of a plain function is made even if `budget_s` is 0.
             limit_s: Seconds after which a call of an async function is cancelled and its sample fails.
@@ -229,8 +229,8 @@ def _await_each(
         return await asyncio.gather(*(in_turn(one, request, turns) for _, _, one, request in wanted))
 
     for (row, number, _, _), outcome in zip(wanted, finish(together()), strict=True):
-        # Async functions run in another thread, where Python raises no KeyboardInterrupt. The user can quit a debugger
-        # in the thread of the async functions, which raises BdbQuit.
+        # Async functions run in another thread, where Python raises no KeyboardInterrupt. If the user quits a debugger
+        # in the thread of the async functions, the debugger raises BdbQuit.
         outcomes[row][number] = _unless_stopped(outcome) if isinstance(outcome, bdb.BdbQuit) else outcome
 
 
@@ -271,8 +271,8 @@ def _unless_stopped(error: BaseException) -> BaseException:
     """Return an exception that a reward function raised, or re-raise the exception if the user wants to stop the run.
 
     The user can stop the run with Ctrl-C (KeyboardInterrupt) or by quitting the debugger (BdbQuit). A KeyboardInterrupt
-    or a BdbQuit counts as the user's request only in the main thread of a process, such as the driver, in which SIGINT
-    does not have its default action.
+    or a BdbQuit counts as the user's request only if the current thread is the main thread and SIGINT does not have its
+    default action. SIGINT has its default action in the child processes of guards, but not in the driver.
     """
     here = threading.current_thread() is threading.main_thread()
     stops = isinstance(error, KeyboardInterrupt | bdb.BdbQuit)

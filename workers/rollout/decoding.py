@@ -22,10 +22,10 @@ ROOM = 32  # Number of spare columns (token positions) that a key-value cache ge
 def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute attention as the function `sdpa` of transformers does, but without copying keys and values if Q = 1.
+    """Compute the same attention as the `sdpa` function of transformers, without copying keys and values if Q is 1.
 
-    With one query per row (Q = 1), the H / K query heads that share a key head are treated as H / K queries of that key
-    head, and no causal mask is needed.
+    If each row has one query (Q = 1), the H / K query heads that share a key head are treated as H / K queries of that
+    key head, and no causal mask is needed.
 
     Shapes: query (B, H, Q, D), key and value (B, K, W, D), where K divides H. The returned attention output has the
         shape (B, Q, H, D).

@@ -197,7 +197,7 @@ class HFEngine:
 
     @torch.no_grad()
     def finish_load(self, version: int) -> None:
-        """Make the engine use the new weights, and check them.
+        """Make the engine use the new weights, and check the new weights.
 
         Unfinished answers continue with a recomputed KV cache.
         """
@@ -231,16 +231,16 @@ def sample(
 
     Args:
         logits: (B, V) float32 logits of the next tokens.
-        temperatures: (B,) sampling temperatures. If the temperature is 0, the most likely token is selected, and its
-            log-prob is computed at temperature 1.
+        temperatures: (B,) sampling temperatures. In a row with temperature 0, the most likely token is selected, and
+            the log-prob of this token is computed at temperature 1.
         uniforms: (B,) float64 random numbers, uniformly distributed in [0, 1).
         filters: Logits processors that set the logits of tokens that must not be sampled to minus infinity. The logits
             processors are applied to logits that are already divided by the temperature. No logits processor is applied
             to rows with temperature 0.
 
     Returns:
-        The sampled tokens (B,) int64, and their log-probs (B,) float32 under the distribution from which they were
-        sampled.
+        The sampled tokens (B,) int64, and their log-probs (B,) float32 under the distribution from which the tokens
+        were sampled.
     """
     greedy = temperatures == 0
     scaled = logits / torch.where(greedy, 1.0, temperatures)[:, None]

@@ -47,7 +47,7 @@ class Completion:
             string.
         log_probs: Log-probability of each token in nats, under the distribution from which the token was sampled.
         finish_reason: "stop", "length" or "abort", as reported by the engine.
-        versions: For each token, the version of the weights that sampled it.
+        versions: For each token, the version of the weights that sampled the token.
         text: Text of the answer up to the first stop string, without special tokens.
     """
 

@@ -1,9 +1,9 @@
-"""Pool of rollout replicas, which distributes requests over the replicas and sends the actor's weights to them.
+"""Pool of rollout replicas, which distributes requests over the replicas and sends the actor's weights to the replicas.
 
 A replica counts as dead if its process has ended, is stopped (SIGSTOP) or hangs. A dead replica is replaced while the
-other replicas continue to work. A new process that replaces a dead replica gets requests only after it has received the
-current weights. The prompt groups that a dead replica had not finished are lost, and the caller of the pool must submit
-them again.
+other replicas continue to work. A new process that replaces a dead replica gets requests only after the new process has
+received the current weights. The prompt groups that a dead replica had not finished are lost, and the caller of the
+pool must submit the lost prompt groups again.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ class RolloutPool:
     Args:
         replicas: The replicas of the pool, whose engines may still be starting.
         tasks: The run's background tasks, to which the pool adds one task per replica.
-        sleeps: Whether idle engines may release their device memory.
+        sleeps: Whether idle engines are allowed to release their device memory.
         replaces: Whether a dead replica is replaced. If `replaces` is False, the first death of a replica raises
             WorkerError.
 
@@ -94,7 +94,10 @@ class RolloutPool:
         return running + sum(map(len, self._queue)) + len(self._lost) + len(self._answers)
 
     async def poll(self) -> list[Answer]:
-        """Wait until an answer is finished or a prompt group is lost, and return the answers in order of arrival."""
+        """Wait until an answer is finished or a prompt group is lost.
+
+        Return the finished answers in order of arrival.
+        """
         await self.changes.until(lambda: self._answers or self._lost)
         found, self._answers = self._answers, []
         return found
@@ -114,7 +117,7 @@ class RolloutPool:
         """
         self._queue, self._answers, self._lost = [], [], set()
         for replica in self.replicas:
-            # Every replica drops its requests before the pool awaits anything, because replicas may answer or die
+            # Every replica drops its requests before the pool awaits anything, because replicas can answer or die
             # during an `await`.
             replica.drop()
         await asyncio.gather(*(replica.abort() for replica in self.replicas))
@@ -128,8 +131,8 @@ class RolloutPool:
         if not self.sleeps or self.asleep:
             return
         assert not self.pending, "engines with unfinished answers must not sleep"
-        # New weights would wake an engine, so `_source` becomes None, which stops sending weights to replacement
-        # replicas.
+        # New weights would wake an engine. Setting `_source` to None prevents the pool from sending weights to
+        # replacement replicas.
         async with self._syncing:
             source, self._source = self._source, None
         while True:
@@ -194,9 +197,10 @@ class RolloutPool:
         self._resume()
 
     async def replacement_allowed(self, replica: Replica, how: str) -> None:
-        """Record the death of a replica, and wait until a new process may replace the dead process.
+        """Record the death of a replica, and wait until a new process is allowed to replace the dead process.
 
-        While the engines sleep, no replica process may start, because the training ranks may need all device memory.
+        While the engines sleep, no replica process is allowed to start, because the training ranks may need all device
+        memory.
 
         Raises:
             WorkerError: The pool does not replace replicas, or too many replicas have died since the last answer.

@@ -1,4 +1,4 @@
-"""The life cycle of one rollout replica, which continues in a new process if its process dies.
+"""The life cycle of one rollout replica, which continues in a new process if the replica's process dies.
 
 A replica builds its engine, receives weights and answers requests. When the replica's process dies, the replica starts
 a new process.
@@ -39,8 +39,8 @@ class Building:
     Attributes:
         role: Handle of the rollout worker in the process.
         built: Pending calls that must end before the engine is ready.
-        fetched: Pending calls that copy the model to the machine of the process. While the calls in `fetched` make
-            progress, they have no time limit.
+        fetched: Pending calls that copy the model to the machine of the process. A call in `fetched` has no time limit
+            as long as the call makes progress.
     """
 
     role: Role[RolloutWorker]
@@ -58,10 +58,10 @@ class Owner(Protocol):
         """Receive finished answers from a replica."""
 
     def lose(self, uids: set[int]) -> None:
-        """Record that the unfinished answers of prompt groups were lost."""
+        """Record that the unfinished answers of the prompt groups `uids` were lost."""
 
     async def replacement_allowed(self, replica: "Replica", how: str) -> None:
-        """Record the death of a replica, and wait until a new process may replace the dead process.
+        """Record the death of a replica, and wait until a new process is allowed to replace the dead process.
 
         Raises:
             WorkerError: The replica's process must not be replaced.
@@ -103,7 +103,7 @@ class Replica:
         return self.state in (ReplicaState.WAITING, ReplicaState.SERVING) and not self.role.process.how_lost
 
     async def live(self, pool: Owner) -> None:
-        """Answer requests until the task is cancelled.
+        """Answer requests until the asyncio task that runs `live` is cancelled.
 
         If the replica's process is lost, start a new process if the pool permits.
         """

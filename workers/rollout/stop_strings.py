@@ -1,8 +1,8 @@
 """Search for stop strings in answers, in the same way for all engines.
 
 The rollout engines do not use vLLM's own option `stop`. Because all engines use the same search, the end and the text
-of an answer depend only on the answer's tokens and not on the engine. Without its option `stop`, vLLM needs no
-tokenizer of its own, which might decode tokens differently.
+of an answer depend only on the answer's tokens and not on the engine. Without the option `stop`, vLLM needs no
+tokenizer. A tokenizer in vLLM might decode tokens differently than the tokenizer of this search.
 """
 
 from collections.abc import Sequence
@@ -20,9 +20,9 @@ def text_before(text: str, stops: Sequence[str]) -> str:
 class StopStrings:
     """Object that searches answers for the stop strings of a run, with the tokenizer of the model.
 
-    An answer ends with the first token after which its text contains a stop string. The text of an answer is decoded
-    from its sampled tokens without special tokens. Each search receives all tokens of the answer, so a stop string is
-    found even if its tokens were sampled partly before and partly after a weight sync.
+    An answer ends with the first token after which the answer's text contains a stop string. The text of an answer is
+    decoded from its sampled tokens without special tokens. Each search receives all tokens of the answer, so a stop
+    string is found even if its tokens were sampled partly before and partly after a weight sync.
 
     Args:
         stops: The stop strings, each of which must not be empty.

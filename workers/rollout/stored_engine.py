@@ -19,13 +19,13 @@ from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket
 
 _COLUMNS = ["prompt_ids", "response_ids", "rollout_log_probs", "policy_version", "finish_reason"]
-_OPEN_TABLES = 4  # Number of tables of samples that are kept in memory, because requests of several steps may be mixed.
+_OPEN_TABLES = 4  # Number of tables of samples that are kept in memory, because requests of several steps can be mixed.
 
 
 class StoredEngine:
     """Engine that looks up answers in the tables of samples of an earlier run.
 
-    An answer is found by the number of its prompt group, and by its number in the group.
+    An answer is found by the uid of its prompt group and by the number of the answer in the group.
 
     Args:
         folder: Output folder of the earlier run.
@@ -52,8 +52,8 @@ class StoredEngine:
         """Return the stored answers to all queued requests.
 
         Raises:
-            ConfigError: The run has stored no answer to a request, has stored an answer to another prompt, or has
-                stored an answer that is longer than the request allows.
+            ConfigError: The earlier run has stored no answer to a request, has stored an answer to another prompt, or
+                has stored an answer that is longer than the request allows.
         """
         requests, self.waiting = self.waiting, []
         return [self._answer(request) for request in requests]

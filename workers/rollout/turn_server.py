@@ -15,7 +15,7 @@ from workers.rollout.messages import Completion, Request
 from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
 
 Parser = Callable[[str], ParsedAction]  # Function that finds the tool calls in the text of an action.
-RENDERERS = 64  # Maximum number of cached renderers for tools that requests bring with them.
+RENDERERS = 64  # Maximum number of cached renderers for requests that bring their own tools.
 CUT = "\n[cut off after {tokens} tokens]"  # Mark that is appended to a message whose text was cut off.
 
 
@@ -28,8 +28,8 @@ class TurnServer:
         parse: Function that finds the tool calls in the text of an action.
 
     Attributes:
-        open: For the engine's request key of each unfinished turn, the client and the unfinished result.
-        finished: For each client, the finished turns that the client has not polled yet.
+        open: Maps the engine's request key of each unfinished turn to the client and the unfinished result.
+        finished: Maps each client to the finished turns that the client has not polled yet.
     """
 
     def __init__(self, tokenizer: Any, renderer: TurnRenderer, parse: Parser) -> None:
@@ -37,7 +37,7 @@ class TurnServer:
         self.open: dict[tuple[int, ...], tuple[str, TurnResult]] = {}
         self.finished: dict[str, list[TurnResult]] = {}
         self._numbers = itertools.count()
-        self._renderers: dict[str, TurnRenderer] = {}  # Renderers for other tools than those of the run.
+        self._renderers: dict[str, TurnRenderer] = {}  # Renderers for other tools than the tools of the run.
         # A lock is needed, because several threads call `begin` and the renderer has only one rendering process.
         self._rendering = threading.Lock()
 
@@ -55,7 +55,7 @@ class TurnServer:
             if result.error or result.full:
                 ended.append(result)
                 continue
-            # The running number makes the engine's request key unique, because a dead client may have left an
+            # A running number makes the engine's request key unique even if a client that has died has left an
             # unfinished request for the same turn.
             key = (*turn.key[:2], next(self._numbers))
             self.open[key] = client, result
@@ -110,7 +110,7 @@ class TurnServer:
     def _shortened(self, message: Mapping[str, Any], limit: int) -> Mapping[str, Any]:
         """Return a message with its text cut off after `limit` tokens, and with a mark at the end of a cut-off text.
 
-        An answer is returned as it is.
+        A message of the assistant is returned unchanged.
         """
         text = message["content"]
         if message["role"] == "assistant" or len(text) <= limit:  # A text has at most as many tokens as characters.
@@ -153,7 +153,7 @@ class TurnServer:
 
 
 def _prompt_of(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Return the prompt of a new context: all messages before the first answer."""
+    """Return the prompt of a new context: all messages before the assistant's first message."""
     return list(itertools.takewhile(lambda message: message["role"] != "assistant", messages))
 
 

@@ -32,8 +32,8 @@ class TurnRequest:
         context_ids: Token ids of the context before its last action; empty in a turn with a new context, for instance
             in the first turn.
         action_ids: Token ids of the context's last action; empty in a turn with a new context.
-        messages: Chat messages that are added to the context: the whole conversation in a turn with a new context, and,
-            for instance, the results of tools in other turns.
+        messages: Chat messages that are added to the context. In a turn with a new context, `messages` is the whole
+            conversation. In other turns, `messages` contains, for instance, the results of tools.
         room: Maximum number of tokens in the new messages and the action together. In the first turn, `room` limits
             only the action.
         max_prompt_tokens: Maximum number of tokens in the prompt of the first turn.
@@ -43,7 +43,7 @@ class TurnRequest:
             off, because they are the prompt of the context.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         seed: Seed of the random numbers with which the action is sampled.
-        tools: Schemas of the tools that the prompt describes; None for the tools of the run.
+        tools: Schemas of the tools that the prompt describes; None if the prompt describes the tools of the run.
         serial: Number of the request among the requests of its client. A trajectory that starts again makes new
             requests with the keys of its earlier requests.
     """
@@ -72,7 +72,7 @@ class TurnResult:
         token_ids: Token ids of the action, including the final end token.
         log_probs: Log-probability of each sampled token in nats, under the distribution from which the token was
             sampled.
-        versions: For each sampled token, the version of the weights that sampled it.
+        versions: For each sampled token, the version of the weights that sampled the token.
         finish_reason: "stop", "length" or "abort", as reported by the engine.
         text: Text of the action, without special tokens.
         action: The action's text and tool calls.

@@ -47,7 +47,7 @@ CPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a CPU, unless a s
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the two kinds of memory that a sleeping engine releases.
 LOOK_S = 1.0  # Seconds between two checks that the engine's processes are alive, while a call waits.
 PROOF_S = 0.5  # Seconds to wait for evidence that a process died, after a vLLM call has failed.
-TO_HOST, DROPPED = 1, 2  # vLLM's sleep level 1 moves the weights to the host's memory, and level 2 drops them.
+TO_HOST, DROPPED = 1, 2  # vLLM's sleep level 1 moves the weights to the host's memory, and level 2 drops the weights.
 CPU_BLOCK = 32  # Tokens per KV block on a CPU. vLLM's default of 128 gives short prompts no prefix-cache hits.
 
 
@@ -183,7 +183,7 @@ class Growing:
 class InProcessVLLM:
     """Rollout engine that runs vLLM in the current process.
 
-    On a CPU, this engine starts faster than AsyncLLM and communicates at lower cost.
+    On a CPU, `InProcessVLLM` starts faster than AsyncLLM and has a lower cost of communication than AsyncLLM.
 
     Args:
         config: Rollout settings.
@@ -549,8 +549,8 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     """Return the vLLM engine for a config: an engine in this process, or AsyncLLM for GPUs and tensor parallelism.
 
     Raises:
-        ConfigError: The model's weights are incomplete, or vLLM does not start with them. This function checks that the
-            weights are complete, because vLLM does not report a missing layer.
+        ConfigError: The model's weights are incomplete, or vLLM does not start with these weights. `make` checks that
+            the weights are complete, because vLLM does not report a missing layer.
     """
     check_weights(path, f"model.path={path}")
     assert config.rollout.vllm is not None, "a config that selects the vLLM engine has the settings `rollout.vllm`"

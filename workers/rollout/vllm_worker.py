@@ -1,7 +1,7 @@
-"""Extension of vLLM's worker, which receives weights through vLLM's weight-transfer protocol and checks them.
+"""Extension of vLLM's worker, which receives weights through vLLM's weight-transfer protocol and checks the weights.
 
-vLLM imports this module by name (`worker_extension_cls`) before it loads the model. Importing this module registers the
-weight-transfer backend.
+vLLM imports this module by name (`worker_extension_cls`) before vLLM loads the model. Importing this module registers
+the weight-transfer backend.
 """
 
 import pickle
@@ -73,8 +73,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     """Object that loads received buckets of weights through vLLM's layerwise reload, and checks the layers' outputs.
 
     On a CPU, the parts of the checks that use only torch run in a second thread. vLLM's own kernels never run in the
-    second thread, because they share scratch memory: two kernels that run at the same time silently compute wrong
-    numbers.
+    second thread, because vLLM's kernels share scratch memory. Two kernels of vLLM that run at the same time silently
+    compute wrong numbers.
     """
 
     init_info_cls = InitInfo
@@ -112,7 +112,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._load(tensors_of(bucket, data))
                 keep_unfinished(self.model, data)
         finally:
-            verified.result()  # The sender may overwrite the bucket's bytes after the return.
+            verified.result()  # After the return, the sender is free to overwrite the bucket.
         probes = bucket.probes()
         names = checkpoint_names(self.model, probes)
         self.probes |= {names[name]: value for name, value in probes.items() if name in names}
@@ -232,8 +232,8 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
             embeddings instead, and also return the one-dimensional parameters of other layers.
 
     Returns:
-        The products W v in float32 by checkpoint name, with one entry for each part of a fused layer. Biases and norm
-        weights are returned unchanged, except for the conversion to float32.
+        A dictionary from checkpoint names to the products W v in float32, with one entry for each part of a fused
+        layer. Biases and norm weights are returned unchanged, except for the conversion to float32.
     """
     fused = getattr(model, "packed_modules_mapping", {})
     outputs: dict[str, Tensor] = {}
@@ -263,7 +263,10 @@ def _embedding(module: VocabParallelEmbedding) -> Tensor:
 
 
 def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Tensor]:
-    """Return the product W v and the bias of each checkpoint layer in the fused layer `module`, by checkpoint name."""
+    """Return the product W v and the bias of each checkpoint layer in the fused layer `module`.
+
+    The returned dictionary maps the checkpoint names of weights and biases to the products and biases.
+    """
     parent, _, last = name.rpartition(".")
     names = [f"{parent}.{part}" for part in fused.get(last, [last])]
     wholes = {"weight": _linear(module, _apply(module))}
@@ -291,7 +294,7 @@ def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> lis
     parts = list(output.split(_part_sizes(module)))
     whole = gather(parts, size)
     if isinstance(module, QKVParallelLinear) and (copies := module.num_kv_head_replicas) > 1:
-        # Ranks that share a key-value head hold copies of this head, of which only one copy is kept.
+        # Ranks that share a key-value head hold copies of this head. Only one copy of each head is kept.
         whole[1:] = [part.unflatten(0, (size // copies, copies, -1))[:, 0].flatten() for part in whole[1:]]
     return whole
 

@@ -69,7 +69,7 @@ class RolloutWorker:
         path: Model directory in Hugging Face format.
         stop_ids: Ids of the model's end tokens.
         threaded: Whether the engine has its own thread.
-        turn_format: Format of the turns of trajectories; None if answers are trajectories of one turn.
+        turn_format: Format of the turns of trajectories; None if the run has no environment.
 
     Attributes:
         records_events: Always True, because the class `RolloutWorker` itself records its calls as events of the
@@ -213,7 +213,7 @@ class RolloutWorker:
         Args:
             sync: Name of the weight sync.
             before: Result of the previous call, which is passed only so that Ray runs the calls in order.
-            parts: The parts of the bucket, one from each rank that wrote it.
+            parts: The parts of the bucket, one from each rank.
         """
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
 

@@ -1,9 +1,9 @@
 """Low-rank adapters in a rollout engine, which merges the received adapters into its own copy of the base weights.
 
 If the actor trains low-rank adapters, a weight sync transfers only the matrices A and B of each adapted matrix. In
-every sync, the engine reads the base weights from the model's files and merges the adapters into them. Each adapter is
-therefore applied exactly once, regardless of the number of syncs. The model's files are memory-mapped and not kept in
-memory.
+every sync, the engine reads the base weights from the model's files and merges the adapters into the base weights.
+Because every sync starts from the base weights, each adapter is applied exactly once, regardless of the number of
+syncs. The model's files are memory-mapped and not kept in memory.
 """
 
 from collections.abc import Iterator
@@ -28,7 +28,7 @@ class Adapters:
         self.path, self.scale, self.parts = path, 1.0, dict[str, Tensor]()
 
     def take(self, bucket: Bucket, data: np.ndarray) -> None:
-        """Copy the adapters out of a bucket, because a later bucket will overwrite its bytes."""
+        """Copy the adapters out of a bucket, because a later bucket will overwrite the bucket's bytes."""
         assert bucket.scale is not None, "a bucket of adapters has a scale"
         self.scale = bucket.scale
         self.parts |= {name: tensor.clone() for name, tensor in tensors_of(bucket, data)}

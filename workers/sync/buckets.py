@@ -1,8 +1,8 @@
 """Buckets: the units of data in which a weight sync transfers one version of the weights to the engines.
 
 All ranks compute the same layout, which assigns a bucket and an offset in the bucket to each tensor. Each rank copies
-its rows of the tensors to their offsets in a bucket; the copied rows are the rank's part of the bucket. An engine joins
-the parts of all ranks and reads whole tensors from the bucket.
+the rows that it holds to the rows' offsets in a bucket; the copied rows are the rank's part of the bucket. An engine
+joins the parts of all ranks and reads whole tensors from the bucket.
 """
 
 import warnings
@@ -89,10 +89,10 @@ class Bucket:
         return end(self.places)
 
     def probes(self) -> dict[str, np.ndarray]:
-        """Return the probes by tensor name, including the additional names of tied tensors.
+        """Return a dictionary from tensor names, including the additional names of tied tensors, to probes.
 
-        A probe, as `checks.probe` defines it, is the product W v for a matrix W, and the flattened values for any other
-        tensor.
+        The probe of a matrix W is the product W v with the probe vector v. The probe of any other tensor consists of
+        the flattened values of the tensor (see `checks.probe`).
         """
         found: dict[str, list[np.ndarray]] = {}
         for piece in self.pieces:
@@ -113,7 +113,7 @@ def end(places: Sequence[Place]) -> int:
 
 
 def layout(shapes: Iterable[tuple[str, Sequence[int]]], *, itemsize: int) -> list[list[Place]]:
-    """Divide tensors (name, shape) into buckets of at most `BUCKET_BYTES`, without changing their order.
+    """Divide tensors (name, shape) into buckets of at most `BUCKET_BYTES`, and keep the order of the tensors.
 
     A tensor that is larger than `BUCKET_BYTES` gets its own bucket.
     """
@@ -127,7 +127,7 @@ def layout(shapes: Iterable[tuple[str, Sequence[int]]], *, itemsize: int) -> lis
 
 
 def join(parts: Sequence[Bucket]) -> Bucket:
-    """Join the parts that the ranks wrote into one bucket.
+    """Join all ranks' parts of a bucket into the whole bucket.
 
     Raises:
         SyncError: the parts of all ranks together do not cover each tensor of the bucket exactly once.
@@ -168,7 +168,7 @@ def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
 def verify(bucket: Bucket, data: np.ndarray) -> None:
     """Raise SyncError if the bytes of a piece do not match the piece's checksum.
 
-    Pieces of tensors without a checksum are not checked.
+    Pieces without a checksum are not checked.
     """
     for piece in bucket.pieces:
         if piece.checksum is None:

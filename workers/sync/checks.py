@@ -3,7 +3,8 @@
 With each piece of a tensor, the sender sends a checksum of the bytes. With each matrix W, the sender also sends the
 product W v, where v is a fixed random vector (the probe vector). An engine verifies the received bytes with the
 checksums, and then runs its own linear layers on the probe vector. On a CPU, the engine converts its weights to another
-memory layout, so that their bytes cannot be compared. Only running the layers shows which weights the layers use.
+memory layout, so the bytes of these weights cannot be compared with the actor's bytes. Only running the layers shows
+which weights the layers use.
 """
 
 import functools
@@ -56,8 +57,8 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
     """Compare the outputs of the engine's layers for the probe vector with the outputs of the trainer's weights.
 
     Args:
-        outputs: probes by tensor name, computed by running the engine's own layers.
-        probes: probes by tensor name, computed from the trainer's weights.
+        outputs: maps tensor names to the probes that the engine's own layers computed.
+        probes: maps tensor names to the probes that were computed from the trainer's weights.
         version: version of the weights, which the error message names.
         dtype: dtype of the engine's weights, which determines the tolerance (see `RELATIVE_ERROR`).
 

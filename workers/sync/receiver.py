@@ -1,6 +1,6 @@
-"""The part of a weight sync that runs in a rollout worker, and tracks whether the engine's weights are complete.
+"""The part of a weight sync that runs in a rollout worker and records whether the engine's weights are complete.
 
-An engine may generate responses only while all of its weights have the same version.
+An engine is allowed to generate responses only while all of its weights have the same version.
 """
 
 from collections.abc import Callable
@@ -43,7 +43,7 @@ class Sleeps(Protocol):
 
 
 class Receiver:
-    """Receiver of an engine's weight syncs, which tracks whether the engine may generate.
+    """Receiver of an engine's weight syncs, which records whether the engine is allowed to generate responses.
 
     The engine must not generate while it sleeps, between the calls of `start` and `finish`, and after a failed sync.
 
@@ -61,7 +61,7 @@ class Receiver:
 
     @property
     def whole(self) -> bool:
-        """Return whether the engine may generate responses now."""
+        """Return whether the engine is allowed to generate responses now."""
         return self.sync is None and self.broken is None and not self.asleep
 
     def require(self) -> None:
@@ -90,12 +90,12 @@ class Receiver:
         return whereabouts()
 
     def bucket(self, engine: Loads, sync: str, parts: tuple[Bucket, ...]) -> None:
-        """Join the parts of a bucket that the ranks wrote, and load the bucket."""
+        """Join all ranks' parts of a bucket, and load the bucket."""
         self._expect(sync)
         self._guarded(lambda: engine.load_bucket(join(parts)))
 
     def finish(self, engine: Loads, sync: str) -> None:
-        """Finish the weight sync after the last bucket, so that the engine may generate responses again."""
+        """Finish the weight sync after the last bucket, so that the engine can generate responses again."""
         self._expect(sync)
         self._guarded(lambda: engine.finish_load(self.version))
         self.sync = None

@@ -1,8 +1,8 @@
-"""The part of a weight sync that runs on an actor rank, which copies the rows that it holds directly into buckets.
+"""The part of a weight sync that runs on an actor rank: the rank copies the rows that it holds into buckets.
 
 Tensors that are sharded by rows are sent without being gathered. Each rank converts the rows that it holds to the
-engine's dtype, copies them, and computes the rows' checksum and probe while the rows are in the CPU's cache. Tensors
-that are sharded, but not by rows, are gathered, and rank 0 writes the gathered tensors.
+engine's dtype and copies the rows into a bucket. The rank computes the rows' checksum and probe while the rows are in
+the CPU's cache. Tensors that are sharded, but not by rows, are gathered, and rank 0 writes the gathered tensors.
 """
 
 from collections.abc import Iterable, Iterator
@@ -65,7 +65,7 @@ class Sender:
         self.file: SharedFile | None = None
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the tensors to send, possibly sharded, by name."""
+        """Return a dictionary from names to the tensors to send, possibly sharded."""
         return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
     def offer(self, path: str | None) -> Offer:
@@ -162,7 +162,7 @@ class AdapterSender(Sender):
         (self.scale,) = {adapter.scale for adapter in self.adapters.values()}
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the matrices A and B of every adapter, possibly sharded, by name."""
+        """Return a dictionary from names to the matrices A and B of every adapter, possibly sharded."""
         return adapter_tensors(model)
 
     @torch.no_grad()
@@ -179,9 +179,9 @@ class AdapterSender(Sender):
         return bucket
 
     def _proofs(self) -> Iterator[Piece]:
-        """Yield pieces of a bucket that carry no weights, but only probes (checksums) of the merged LoRA weights.
+        """Yield pieces of a bucket that carry no weights, but only probes of the merged model.
 
-        A piece covers the rows of one weight matrix that this rank holds.
+        A piece has the probe of the rows of one parameter that this rank holds.
 
         All ranks must iterate over all pieces, because gathering the adapters is a collective operation.
 
@@ -224,7 +224,7 @@ def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
     local, rows = parameter.to_local(), parameter.size(0) if parameter.ndim else 1
     if not cut:
         return local, 0
-    each = -(-rows // mesh.size(cut[0]))  # Number of rows of a full shard, as in `torch.chunk`.
+    each = -(-rows // mesh.size(cut[0]))  # Number of rows of a full shard, computed as `torch.chunk` does.
     start = min(rows, each * mesh.get_local_rank(cut[0]))
     assert len(local) == min(each, rows - start), (
         f"rank {start // each} holds {len(local)} of {rows} rows, instead of {min(each, rows - start)}"

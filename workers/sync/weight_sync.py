@@ -31,7 +31,7 @@ class Sends(Protocol):
     def export(self, number: int, path: str | None, *loaded: None) -> Bucket:
         """Write the rows that this rank holds into a bucket.
 
-        Ray runs this call after the calls whose results are in `loaded`.
+        Ray runs `export` after the calls whose results are in `loaded`.
         """
 
     def end_export(self) -> None:
@@ -50,7 +50,7 @@ class Receives(Protocol):
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
         """Load a bucket from the parts that the ranks wrote.
 
-        Ray runs this call after the call whose result is `before`.
+        Ray runs `load_bucket` after the call whose result is `before`.
         """
 
     def finish_load(self, sync: str, before: None) -> None:
@@ -98,7 +98,7 @@ async def sync(
             raise SyncError(f"weight sync {version} failed: {error}") from error
         raise
     finally:
-        if not any(process.how_lost for process in senders):  # Surviving ranks may wait forever for a lost rank.
+        if not any(process.how_lost for process in senders):  # Surviving ranks might wait forever for a lost rank.
             with contextlib.suppress(RLTrainError):
                 await results([rank.start(Sends.end_export) for rank in ranks], depends_on=receivers)
         with contextlib.suppress(OSError):  # The shared file still exists only if its creator died.

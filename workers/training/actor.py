@@ -43,7 +43,7 @@ from workers.training.minibatch_statistics import weight_statistics
 from workers.training.rank_state import RankState, Saved
 
 # Largest accepted mean of |log-prob - old log-prob|, in nats, over the tokens of the first mini-batch. In the first
-# mini-batch, log-probs and old log-probs are computed with the same weights, so that they can differ only by rounding.
+# mini-batch, log-probs and old log-probs are computed with the same weights, so any difference comes from rounding.
 SAME_POLICY_NATS = {"float32": 1e-3, "bfloat16": 5e-2}
 
 
@@ -60,10 +60,11 @@ class ActorWorker:
         self._load_start()
         algorithm = config.algorithm
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
-        # For the exact KL, the actor needs the output head of the reference model, which sends only hidden states. The
-        # actor's initial head can be copied, because the actor starts with the weights of the reference model. The
-        # copied head is rounded to the compute dtype of the reference model, so that the KL divergence of a policy from
-        # itself is 0. If the reference model is updated, `set_reference_head` replaces the head.
+        # For the exact KL, the actor needs the output head of the reference model, because the reference model sends
+        # only hidden states. The actor's initial head can be copied, because the actor starts with the weights of the
+        # reference model. The copied head is rounded to the compute dtype of the reference model, so that the KL
+        # divergence of a policy from itself is 0. If the reference model is updated, `set_reference_head` replaces the
+        # head.
         self.ref_head: Tensor | None = None
         self.teacher_heads: list[Tensor] = []  # output heads of the teachers, in the order of the config
         head = self.model.get_output_embeddings()
@@ -121,14 +122,15 @@ class ActorWorker:
         return part.values("ref_hidden").to(device()), self.ref_head
 
     def add_teacher_head(self, head: Tensor) -> None:
-        """Keep the output head (V', H') of the next teacher of the config, as `TeacherWorker.output_head` returned it.
+        """Keep the output head (V', H') of the next teacher of the config, as returned by `TeacherWorker.output_head`.
 
         The exact KL to the teacher needs the head, because the teacher sends only hidden states. If the teacher's
         vocabulary is longer than the policy's, the teacher's distribution is restricted to the policy's vocabulary.
         """
         words = self.model.get_output_embeddings().weight.size(0)
         assert len(head) >= words, "the start of the run refuses a teacher with a smaller vocabulary"
-        # `policy_output` multiplies the products of hidden states and heads by the factor of the policy's own logits.
+        # `policy_output` multiplies the teacher's logits by the policy's `logit_scale`. Dividing the teacher's head by
+        # the policy's `logit_scale` cancels this factor.
         scaled = head[:words] / logit_scale(self.model)
         self.teacher_heads.append(scaled.to(device(), getattr(torch, self.config.model.dtype)))
 
@@ -159,14 +161,14 @@ class ActorWorker:
         supervised_minibatches: list[Minibatch],
         entropy_coef: float,
     ) -> UpdateResult:
-        """Take one optimizer step for each mini-batch, with the supervised loss of the mini-batch's supervised answers.
+        """Take one optimizer step for each mini-batch, on the sum of the actor's loss and the supervised loss.
 
         Args:
             batch: the batch of sampled answers.
             minibatches: this rank's parts of the mini-batches.
             supervised: the batch of supervised answers.
-            supervised_minibatches: this rank's part of the supervised answers of each mini-batch. A mini-batch may have
-                no supervised answers.
+            supervised_minibatches: this rank's part of the supervised answers of each mini-batch. A mini-batch can be
+                without supervised answers.
             entropy_coef: coefficient of the entropy bonus in this training step.
 
         Raises:
@@ -204,8 +206,8 @@ class ActorWorker:
     def _supervised_gradient(self, supervised: DataProto, minibatch: Minibatch, result: UpdateResult) -> None:
         """Add `algorithm.sft_coef` times the gradient of the mean cross-entropy of a mini-batch's supervised answers.
 
-        If the mini-batch has no supervised answers, all ranks return without a forward pass, because all ranks know the
-        number of tokens of the whole mini-batch.
+        If the whole mini-batch has no supervised answers, no rank runs a forward pass. Every rank knows the number of
+        supervised tokens of the whole mini-batch, so all ranks make the same decision.
         """
         result.supervised_tokens = minibatch.num_tokens
         for rows in minibatch.microbatches if minibatch.num_tokens else ():
@@ -291,10 +293,10 @@ class ActorWorker:
         return len(weight_groups(self.model))
 
     def shards(self, number: int, to_host: bool, *_taken: None) -> list[Tensor]:
-        """Return this rank's float32 shards of a group of weights, without a copy unless they must be moved.
+        """Return this rank's float32 shards of a group of weights, without a copy unless `to_host` moves the shards.
 
         Args:
-            number: number of the group of weights, as in `weight_groups`.
+            number: index of the group of weights in the result of `weight_groups`.
             to_host: whether the shards are returned in CPU memory.
             _taken: results of the calls that took earlier groups. Ray runs `shards` only once the results in `_taken`
                 are available, so that few groups are in Ray's object store at a time.
@@ -308,7 +310,7 @@ class ActorWorker:
         """Gather the reference model's output head (V, H) for the exact KL. All training ranks must call this method.
 
         Args:
-            shard: the shard of the output head that the rank of the reference model with the same number holds.
+            shard: the shard of the output head from the reference model's rank with the same rank number.
         """
         self.ref_head = whole_of(shard.to(device(), copy=True), self.model.get_output_embeddings().weight)
 
@@ -328,8 +330,8 @@ class ActorWorker:
         """Write this rank's part of a bucket of weights, and return the bucket.
 
         `_loaded` holds the results of the engine calls that read an earlier bucket from the memory that the new bucket
-        reuses. Ray runs `export` only once the results in `_loaded` are available, so no bucket is overwritten while it
-        is being loaded.
+        reuses. Ray runs `export` only once the results in `_loaded` are available, so no bucket is overwritten while
+        the bucket is being loaded.
         """
         return self.sender.write(number, path)
 
@@ -391,22 +393,23 @@ def actor_loss(
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     """Compute the loss of one micro-batch.
 
-    The loss is policy loss + KL terms + squared-log-ratio term + language-model loss of correct answers - entropy
-    bonus.
+    The loss is the sum of the policy loss, the KL terms, the squared-log-ratio term and the language-model loss of
+    correct answers, minus the entropy bonus.
 
     Args:
         columns: padded columns (B, T) by name: `response_mask`, `log_probs`, `advantages` and the columns that the loss
             reads.
         algorithm: settings of the loss, the aggregation and the coefficients.
         entropy_coef: coefficient of the entropy bonus in this training step.
-        statistics: statistics of the importance weights of the whole mini-batch, or None if the settings need none.
+        statistics: statistics of the importance weights of the whole mini-batch, or None if the settings need no
+            statistics.
         num_positive_tokens: number of trained tokens in correct answers of the whole mini-batch. If
             `num_positive_tokens` is None, the trained tokens in correct answers of this micro-batch are counted.
         counts: `num_tokens`, `num_sequences` and `max_response_length` of the whole mini-batch.
 
     Returns:
-        The loss to differentiate, the detached terms of the loss by name, and detached sums over the trained tokens by
-        metric.
+        The loss to differentiate; a dictionary from names to the detached terms of the loss; and a dictionary from
+        metrics to detached sums over the trained tokens.
     """
     mask = columns["response_mask"]
 
@@ -453,21 +456,23 @@ def actor_loss(
 def policy_term(
     columns: Mapping[str, Tensor], algorithm: AlgorithmConfig, statistics: CorrectionStatistics | None = None
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Compute the policy loss of each token, and which tokens count in its mean.
+    """Compute the policy loss of each token, and the mask of the tokens that count in the mean policy loss.
 
     The setting `correction` multiplies token losses by weights and drops tokens, while the setting `rejection` only
-    drops tokens. A dropped token has a policy loss of 0 but stays in `response_mask`, so it keeps its KL and entropy
-    terms. With `correction.normalize=kept`, a token that the correction drops does not count in the mean of the policy
-    loss; otherwise every token of `response_mask` counts. The metrics of the policy loss itself include dropped tokens.
+    drops tokens. A dropped token has a policy loss of 0 but stays in `response_mask`, so the token keeps its KL and
+    entropy terms. With `correction.normalize=kept`, a token that the correction drops does not count in the mean of the
+    policy loss; otherwise every token of `response_mask` counts. The metrics of the policy loss itself include dropped
+    tokens.
 
     Args:
         columns: padded columns (B, T) by name.
         algorithm: settings of the loss.
-        statistics: statistics of the importance weights of the whole mini-batch, or None if the settings need none.
+        statistics: statistics of the importance weights of the whole mini-batch, or None if the settings need no
+            statistics.
 
     Returns:
-        The policy losses (B, T), the mask (B, T) of the tokens that count in their mean, and for each metric a sum over
-        tokens.
+        The policy losses (B, T); the mask (B, T) of the tokens that count in the mean policy loss; and a dictionary
+        from metrics to sums over tokens.
     """
     policy, mask = POLICY_LOSSES.get(algorithm.loss_mode), columns["response_mask"]
     losses, sums = policy(*(columns[name] for name in columns_of(policy)), **own_knobs(policy, algorithm.loss))
@@ -512,7 +517,7 @@ def teacher_kl(columns: Mapping[str, Tensor]) -> Tensor:
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
     """Add to `result` how much the current log-probs differ from the old log-probs and from the engine's log-probs.
 
-    This function is called only for the first mini-batch, before the first optimizer step.
+    `_compare` is called only for the first mini-batch, before the first optimizer step.
     """
     mask, now = columns["response_mask"], columns["log_probs"].detach()
     change = (now - columns["old_log_probs"]).abs()

@@ -59,8 +59,8 @@ class CriticWorker:
     def update(self, batch: DataProto, minibatches: list[Minibatch]) -> UpdateResult:
         """Take one optimizer step for each mini-batch.
 
-        The column `returns` contains the values that the critic is trained to predict. Predicted values are clipped
-        around the old values in the column `values`.
+        The column `returns` contains the values that the critic is trained to predict. Predicted values are clipped to
+        a range around the old values in the column `values`.
         """
         result = UpdateResult(losses={"value_loss": 0.0})
         for minibatch in minibatches:

@@ -26,8 +26,8 @@ class Minibatch:
             rank still runs forward and backward, with a loss of weight zero.
         num_tokens: number of trained tokens in the whole mini-batch.
         num_sequences: number of rows in the whole mini-batch with at least one trained token.
-        num_positive_tokens: number of trained tokens in correct answers of the whole mini-batch, which the
-            language-model loss of correct answers is divided by; 0 if the batch has no column `positive_mask`.
+        num_positive_tokens: number of trained tokens in correct answers of the whole mini-batch, or 0 if the batch has
+            no column `positive_mask`. The language-model loss of correct answers is divided by `num_positive_tokens`.
     """
 
     rows: Rows
@@ -122,8 +122,8 @@ def split_minibatches(
 ) -> list[list[Minibatch]]:
     """Return each rank's parts of the mini-batches, where each part also has the counts of its whole mini-batch.
 
-    Rows without a trained token are in no micro-batch, because they would add exactly zero to the gradient.
-    The docstring of `assign_minibatch` explains the argument `work`.
+    Rows without a trained token are in no micro-batch, because such rows would add exactly zero to the gradient. The
+    docstring of `assign_minibatch` explains the argument `work`.
     """
     trained = _row_sums(batch, batch.values("response_mask"))
     positive = torch.zeros_like(trained)

@@ -47,7 +47,7 @@ class Saved:
     """Result of saving one rank's part of a checkpoint.
 
     Attributes:
-        files: size and CRC-32 of each written file, by the file's path in the checkpoint. Size and CRC-32 are
+        files: maps the path of each written file in the checkpoint to the file's size and CRC-32. Size and CRC-32 are
             computed by reading the file back.
         error: reason why saving failed, or "" if saving succeeded.
         seconds: time from the call of `save` until all files were written and read back.
@@ -71,7 +71,7 @@ class RankState:
 
     Args:
         role: name of the role, and of the role's folder in the checkpoint.
-        model: the model, possibly sharded. With an optimizer, parameters that are not trained are not saved.
+        model: the model, possibly sharded. If `optimizer` is not None, only the trained parameters are saved.
         optimizer: optimizer of the trained parameters, or None for a model that has no optimizer.
         base: directory from which the model was loaded, or None if checkpoints contain no exported model.
     """
@@ -92,7 +92,7 @@ class RankState:
 
     @functools.cached_property
     def small(self) -> dict[str, bytes]:
-        """Return the exported model's files that contain no weights, such as the config, by name."""
+        """Return a dictionary from names to contents of the exported model's small files, such as the config."""
         assert self.base is not None, "small files belong to an exported model"
         return small_files(self.model, self.base)
 

@@ -1,4 +1,4 @@
-"""The reference model for KL terms and self-distillation: a sharded copy of the initial policy, frozen or updated."""
+"""The reference model for KL terms and self-distillation: a sharded copy of the initial policy."""
 
 from collections.abc import Sequence
 
@@ -17,7 +17,7 @@ from workers.training.teacher import TeacherWorker
 
 
 class ReferenceWorker(TeacherWorker):
-    """One rank of the reference model, which may also be a teacher.
+    """One rank of the reference model, which can also be a teacher.
 
     The weights of the reference model never change, unless `algorithm.reference.refresh_every` is above 0.
 
@@ -58,12 +58,12 @@ class ReferenceWorker(TeacherWorker):
         return row_pass(self.model, columns, batch, microbatches)
 
     def refresh(self, number: int, shards: Sequence[Tensor]) -> None:
-        """Update a group of this rank's weights: a * actor + (1 - a) * reference (TR-DPO, arXiv 2404.09656, section 3).
+        """Set a group of this rank's weights to a * actor + (1 - a) * reference (TR-DPO, arXiv 2404.09656, section 3).
 
         The coefficient a is `algorithm.reference.refresh_coef`.
 
         Args:
-            number: number of the group of weights, as in `weight_groups`.
+            number: index of the group of weights in the result of `weight_groups`.
             shards: the actor's shards of the group of weights, from the actor's rank with the same rank number.
         """
         tick()

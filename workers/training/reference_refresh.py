@@ -1,9 +1,9 @@
-"""Updates of the reference model during training: each weight moves to, or becomes, the actor's weight (TR-DPO).
+"""Updates of the reference model during training: each weight is moved towards, or set to, the actor's weight (TR-DPO).
 
-Rank i of the reference holds the shards of the same weights as rank i of the actor. Each rank of the reference
-therefore updates its own shards, and no tensor is gathered. If actor and reference are in one process, the reference
-reads the actor's shards in place. If actor and reference are in two processes, the actor's process sends its shards
-directly to the reference's process, in groups of limited size.
+Rank i of the reference holds the shards of the same weights as rank i of the actor. Each rank of the reference updates
+only its own shards, so no tensor is gathered. If actor and reference are in one process, the reference reads the
+actor's shards in place. If actor and reference are in two processes, the actor's process sends its shards directly to
+the reference's process, in groups of limited size.
 
 With the exact KL, each rank of the actor also keeps the whole output head of the reference model. After an update, the
 ranks of the actor gather the new head from the shards of the reference.
@@ -14,14 +14,15 @@ from workers.training.actor import ActorWorker
 from workers.training.reference import ReferenceWorker
 from workers.training.worker_group import WorkerGroup
 
-_IN_FLIGHT = 2  # Number of groups of shards of one rank that Ray's object store holds at a time.
+_IN_FLIGHT = 2  # Maximum number of shard groups of one rank that Ray's object store holds at a time.
 
 
 async def refresh_reference(actor: WorkerGroup[ActorWorker], reference: WorkerGroup[ReferenceWorker]) -> None:
     """Update the weights of the reference model once with the current weights of the actor.
 
     Raises:
-        WorkerLost: the process of a rank died or hung. The weights of the reference model may then be partly updated.
+        WorkerLost: the process of a rank died or hung. After this error, the weights of the reference model can be
+            partly updated.
     """
     groups, *_ = await actor.call(ActorWorker.shard_groups)
     pairs = list(zip(actor.ranks, reference.ranks, strict=True))

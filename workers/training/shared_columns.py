@@ -20,9 +20,10 @@ def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the names of the columns that the actor's update reads. A batch may lack some of the returned columns.
+    """Return the names of the columns that the actor's update reads. A batch can lack some of the returned columns.
 
-    The loss function and its token selector have a parameter for each column that they read, named as the column.
+    The loss function and its token selector have one parameter for each column that they read, with the same name as
+    the column.
     """
     columns = [*FORWARD, "response_mask", "advantages", "old_log_probs", "rollout_log_probs"]
     for function in loss_functions(algorithm.loss_mode):
@@ -40,8 +41,8 @@ class SharedColumns:
     """Registry of the columns of the current training step that are already in Ray's object store.
 
     The batches of one training step have most columns in common. A column is put into the store only if no earlier
-    batch of the same step contained it. When the first batch of a step is shared, the references to the previous step's
-    columns are deleted.
+    batch of the same step contained the column. When the first batch of a step is shared, the references to the
+    previous step's columns are deleted.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class SharedColumns:
 
         Args:
             batch: the batch from which columns are taken.
-            columns: names of the wanted columns, some of which the batch may lack.
+            columns: names of the wanted columns. Columns that the batch lacks are left out.
             process: one of the processes that will read the columns. If `process` is the driver itself, the columns are
                 returned without a copy in Ray's object store.
         """

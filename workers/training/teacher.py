@@ -31,8 +31,8 @@ class TeacherWorker:
         The column `prompts` contains the teacher's own context, which may differ from the policy's prompt.
 
         Returns:
-            A batch with the column `teacher_log_probs`, over the teacher's whole vocabulary, and with `teacher_hidden`
-            (the last hidden states) if the exact KL to the teacher is added to the loss.
+            A batch with the column `teacher_log_probs`, normalized over the teacher's whole vocabulary, and with
+            `teacher_hidden` (the last hidden states) if the exact KL to the teacher is added to the loss.
         """
         temperature, exact = self.config.rollout.temperature, self.config.algorithm.distillation.full
 

@@ -32,10 +32,10 @@ class WorkerGroup(Generic[W_co]):
         work: estimator of the amount of computation that the role's model needs for a row. If `work` is None, each rank
             gets about the same number of tokens.
         sequence_ranks: number of neighbouring ranks that split the tokens of each pack (sequence parallelism). The
-            ranks that split a pack get the same rows and return the same results. A pack may hold up to
+            ranks that split a pack get the same rows and return the same results. A pack can hold up to
             `sequence_ranks` times as many tokens as one rank can process.
-        shared: registry of the columns in Ray's object store, which several groups may share. If `shared` is None, the
-            group has its own registry.
+        shared: registry of the columns in Ray's object store. Several groups can share a registry. If `shared` is None,
+            the group has its own registry.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class WorkerGroup(Generic[W_co]):
         max_tokens: int,
         only: Sequence[int] | None = None,
     ) -> DataProto:
-        """Compute new columns for a batch that is split over the ranks, and return them in the batch's row order.
+        """Compute new columns of a batch that is split over the ranks, and return the columns in the batch's row order.
 
         Args:
             method: the role's method that computes the new columns on one rank.
@@ -149,7 +149,8 @@ class WorkerGroup(Generic[W_co]):
         answers_by_rank, _ = self._minibatches(supervised, rows, max_tokens)
         process = self.ranks[0].process
         shared = self.shared.share(batch, columns, process)
-        # `self.shared` holds columns by name, and the supervised answers have columns of the same names as the batch.
+        # The supervised answers need their own registry, because their columns have the same names as the columns of
+        # the batch, and a registry distinguishes columns only by name.
         answers = SharedColumns().share(supervised, SUPERVISED, process)
         parts = zip(self._split(by_rank), self._split(answers_by_rank), strict=True)
         pending = [

@@ -35,7 +35,7 @@ def decoupled_gae(
         delta_t = r_t + gamma V_{t+1} - V_t
 
     With `lam_critic` 1, the returns R are Monte-Carlo returns, so lambda does not shrink the effect of a late reward on
-    the critic's targets at early tokens. With `lam` below 1, the advantages have less variance.
+    the critic's targets at early tokens. If `lam` is below 1, the advantages have less variance than with a `lam` of 1.
 
     The index t counts only trained tokens, so tool-output tokens cause no discount. The value V is 0 after the last
     trained token. All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in

@@ -1,4 +1,4 @@
-"""Entropy-weighted credit (GTPO and GRPO-S): uncertain correct answers and confident wrong answers weigh more."""
+"""Entropy-weighted credit (GTPO and GRPO-S): uncertain correct and confident wrong answers weigh the most."""
 
 import math
 
@@ -135,7 +135,9 @@ def _check_weights(**weights: float) -> None:
 
 
 def _learning_rows(response_mask: Tensor, uid: Tensor, valid: Tensor, successes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two masks (B,): rows of known outcome in groups with correct and wrong answers, and correct rows."""
+    """Return two masks (B,): the rows of known outcome in groups with both correct and wrong answers, and the correct
+    rows.
+    """
     decided = known_successes(successes, counted_rows(response_mask, valid))
     correct = decided & (successes > 0)
     mixed = statistics_of(correct.double(), group_index(uid), decided).varied
@@ -154,7 +156,7 @@ def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correc
     `outcome` (B,). The mean of the result over the n slots of a sum is 1. The values of the result outside `counted`
     are meaningless.
     """
-    # An entropy is clamped to at least 0, because rounding can make it slightly negative.
+    # An entropy is clamped to at least 0, because rounding can make an entropy slightly negative.
     entropies = entropies.clamp(min=0) + EPS
     weights = masked(torch.where(correct, entropies, 1 / entropies), counted)
     members = group_index(outcome)

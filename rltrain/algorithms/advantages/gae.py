@@ -21,7 +21,7 @@ def gae(
     last trained token. The returns are A + V (advantages plus values).
 
     All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in masked slots. The
-    results have no gradient. To whiten the advantages, pass them to `normalize_advantages`.
+    results have no gradient. To whiten the advantages, pass the advantages to `normalize_advantages`.
     """
     check_discount("gamma", gamma)
     check_discount("lam", lam)

@@ -1,4 +1,4 @@
-"""Group-in-group advantages (GiGPO): groups of trajectories, and within them groups of turns that share a state."""
+"""Group-in-group advantages (GiGPO): groups of trajectories, and, in each group, sets of turns that share a state."""
 
 import torch
 from torch import Tensor
@@ -34,11 +34,11 @@ def gigpo(
     exactly 0 for the only trajectory of a group. The turn advantage A^S is exactly 0 for a turn if no other turn of the
     group starts in the same state.
 
-    The means mean(R) and mean(G) include the values R_i and G_{i,k} from which they are subtracted, which biases the
-    gradient. With gamma 1 and `norm_by_std` False, the expected gradient of an action's log-prob is the true gradient
-    times 1 - 1/n + step_weight E[(m - 1)/m]. n is the number of trajectories in a group, and m is the number of turns
-    of the group that start in the action's state. The factor by which the true gradient is multiplied differs between
-    states, so the direction of the whole gradient is biased.
+    The means mean(R) and mean(G) include the values R_i and G_{i,k} themselves, so the subtraction of the means biases
+    the gradient. With gamma 1 and `norm_by_std` False, the expected gradient of an action's log-prob is the true
+    gradient times 1 - 1/n + step_weight E[(m - 1)/m]. n is the number of trajectories in a group, and m is the number
+    of turns of the group that start in the action's state. The factor by which the true gradient is multiplied differs
+    between states, so the direction of the whole gradient is biased.
 
     token_level_rewards, response_mask, turn_index and turn_states are (B, T); uid and valid are (B,). The advantages
     are (B, T) and 0 in masked slots. The returns equal the advantages.

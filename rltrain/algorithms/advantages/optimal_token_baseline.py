@@ -1,4 +1,7 @@
-"""Advantages with a baseline for each token, in which each row is weighted by its accumulated squared gradient."""
+"""Advantages with a baseline for each token.
+
+The baseline weights each row by the row's accumulated squared gradient.
+"""
 
 import torch
 from torch import Tensor
@@ -24,8 +27,8 @@ def optimal_token_baseline(
     The return G_{i,t} is the undiscounted sum of the rewards of row i from token t on. The weight W_{i,t} is the sum of
     the energies e_{i,j} of the tokens up to t, and approximates the squared gradient of log pi(y_1..t). The index t
     counts the trained tokens of a row, so tool-output tokens are skipped. The two sums over i in B_t run over the valid
-    rows of the group (same `uid`) that have a t-th trained token. If the energy of every row is 0, as under a
-    deterministic policy, B_t is the plain mean of the G_{i,t}.
+    rows of the group (same `uid`) that have a t-th trained token. If the energy of every row is 0 (for example, under a
+    deterministic policy), B_t is the plain mean of the G_{i,t}.
 
     A_{i,t} is exactly 0 at every t at which all G_{i,t} of the group are equal. If only one row of the group has a t-th
     trained token, the baseline at t is that row's own return. The advantages of a group's longest row are exactly 0 at
@@ -33,9 +36,9 @@ def optimal_token_baseline(
     advantage of 0.
 
     The energy e_{i,j} of `optimal_token_baseline` differs from the energy in arXiv 2602.07078. In arXiv 2602.07078,
-    e_{i,j} is the squared gradient of log pi(y_j) with respect to the logits, 1 - 2 pi(y_j) + sum_v pi_v^2. The batch
-    does not contain sum_v pi_v^2, so `optimal_token_baseline` replaces sum_v pi_v^2 by pi(y_j), whose mean over y_j ~
-    pi is sum_v pi_v^2.
+    e_{i,j} is the squared gradient of log pi(y_j) with respect to the logits, which equals 1 - 2 pi(y_j) + sum_v
+    pi_v^2. The batch does not contain sum_v pi_v^2, so `optimal_token_baseline` replaces sum_v pi_v^2 by pi(y_j), whose
+    mean over y_j ~ pi is sum_v pi_v^2.
 
     token_level_rewards, response_mask and old_log_probs are (B, T); uid and valid are (B,). The advantages and the
     returns are (B, T) and 0 in masked slots. The returned `returns` hold the undiscounted reward sums G_{i,t}.

@@ -15,9 +15,9 @@ def counted_rows(response_mask: Tensor, valid: Tensor) -> Tensor:
 def response_scores(token_level_rewards: Tensor, response_mask: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
     """Return the reward of each row (B,), summed over trained tokens, and the mask (B,) from `counted_rows`."""
     rewards = masked(token_level_rewards.detach(), as_mask(response_mask))
-    # In float32, the sum of a row depends on the order of its tokens and on its padding. The scores of rows with equal
-    # rewards would differ in the last bits, and a division by the std of these scores would make advantages of the
-    # differences.
+    # In float32, the sum of a row's rewards depends on the order of the row's tokens and on the row's padding. If
+    # rewards were summed in float32, the scores of rows with equal rewards would differ in the last bits, and a
+    # division by the std of the scores would turn these rounding differences into advantages.
     scores = rewards.sum(-1, dtype=torch.float64).to(rewards.dtype)
     return scores, counted_rows(response_mask, valid)
 

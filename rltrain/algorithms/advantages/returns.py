@@ -47,7 +47,7 @@ def from_left(aligned: Tensor, mask: Tensor, place: Tensor) -> Tensor:
 
 
 def discounted_suffix_sum(values: Tensor, discount: float) -> Tensor:
-    """Compute y_t = sum_l discount^l x_{t+l} along the last axis by doubling.
+    """Compute y_t = sum_l discount^l x_{t+l} along the last axis of the tensor x = `values`, by repeated doubling.
 
     After k rounds of doubling, each y_t is the sum of 2^k terms.
     """

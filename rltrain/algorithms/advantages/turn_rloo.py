@@ -26,8 +26,9 @@ def turn_rloo(
     r_{i,k} is the sum of the rewards in turn k of trajectory i. The return G_{i,k} is 0 after the end of trajectory i.
     The baseline is the mean over all other trajectories of the group, including trajectories that end before turn k.
     All tokens of a turn get the turn's advantage. The baseline of a trajectory does not depend on the trajectory
-    itself, so with gamma 1 the expected gradient is the true gradient of the expected sum of rewards. A mean over only
-    those trajectories that reach turn k, including trajectory i, would bias the gradient of the decision to continue.
+    itself, so with gamma 1 the expected gradient is the true gradient of the expected sum of rewards. If the baseline
+    were a mean over only those trajectories that reach turn k, including trajectory i, the gradient of the policy's
+    decision to continue would be biased.
 
     A group is the set of valid rows with the same `uid`. A group with only one row gets advantages of exactly 0, and so
     does turn k if all rows of the group have the same G_k. A row that is not `valid` is excluded from the statistics

@@ -8,9 +8,9 @@ from rltrain.algorithms.ratio import as_float, as_mask, masked
 
 
 class Turns:
-    """The turns of each row, as matrices (B, K) with K as the largest number of turns in a row.
+    """The turns of each row, in matrices (B, K), where K is the largest number of turns in a row.
 
-    A turn without a trained token counts as absent: the turns before and after it are neighbours.
+    A turn without a trained token counts as absent: the turns before and after an absent turn are neighbours.
 
     Args:
         response_mask: (B, T), True = the token is trained on.

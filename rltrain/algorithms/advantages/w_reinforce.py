@@ -17,7 +17,7 @@ def w_reinforce(
     positive_weight: float = 0.1,
     negative_weight: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute A_t = positive_weight for a correct answer, -negative_weight for a wrong one; arXiv 2506.01347.
+    """Compute A_t = positive_weight for a correct answer, -negative_weight for a wrong answer; arXiv 2506.01347.
 
     The default weights are those of W-REINFORCE. With `positive_weight` 0, the policy learns only from wrong answers,
     which is negative sample reinforcement (NSR). With `negative_weight` 0, the policy learns only from correct answers,

@@ -36,8 +36,8 @@ def aspo(
 
     r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). As in PPO, the
     clip range of r decides which tokens have a gradient. For a good token (A > 0) inside the clip range, the loss is -A
-    / r and its gradient is -A / r grad log pi, because a part of the weight is detached. A good token gets a larger
-    weight if its probability has fallen, and a smaller weight if its probability has risen. PPO's weight r, in
+    / r and the gradient is -(A / r) grad log pi, because a part of the weight is detached. A good token (A > 0) gets a
+    larger weight if its probability has fallen, and a smaller weight if its probability has risen. PPO's weight r, in
     contrast, is smaller for a token whose probability has fallen.
 
     The dual clip of good tokens is soft: the value and the weight of the gradient are bounded by c, and the token keeps
@@ -45,9 +45,9 @@ def aspo(
     program of ASPO's authors, by contrast, a bad token with r > c keeps the gradient -c A grad log pi.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. log r is clamped to [-20, 20], and the
-    gradient is 0 where log r is outside of this range. The metrics are sums: `clip_fraction` (tokens clipped by PPO's
-    clip), `weight_clip_fraction` (good tokens with 1/r > c), `clip_fraction_c` (bad tokens with r > c), `ratio_mean`
-    (r, not 1/r) and `ppo_kl`.
+    gradient is 0 where log r is outside of this range. The returned metric sums are `clip_fraction` (tokens clipped by
+    PPO's clip), `weight_clip_fraction` (good tokens with 1/r > c), `clip_fraction_c` (bad tokens with r > c),
+    `ratio_mean` (r, not 1/r) and `ppo_kl`.
 
     Raises:
         ValueError: if a clip ratio is negative, or if `clip_ratio_c` is not above 1.

@@ -30,7 +30,8 @@ def cispo(
         l = -sg[clip(r, 1-low, 1+high)] A log pi(y_t)          sg: stop-gradient
 
     r = pi(y_t) / pi_old(y_t), and A is the advantage. Clipping bounds the weight and removes no token's gradient: a
-    clipped token still has the gradient -clip(r) A grad log pi. low = 1 means no lower bound, as in the CISPO paper.
+    clipped token still has the gradient -clip(r) A grad log pi. With a `clip_ratio_low` of 1, the clip range has no
+    lower bound, as in the CISPO paper.
 
     `cispo` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. Because of the clamp of log r, the
     value of the loss is finite where pi is 0. The gradient is 0 where log r is outside of [-20, 20].

@@ -24,7 +24,7 @@ def gspo(
     clip_ratio_low: float = 3e-4,
     clip_ratio_high: float = 4e-4,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the token-level form of the clipped loss with the length-normalised sequence ratio.
+    """Compute the token-level form of GSPO's clipped loss with the length-normalised sequence ratio.
 
         l_t = -min(s_t A_t, clip(s_t, 1-low, 1+high) A_t)                      arXiv 2507.18071 eq. 13
         s_t = sg[s] pi(y_t) / sg[pi(y_t)],  s = (pi(y) / pi_old(y))^(1/|y|)    eq. 14 and 7; sg: stop-gradient
@@ -35,9 +35,9 @@ def gspo(
 
     The loss is defined for the aggregations seq-mean-token-mean and seq-mean-token-sum. With seq-mean-token-mean, if
     the A_t of a row are equal, the mean of l_t over the row's tokens has the value and the gradient of the sequence
-    loss (eq. 5). seq-mean-token-sum gives the sequence loss times the length of the row, which is LUSPO (arXiv
-    2602.05261). All other aggregations weight a row by its length, with a divisor that is neither that of the GSPO
-    paper nor that of the LUSPO paper.
+    loss (eq. 5). The aggregation seq-mean-token-sum gives the sequence loss times the length of the row, which is the
+    loss of LUSPO (arXiv 2602.05261). Aggregations other than seq-mean-token-mean and seq-mean-token-sum weight a row by
+    its length, with a divisor that occurs neither in the GSPO paper nor in the LUSPO paper.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction`, `ratio_mean` and `ppo_kl`.

@@ -77,7 +77,7 @@ def select_kl_cov(
 
     The number of selected tokens never exceeds max(1, floor(kl_cov_ratio N)), as in the KL-Cov paper, which ranks the
     tokens. Many tokens can have equal covariance, for example the tokens of probability 1 in one answer. Among tokens
-    of equal covariance, the selector takes those with the smallest `random_draws`. The `random_draws` are uniform
+    of equal covariance, the selector takes the tokens with the smallest `random_draws`. The `random_draws` are uniform
     numbers that the caller assigns to tokens, not to positions in the batch, so the order of rows does not matter.
 
     A token whose covariance is not above 0 does not lower the entropy and is never selected. If all advantages are

@@ -63,8 +63,8 @@ def select_m2po(
     A candidate is a token whose probability has already moved in the direction of its advantage. PPO's clipping also
     affects only tokens whose probability has moved in the direction of their advantage. A token that is not a candidate
     is never dropped. The mean of x_t^2 is computed over the candidates of the whole mini-batch. If the smallest x_t^2
-    is above the threshold, all candidates are dropped. A token whose x_t^2 equals that of a dropped token is also
-    dropped, so the order of rows does not matter.
+    is above the threshold, all candidates are dropped. A candidate whose x_t^2 equals the x_t^2 of a dropped token is
+    also dropped, so the order of rows does not matter.
 
     The selector runs once before the update. x_t therefore compares the policy before the update, pi_old, with the
     policy that sampled the tokens. In the M2PO paper, x_t has the current policy in place of pi_old; pi_old and the

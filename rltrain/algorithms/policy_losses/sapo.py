@@ -17,13 +17,13 @@ def sapo(
     tau_pos: float = 1.0,
     tau_neg: float = 1.05,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute minus A times a sigmoid of the ratio, scaled to have slope 1 at r = 1; SAPO, arXiv 2511.20347.
+    """Compute minus the advantage times a sigmoid of the ratio r, with slope 1 at r = 1; SAPO, arXiv 2511.20347.
 
         l = -f(r) A,    f(r) = sigmoid(tau (r - 1)) 4 / tau,    tau = tau_pos where A > 0, else tau_neg
 
     r = pi(y_t) / pi_old(y_t), and A is the advantage. The gradient is -w r A grad log pi with the gate w = 4 p (1 - p),
-    p = sigmoid(tau (r - 1)). The gate is 1 at r = 1 and decreases on both sides. A larger tau makes the gate decrease
-    faster.
+    p = sigmoid(tau (r - 1)). The gate w is 1 at r = 1 and decreases on both sides of r = 1. A larger tau makes the gate
+    decrease faster.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (always 0), `gate_mean` (of w), `ratio_mean` and `ppo_kl`.

@@ -39,7 +39,7 @@ def _deviations(values: Tensor, mask: Tensor) -> Tensor:
 def smallest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
     """Return a bool mask (B, T) of the `count` candidates with the smallest values.
 
-    If there are fewer than `count` candidates, all of them are selected. A candidate whose value equals the largest
+    If there are fewer than `count` candidates, all candidates are selected. A candidate whose value equals the largest
     selected value is also selected, so that the result does not depend on the order of rows.
     """
     values = as_float(values.detach())
@@ -53,7 +53,7 @@ def smallest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
 def exactly_smallest(values: Tensor, candidates: Tensor, count: int, draws: Tensor) -> Tensor:
     """Return a bool mask (B, T) of the `count` candidates with the smallest values, and never of more candidates.
 
-    Among candidates with equal values, those with the smallest `draws` are selected.
+    Among candidates with equal values, the candidates with the smallest `draws` are selected.
     """
     found = as_float(values.detach())[candidates]
     by_draw = as_float(draws)[candidates].argsort(stable=True)

@@ -1,4 +1,4 @@
-"""Policy loss of tapered off-policy REINFORCE (TOPR): bad answers weigh less as they become less probable."""
+"""Policy loss of tapered off-policy REINFORCE (TOPR): a bad answer weighs less as the answer becomes less probable."""
 
 import torch
 from torch import Tensor
@@ -43,8 +43,8 @@ def topr(
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction`, `weight_clip_fraction`, `weight_mean`, `ratio_mean` and `ppo_kl`. `clip_fraction` is always 0,
-    because the truncation removes no gradient. `weight_clip_fraction` counts the tokens of bad answers whose ratio of
-    sequences exceeds the bound.
+    because the truncation removes no gradient. `weight_clip_fraction` counts the tokens with A_t < 0 in rows whose
+    sequence ratio s exceeds `ratio_max`.
 
     Raises:
         ValueError: if `ratio_max` is not finite and positive.

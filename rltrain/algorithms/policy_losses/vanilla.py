@@ -32,9 +32,9 @@ def vanilla(
         l = min(l, -c A) where A < 0                       dual clip, arXiv 1912.09729
 
     r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). Clip ratios with
-    high > low give DAPO's clip-higher (arXiv 2503.14476). The gradient is 0 where the ratio is clipped, that is, where
-    A > 0 and r > 1+high, or A < 0 and r < 1-low, or A < 0 and r > c. The gradient is -A r grad log pi where the ratio
-    is not clipped.
+    high > low give DAPO's clip-higher (arXiv 2503.14476). The ratio is clipped, and the gradient is 0, in three cases:
+    A > 0 and r > 1+high, A < 0 and r < 1-low, or A < 0 and r > c. The gradient is -A r grad log pi where the ratio is
+    not clipped.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (tokens clipped by PPO's clip), `clip_fraction_c` (tokens clipped by the dual clip), `ratio_mean`

@@ -1,1 +1,1 @@
-"""The doctor: a program that finds failures in the files of a run, with one rule for each kind of failure."""
+"""The doctor: a program that detects failures of a run from the run's files, with one rule per kind of failure."""

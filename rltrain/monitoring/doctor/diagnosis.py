@@ -1,4 +1,4 @@
-"""Diagnosis of a run: applies all rules of the doctor, and separates findings that are causes from their effects.
+"""Diagnosis of a run: applies all rules of the doctor, and separates causes from effects among the findings.
 
 The following command prints the table of rules for `docs/when-a-run-goes-wrong.md`:
 
@@ -16,7 +16,7 @@ from rltrain.monitoring.doctor.history import Finding, History
 from rltrain.monitoring.report.run_files import RunFiles
 
 # The weights that a training step produces are first used in the next training step, so the effects of an update appear
-# at least one step later.
+# at least one step after the update.
 NEXT_STEP = 1
 # As the entropy of a policy falls, its answers become alike before the rule `entropy collapsed` reports the collapse.
 # The effects of an entropy collapse can begin before the first step of the finding `entropy collapsed`.

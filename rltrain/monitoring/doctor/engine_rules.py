@@ -34,7 +34,7 @@ def _asynchronous(history: History) -> bool:
 
 
 def _above(history: History) -> Points:
-    """Return the last steps of the run, all with log-prob gaps above the limit; [] if fewer than 3 steps qualify."""
+    """Return the pairs (step, log-prob gap) at the end of the run whose gaps exceed the limit; [] if fewer than 3."""
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     return final_streak(_gaps(history), lambda value: value > limit, ENOUGH_STEPS)
 

@@ -103,9 +103,9 @@ class History:
     def solved(self) -> bool:
         """Whether the task is solved: the mean reward has risen, and almost all answers are good.
 
-        If the run has the metric `reward/accuracy`, at least 95% of the answers of the last 5 steps must be correct. If
-        the run lacks `reward/accuracy`, the standard deviation of the scores must have fallen below a tenth of its
-        first value.
+        If the run has the metric `reward/accuracy`, a task counts as solved only if at least 95% of the answers of the
+        last 5 steps are correct. If the run lacks `reward/accuracy`, a task counts as solved only if the standard
+        deviation of the scores has fallen below a tenth of its first value.
         """
         rewards, accuracy, spread = (self.points(f"reward/{name}") for name in ("mean", "accuracy", "std"))
         if not rewards or last_mean(rewards) <= rewards[0][1]:
@@ -156,7 +156,7 @@ def windows(points: Points) -> Points:
 def final_streak(points: Points, holds: Callable[[float], bool], steps: int = PERSISTENT_STEPS) -> Points:
     """Return the longest sequence of pairs at the end of `points` whose values all fulfil a condition.
 
-    The returned list is [] if the sequence has fewer than `steps` pairs.
+    The returned list is [] if fewer than `steps` pairs at the end of `points` fulfil the condition.
     """
     count = 0
     while count < len(points) and holds(points[-1 - count][1]):

@@ -24,7 +24,7 @@ EXPLODED = 10.0  # A gradient norm counts as exploded if it is at least ten time
 LOST_SPREADS = 0.5
 JUMP = 3.0  # At a usual learning rate, a policy's entropy never changes by a factor of 3 within `JUMP_STEPS` steps.
 JUMP_STEPS = 2
-FAR_KL = 1.0  # At a KL to the reference of 1 nat per token, the policy's text hardly resembles the reference's text.
+FAR_KL = 1.0  # If the KL to the reference is 1 nat per token, the policy's text hardly resembles the reference's text.
 # The rule `entropy grows` requires that the entropy has at least doubled since the start of the run.
 GROWN_ENTROPY = 2.0
 GROWN_BY = 0.5  # The rule `entropy grows` requires that the entropy has risen by at least 0.5 nats per token.

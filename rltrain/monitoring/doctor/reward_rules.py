@@ -184,7 +184,7 @@ def reward_hacking(history: History) -> Finding | None:
 
 
 def _correctness(history: History) -> tuple[Points, str]:
-    """Return the five-step means of a measure of correctness, and a description of the measure.
+    """Return the moving average of a measure of correctness over five steps, and a description of the measure.
 
     In a run with the metric `reward/accuracy`, the measure of correctness is `reward/accuracy`. In a run without
     `reward/accuracy`, the measure of correctness is the sum of the scores of the reward functions with `outcome: true`,

@@ -36,7 +36,7 @@ PHASES = "timing/"
 def charts(names: Iterable[str]) -> list[dict[str, Any]]:
     """Arrange the metrics with the given names in charts.
 
-    A chart is a dict with the title, the names of the metrics, and whether the chart is a main chart.
+    A chart is a dict with the title, the names of the metrics, and a flag that is true for a main chart.
     """
     left = dict.fromkeys(name for name in names if name != "step" and not name.startswith(PHASES))
     found = []
@@ -62,6 +62,9 @@ def _matches(patterns: Sequence[str], names: Iterable[str]) -> list[list[str]]:
 
 
 def descriptions(names: Iterable[str]) -> dict[str, dict[str, str]]:
-    """Return the meaning, unit and healthy range of each given metric that the catalogue describes, by metric name."""
+    """Return a dict that maps each given metric name to the meaning, unit and healthy range from the catalogue.
+
+    Metric names that the catalogue does not contain are left out.
+    """
     found = {name: next((metric for metric in METRICS if metric.matches(name)), None) for name in names}
     return {name: {**asdict(metric), "name": name} for name, metric in found.items() if metric is not None}

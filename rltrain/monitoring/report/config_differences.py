@@ -1,7 +1,7 @@
 """Compares the config of a run with the presets chosen by its command, and compares the configs of several runs.
 
 A run records its command and the config of its presets in the file `command.json`, because a later version of rltrain
-may change its presets.
+may contain other values for the same presets.
 """
 
 import json

@@ -30,8 +30,8 @@ def write_report(
         folders: output folders of the runs.
         output: path of the HTML file.
         defaults: command and preset config that are used for a run that did not record its command.
-        max_bytes: maximum size of the page. If a page with all samples would exceed the maximum size, the page omits
-            some samples and states how many samples it shows.
+        max_bytes: maximum size of the page in bytes. If a page with all samples would exceed the maximum size, the
+            page omits some samples and states how many samples it shows.
 
     Returns:
         A list with one text for each file, table or line that could not be read.

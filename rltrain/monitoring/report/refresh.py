@@ -1,7 +1,7 @@
 """Rewrites the report of an active run from time to time, in processes that use at most about 1% of a CPU core.
 
-The report of a long run takes seconds of CPU time and more than 100 MB of memory. The report is not written in a thread
-of the driver, because the thread would enlarge the driver's memory and hold Python's global interpreter lock.
+Writing the report of a long run takes seconds of CPU time and more than 100 MB of memory. The report is not written in
+a thread of the driver, because the thread would enlarge the driver's memory and hold Python's global interpreter lock.
 """
 
 import logging

@@ -223,7 +223,7 @@ def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleF
 
     The sample files of the first and the last step are always included.
     """
-    groups = 8  # The page omits sample files only if it would show fewer than one in 8 prompt groups.
+    groups = 8  # The page omits whole sample files only if the page would show fewer than one in 8 prompt groups.
     count = len(files) if share * groups >= 1 else max(2, round(len(files) * share * groups))
     if count >= len(files):
         yield from ((file, share) for file in files)
@@ -251,7 +251,7 @@ class Chunk:
     Args:
         file: the Parquet file that contains the table.
         table: the rows of the table that the page shows.
-        texts: text of each token by its id.
+        texts: list of the text of each token, indexed by the token's id.
         special_ids: ids of the special tokens.
     """
 
@@ -321,10 +321,10 @@ class Chunk:
         return np.where(trained, TRAINED, np.where(sampled, SAMPLED, OBSERVED))
 
     def _numbers(self) -> dict[str, np.ndarray]:
-        """Return the columns of real numbers, such as log-probs and advantages, by name.
+        """Return a dict that maps the names of the columns of real numbers, such as `advantage`, to their values.
 
         Instead of the log-probs of actor and reference, the columns contain two log-prob differences: actor minus
-        engine, and policy minus reference. The encoding of real numbers is finer near 0, so small log-prob differences
+        engine, and policy minus reference. The encoding of real numbers is finest near 0, so small log-prob differences
         are stored more exactly than log-probs.
         """
         rollout, old, ref = (self._column(f"{name}_log_probs") for name in ("rollout", "old", "ref"))
@@ -387,7 +387,7 @@ class Chunk:
             "uid": table["uid"].to_pylist(),
             "score": [number(score) for score in column("score", math.nan)],
             "valid": [int(bool(valid)) for valid in column("valid", True)],
-            # The stop reason of a conversation says more than "stop" or "length".
+            # The stop reason of a conversation is more specific than the finish reason "stop" or "length".
             "finish": column("stop_reason" if "stop_reason" in names else "finish_reason", ""),
             "conversation": {name: column(name, 0) for name in ("turns", "contexts", "tool_calls") if name in names},
             "errors": {row: error for row, error in enumerate(errors) if error},
@@ -408,7 +408,7 @@ def _rows_with_secrets(table: pa.Table) -> np.ndarray:
 
 
 def codes(values: np.ndarray, k: int) -> np.ndarray:
-    """Encode real numbers x (N,) as the 16-bit integers round(k asinh(x / s)) (N,)."""
+    """Encode an array (N,) of real numbers x as an array (N,) of 16-bit integers round(k asinh(x / SMALLEST))."""
     values = values.astype(np.float64)
     finite = np.isfinite(values)
     largest = np.sinh((-MISSING - 1) / k) * SMALLEST if k > 100 else np.inf

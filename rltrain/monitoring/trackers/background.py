@@ -38,8 +38,8 @@ class BackgroundSink:
 
     Only the method `close` of `BackgroundSink` waits for the wrapped sink. None of the methods of `BackgroundSink`
     raises an exception. If a call of the wrapped sink raises an exception, later calls of the wrapped sink are still
-    made. If `restore` fails, the wrapped sink has no run to write to, so the wrapped sink gets no calls until the next
-    `restore`.
+    made. If `restore` fails, the wrapped sink has no run in its service to write to, so the wrapped sink gets no calls
+    until the next `restore`.
 
     Args:
         name: name of the wrapped sink in the text of alarms.

@@ -1,6 +1,6 @@
-"""The file `trackers.json`, which stores the id of the run in each tracker, such as the id of the W&B run.
+"""The file `trackers.json`, which stores for each tracker the id of the tracker's run, such as the id of the W&B run.
 
-With the stored id, a resumed run continues the existing run in the tracker instead of starting a new one.
+With the stored id, a resumed run continues the tracker's existing run instead of starting a new run in the tracker.
 """
 
 import json
@@ -14,7 +14,7 @@ _LOCK = threading.Lock()
 
 
 class RunIds:
-    """Storage for the id of the run in one tracker, such as the id of the W&B run.
+    """Storage for the id of one tracker's run, such as the id of the W&B run.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -25,12 +25,12 @@ class RunIds:
         self.path, self.tracker = output_dir / RUN_IDS, tracker
 
     def read(self) -> str | None:
-        """Return the stored id of the run in the tracker; None if no id is stored for the output folder."""
+        """Return the stored id of the tracker's run; None if no id is stored for the output folder."""
         with _LOCK:
             return self._ids().get(self.tracker)
 
     def write(self, run_id: str) -> None:
-        """Store the id of the run in the tracker.
+        """Store the id of the tracker's run.
 
         If the process is killed during `write`, the file `trackers.json` has either the old or the new content.
         """

@@ -22,7 +22,7 @@ class TrackioTracker:
     """Sink that writes a run to trackio's database, or to a server that an environment variable of trackio names.
 
     The library trackio cannot remove logged rows. When a run goes back to a checkpoint and repeats steps, trackio has
-    two rows for each repeated step, and the row that was logged later is the valid one.
+    two rows for each repeated step, and the row that was logged later is the valid row.
 
     Args:
         output_dir: output folder of the run; must exist.
@@ -47,7 +47,7 @@ class TrackioTracker:
         self.log_step(step, metrics)
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Log a row with the samples as a trackio table with the name `samples`."""
+        """Log a row that contains the samples as a trackio table named `samples`."""
         import trackio
 
         assert self.run is not None, "`restore` is called first"
