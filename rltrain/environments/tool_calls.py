@@ -3,7 +3,7 @@
 A text can contain several tool calls. The parsers keep the order of the tool calls. A malformed tool call becomes a
 `BrokenCall`, whose error tells the model what to change. The tool calls before and after a malformed call are still
 read. Tool calls are read as JSON and are never evaluated as code. A parser does not check whether the called tool
-exists. Text inside `<think>...</think>` is a thought, and is not read as a tool call.
+exists. A text may begin with a thought in `<think>...</think>`, in which no tool calls are read.
 
 rltrain has its own parsers, because the parsers of other projects do not report malformed calls. Importing vLLM 0.32's
 Hermes parser takes 19 s and loads torch. If one call of a text is malformed, or if an argument contains `</tool_call>`,

@@ -77,7 +77,8 @@ async def judge(
         max_concurrent: largest number of simultaneous requests to the endpoint.
         requests_per_minute: largest number of requests to the endpoint per minute, evenly spaced and including retries;
             0 for no limit.
-        api_key_env: NAME of the environment variable that holds the API key in the reward processes; "" sends no key.
+        api_key_env: NAME of the environment variable that holds the API key in the reward processes; "" sends the
+            placeholder "none" as the key.
         timeout_s: time limit of one attempt to send a request and receive its answer, in seconds.
         columns: dict that maps column names to the sample's values, for all data columns that match no other parameter.
 

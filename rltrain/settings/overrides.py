@@ -159,7 +159,7 @@ def from_file(path: str) -> list[Item]:
 
 def _load(path: Path, where: str) -> dict[str, Any]:
     try:
-        # The file is read with Hydra's YAML loader, which accepts only plain values.
+        # The file is read with OmegaConf's YAML loader, which accepts only plain values.
         values = get_yaml_loader()(path.read_text("utf-8")).get_single_data()
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file; check the path (relative paths start at {Path.cwd()})") from None

@@ -49,7 +49,7 @@ EVAL_SEED = 0x5EED
 
 @dataclass(frozen=True)
 class _Flight:
-    """Prompt groups whose answers are being generated or scored, with the temperature and the seed of the sampling."""
+    """Prompt groups in flight, with the temperature and the seed of the sampling."""
 
     groups: PromptGroups
     temperature: float

@@ -1,8 +1,8 @@
-"""Kernels that compute causal attention within each of several concatenated rows.
+"""Kernels that compute causal attention within each of several concatenated sequences.
 
 The kernel of flash-attn is used if the package flash-attn is installed, otherwise the kernel of torch. The kernels of
 flash-attn and torch need 16-bit dtypes, and a GPU of compute capability 8.0 or higher. If no kernel is usable,
-`workers.models.packed_forward` computes attention in batches of rows of similar length.
+`workers.models.packed_forward` computes attention in batches of sequences of similar length.
 """
 
 import functools
