@@ -72,9 +72,7 @@ class SupervisedAnswers:
     _ends: "array[int]" = field(default_factory=lambda: array("q", [0]))
 
     def append(self, ids: Sequence[int]) -> None:
-        """Add the answer to the next prompt of the prompt set; an empty `ids` means that the prompt has no supervised
-        answer.
-        """
+        """Store the supervised answer of the next prompt of the prompt set; `ids` is empty if the prompt has no answer."""
         self._ids.extend(ids)
         self._ends.append(len(self._ids))
         self.count += bool(ids)

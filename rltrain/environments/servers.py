@@ -30,8 +30,8 @@ def from_openenv(
     """Return an environment class for an environment of OpenEnv that a server offers at a URL.
 
     Each conversation opens a WebSocket connection to the server, because the server has one environment object for each
-    connection. `reset` sends a seed and all columns of the data, and the server ignores names that its environment does
-    not know. The reward of a turn is the reward in the server's reply to `step`.
+    connection. `reset` sends a seed and the columns of the prompt's row of data. The server ignores columns that its
+    environment does not know. The reward of a turn is the reward in the server's reply to `step`.
 
     Args:
         url: Address of the server, for example `http://localhost:8000`.

@@ -63,9 +63,9 @@ RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Environment variable that Ray sets fo
 
 
 def check(config: Config, fetch: Callable[[Config], Config] = lambda config: config) -> Config:
-    """Check that the config can run on this machine, and return the config that `fetch` returns.
+    """Check that a run with the config is possible on this machine, and download the models of the config.
 
-    In the config that `fetch` returns, the name of each model from the Hugging Face Hub includes a commit.
+    Return the config with a commit in the name of each model from the Hugging Face Hub.
 
     Args:
         config: the whole config.

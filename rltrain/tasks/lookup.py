@@ -19,8 +19,8 @@ MAX_HOPS = 3
 # stop one call too early and give the last result as the answer, so reinforcement learning has to discover that one
 # more call earns more reward.
 RIGHT_COUNT = 0.25  # Probability that a conversation has as many calls as hops.
-# Probability that a conversation has one call too few. With the remaining probability, 1 - RIGHT_COUNT - TOO_FEW, a
-# conversation has a random number of calls.
+# Probability that a conversation has one call too few. A conversation has a random number of calls with the probability
+# 1 - RIGHT_COUNT - TOO_FEW.
 TOO_FEW = 0.65
 # Probability that the key of a call is the last result (or the start, in the first call) instead of a random digit.
 RIGHT_KEY = 0.8

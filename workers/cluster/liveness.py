@@ -1,4 +1,4 @@
-"""Code that detects when a process of a run has ended, is stopped or hangs, and makes all waits for the process fail.
+"""Detects that a process of a run has ended, is stopped or hangs, and ends every wait for the process with an error.
 
 One task in the driver observes the run's processes on the driver's machine once a second, and also as soon as one of
 these processes ends. Each observation reads the state of every process from `/proc`, and every process's progress

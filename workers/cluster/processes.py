@@ -204,7 +204,7 @@ class RayProcess(WatchedProcess):
         return Pending(self, getattr(self.actor, method.__name__).remote(*args, **kwargs))
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
-        """Start creating an object of the class `path` in the process. See `WorkerProcess.build`."""
+        """Start to create an object in the process; `path` is the import path of its class. See `WorkerProcess.build`."""
         self.phase = f"{role}.build"
         return Pending(self, self.actor.build.remote(role, path, *args, **kwargs))
 

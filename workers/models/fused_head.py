@@ -129,12 +129,12 @@ class _TokenLogProbs(torch.autograd.Function):
 def _minus_softmax(
     log_pi: Tensor, of_log_probs: Tensor | None, of_entropies: Tensor | None, entropy: Tensor | None
 ) -> Tensor:
-    """Return `-pi * (g + e * (log_pi + entropy))` for a chunk of logits, where `pi = exp(log_pi)`.
+    """Return the part of the gradient for a chunk of logits that depends on the softmax.
 
-    The memory of `log_pi` is overwritten.
+        -pi * (g + e * (log_pi + entropy)), pi = exp(log_pi)
 
-    `g` is the gradient of the loss with respect to the log-probs, and `e` is the gradient with respect to the
-    entropies.
+    `g` is the gradient of the loss with respect to the log-probs, and `e` is the gradient of the loss with respect to
+    the entropies. The memory of `log_pi` is overwritten.
     """
     if of_entropies is None:
         assert of_log_probs is not None, "log-probs or entropies must have a gradient"
@@ -194,8 +194,8 @@ def check_probe(probes: Tensor, model: nn.Module) -> None:
     """Raise ValueError if the model does more to its last layer's output than multiply the output by `logit_scale`.
 
     Args:
-        probes: the logits that the model returned when its last layer returned PROBE / scale, where scale is the result
-            of `logit_scale`. All probe logits must equal PROBE.
+        probes: logits of the model in a test call, in which the last layer was replaced by a layer that returns
+            PROBE / `logit_scale` everywhere. All probe logits must equal PROBE.
         model: the model, whose class the error message names.
     """
     if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):

@@ -160,7 +160,7 @@ class Batch:
         self.versions.append(version)
 
     def finish(self, stops: Tensor, strings: StopStrings | None = None) -> list[Completion]:
-        """Mark the answers that end in the last column as finished, and return these answers.
+        """Find the answers whose last token is in the last column, mark them as finished, and return them.
 
         An answer ends in the last column if one of three conditions holds: its token in the last column is in `stops`
         (S,), that token completes a stop string of `strings`, or the answer has its maximum length.

@@ -304,7 +304,7 @@ class InProcessVLLM:
 
 
 class Family:
-    """Monitor of the processes that an engine has started, which records which process dies first.
+    """Monitor that records which of the processes that an engine has started dies first.
 
     Attributes:
         lost: Description of the process that died first, or "" while all processes live.

@@ -64,8 +64,8 @@ def length_adaptive_gae(
         lam = max(0, 1 - 1 / (alpha l))
 
     l is the number of trained tokens of the answer. The weights lam^0, lam^1, ... of the TD errors delta sum to 1 / (1
-    - lam) = alpha l. With lam = 1 - 1 / (alpha l), an advantage looks ahead over about a fraction alpha of the answer,
-    whatever the length of the answer. For an answer of at most 1 / alpha tokens (20 tokens by default), the formula of
+    - lam) = alpha l. An advantage therefore looks ahead over about alpha l tokens, that is, over the same fraction of a
+    short and of a long answer. For an answer of at most 1 / alpha tokens (20 tokens by default), the formula of
     the VAPO paper gives a lambda of at most 0, and `length_adaptive_gae` uses a lambda of 0. With a lambda of 0, A_t =
     delta_t, which depends only on the critic's values and on the reward of token t.
 
