@@ -72,7 +72,10 @@ class SupervisedAnswers:
     _ends: "array[int]" = field(default_factory=lambda: array("q", [0]))
 
     def append(self, ids: Sequence[int]) -> None:
-        """Store the supervised answer of the next prompt of the prompt set; `ids` is empty if the prompt has no answer."""
+        """Store the supervised answer of the next prompt of the prompt set.
+
+        If the prompt has no supervised answer, `ids` is empty.
+        """
         self._ids.extend(ids)
         self._ends.append(len(self._ids))
         self.count += bool(ids)

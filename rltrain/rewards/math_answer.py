@@ -34,8 +34,9 @@ _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
 # over a large range takes few function calls, but each call computes with huge numbers, so a limit on calls would not
 # limit the time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
-# Maximum number of function calls and returns that Python may execute while it compares two answers. A comparison reaches `_WORK` after about a
-# second. The longest ordinary answers need a tenth of the function calls and returns that `_WORK` allows.
+# Maximum number of function calls and returns that Python may execute while it compares two answers. A comparison
+# reaches `_WORK` after about a second. The longest ordinary answers need a tenth of the function calls and returns that
+# `_WORK` allows.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")

@@ -204,7 +204,10 @@ class RayProcess(WatchedProcess):
         return Pending(self, getattr(self.actor, method.__name__).remote(*args, **kwargs))
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
-        """Start to create an object in the process; `path` is the import path of its class. See `WorkerProcess.build`."""
+        """Start to create an object in the process. See `WorkerProcess.build`.
+
+        `path` is the import path of the object's class.
+        """
         self.phase = f"{role}.build"
         return Pending(self, self.actor.build.remote(role, path, *args, **kwargs))
 
