@@ -66,7 +66,7 @@ test: setup  ## Unit, end-to-end and distributed tests; each line and branch of 
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit/algorithms --cov=rltrain.algorithms --cov-branch \
 	--cov-report=term-missing:skip-covered --cov-fail-under=100
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/fuzz --ignore=tests/unit/algorithms -n auto --dist loadfile
-	@$(TEST_ENV) $(BIN)/python -m pytest tests/e2e tests/distributed -m "not broad" -n 2 --dist loadfile
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/e2e tests/distributed -m "not broad" -n 2 --dist loadfile --timeout 600
 
 test-broad: setup  ## The end-to-end and distributed tests that make test leaves out, because they take long
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/e2e tests/distributed -m broad $(ARGS)
