@@ -1,9 +1,10 @@
 """A tiny random model with a chat template for tools, and environments for tests of conversations."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Qwen2Config, Qwen2ForCausalLM
+from transformers import Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rltrain.tasks.tokenizer import char_tokenizer
 
@@ -39,16 +40,29 @@ class Game:
 '''
 
 
-def save_chat_model(folder: Path) -> Path:
-    """Save a random model of 0.3M parameters with the tokenizer of the built-in tasks and a chat template."""
+def chat_tokenizer() -> Qwen2Tokenizer:
+    """Build the tokenizer of the built-in tasks with a chat template for tools."""
     tokenizer = char_tokenizer()
     tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
     tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def chat_config(tokenizer: Qwen2Tokenizer, **sizes: Any) -> Qwen2Config:
+    """Return the config of a model with the vocabulary of a tokenizer and the given sizes."""
+    return Qwen2Config(
+        vocab_size=len(tokenizer), bos_token_id=None, eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id, **sizes,
+    )  # fmt: skip
+
+
+def save_chat_model(folder: Path) -> Path:
+    """Save a random model of 0.3M parameters with the tokenizer of the built-in tasks and a chat template."""
+    tokenizer = chat_tokenizer()
     tokenizer.save_pretrained(folder)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    config = chat_config(
+        tokenizer, hidden_size=128, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=1024, tie_word_embeddings=True,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)

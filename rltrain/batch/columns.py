@@ -75,7 +75,10 @@ class Column:
         return self.tensor
 
     def in_family(self, offsets: Tensor | None) -> "Column":
-        """Return the column with the offsets tensor `offsets`, whose values must equal the column's offsets."""
+        """Return a column with the same values that uses the tensor `offsets` instead of its own offsets.
+
+        Both offsets tensors must hold the same numbers.
+        """
         return self if offsets is self.offsets else Column(self.values, offsets)
 
 

@@ -108,8 +108,9 @@ def from_verifiers(address: str) -> Callable[..., Coroutine[Any, Any, float]]:
 async def _verifiers_reward(address: str, request: Mapping[str, Any]) -> float:
     """Let an environment server of verifiers run one conversation, and return the reward of the conversation.
 
-    The server sends updates of its traces during the conversation, and a reply at the end. Each trace is the
-    conversation of one agent, and the field `rewards` of a trace contains the score and the weight of each reward.
+    A trace is the server's record of the conversation of one agent. The field `rewards` of a trace contains the score
+    and the weight of each reward. During the conversation, the server sends the changes of its traces. After the
+    conversation, the server sends a reply.
 
     Raises:
         RuntimeError: the server reports an error.

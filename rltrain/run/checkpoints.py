@@ -267,8 +267,8 @@ class Checkpoints:
             incarnation: number of times that the run has been restored.
             groups: dict that maps each trained role to the role's worker group.
             state: state of the driver, as plain values.
-            history: dict that maps the name of each of the run's JSON-lines files to the file's content up to its
-                current size.
+            history: dict that maps the name of each of the run's JSON-lines files to the content that the
+                file has at the time of the call.
             metrics: all metrics that were measured for the weights.
         """
         await self.finish()

@@ -2,13 +2,10 @@
 
 import copy
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import yaml
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf._utils import get_omega_conf_dumper
@@ -16,7 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from rltrain.base.errors import ConfigError
 from rltrain.base.secret_values import redacted, secret_in
-from rltrain.settings.config_groups import config_dir
+from rltrain.settings.config_groups import composed_files, config_dir
 from rltrain.settings.expansion import expand
 from rltrain.settings.overrides import (
     KNOBS,
@@ -124,7 +121,7 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
     Return the composed config as nested dicts of plain values.
     """
     try:
-        composed = copy.deepcopy(_chosen_files(tuple(chosen(items).items())))
+        composed = copy.deepcopy(composed_files(config_dir(), tuple(chosen(items).items())))
         apply([*_without_knobs_of_other_functions(items, composed), *items], composed)
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
@@ -135,17 +132,6 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
         raise ConfigError(f"{_first_line(error)}; see --help") from None
     assert isinstance(values, dict)
     return {str(key): value for key, value in values.items()}
-
-
-@functools.cache
-def _chosen_files(choices: tuple[tuple[str, str], ...]) -> Any:
-    """Return rltrain's YAML files with the given choices of config groups as one `DictConfig`.
-
-    The result is cached, because a process composes the same files several times. Callers must not change the cached
-    result, but may change a copy.
-    """
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        return hydra_compose("train", [f"{group}={choice}" for group, choice in choices])
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:

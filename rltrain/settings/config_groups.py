@@ -1,7 +1,11 @@
 """Finds the folder of rltrain's YAML files, the config groups in the folder, and the choices of each group."""
 
 import dataclasses
+import functools
 from pathlib import Path
+from typing import Any
+
+from hydra import compose, initialize_config_dir
 
 from rltrain.settings.schema import Config
 
@@ -27,3 +31,19 @@ def group_names() -> list[str]:
 def choices(group: str) -> list[str]:
     """Return the names of the choices in a config group."""
     return sorted(file.stem for file in (config_dir() / group).glob("*.yaml"))
+
+
+@functools.cache
+def composed_files(folder: Path, choices: tuple[tuple[str, str], ...]) -> Any:
+    """Return the YAML files of `folder` with the given choices of config groups as one `DictConfig`.
+
+    The result is cached, because a process composes the same files several times. Callers must not change the cached
+    result, but may change a copy.
+
+    Args:
+        folder: the folder of rltrain's YAML config files, as returned by `config_dir`.
+        choices: pairs of the name of a config group and the name of the chosen file. The other groups have their
+            default choices.
+    """
+    with initialize_config_dir(str(folder), version_base="1.3"):
+        return compose("train", [f"{group}={choice}" for group, choice in choices])

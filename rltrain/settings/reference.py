@@ -22,11 +22,9 @@ from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from hydra import compose as hydra_compose
-from hydra import initialize_config_dir
 from omegaconf import OmegaConf
 
-from rltrain.settings.config_groups import choices, config_dir, group_names
+from rltrain.settings.config_groups import choices, composed_files, config_dir, group_names
 from rltrain.settings.key import Declared, declared_keys
 from rltrain.settings.other_names import NAMES
 from rltrain.settings.schema import Config
@@ -178,8 +176,7 @@ def _defaults() -> Mapping[str, Any]:
 
     References such as `${data.train}` in the default config are not resolved.
     """
-    with initialize_config_dir(str(config_dir()), version_base="1.3"):
-        values = OmegaConf.to_container(hydra_compose("train"), resolve=False)
+    values = OmegaConf.to_container(composed_files(config_dir(), ()), resolve=False)
     assert isinstance(values, dict)
     return {str(name): value for name, value in values.items()}
 

@@ -7,7 +7,7 @@ from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
 REWARD_MODEL_KEY = "reward.models: path of '{}'"  # Template of a reward model's key `path` in error messages.
-_LARGEST_WEIGHT = 3.4e38  # Approximately the largest float32 number.
+_LARGEST_WEIGHT = 3.4e38  # Largest finite float32 number, rounded down.
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
 

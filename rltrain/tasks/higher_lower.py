@@ -14,7 +14,7 @@ from rltrain.tasks.conversation import ConversationTask, Message, Row
 
 QUESTION = "Guess my digit."
 CONSISTENT = 0.35  # Share of the imitated games in which each guess agrees with all earlier hints.
-# If a guess agrees with all earlier hints: probability that the guess is the middle one of the digits still possible.
+# Probability that a guess that agrees with all earlier hints is the middle one of the digits that are still possible.
 MIDDLE = 0.5
 STUBBORN = 0.5  # Probability that a guess repeats the last guess, in games whose guesses ignore the hints.
 SPOILT = 0.05  # Probability that an imitated message is "?" instead of a digit.

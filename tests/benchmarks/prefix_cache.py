@@ -15,6 +15,7 @@ from typing import Any
 import tests.benchmarks.inside  # noqa: F401  sets environment variables that must be set before torch is imported
 from tests.benchmarks.row import Row
 from tests.benchmarks.slow_tools import save_model
+from tests.chat_model import chat_tokenizer
 
 CONVERSATIONS, TURNS, LEAST = 100, 8, 0.9
 QUESTION, REPLY = "Here is a question with some words in it. " * 4, "The answer is not that. "
@@ -31,7 +32,6 @@ class Talk:
 def measure(folder: Path) -> tuple[int, int]:
     """Return the number of context tokens in all turns but the first, and how many of them were in the cache."""
     from rltrain.settings.compose import compose
-    from rltrain.tasks.tokenizer import char_tokenizer
     from workers.environments.engines import LocalConnection, Replica
     from workers.environments.episode import run_episode
     from workers.environments.messages import EpisodeRequest, Limits
@@ -46,10 +46,8 @@ def measure(folder: Path) -> tuple[int, int]:
             "rollout.max_response_length=3000", f"rollout.max_concurrent_sequences={CONVERSATIONS}",
         ]
     )  # fmt: skip
-    tokenizer = char_tokenizer()
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>"})
     worker = RolloutWorker(
-        config, str(folder), [tokenizer.eos_token_id], threaded=False, turn_format=TurnFormat((), "json")
+        config, str(folder), [chat_tokenizer().eos_token_id], threaded=False, turn_format=TurnFormat((), "json")
     )
     counted, seen = [0, 0], set[tuple[int, ...]]()
     core: Any = worker.engine

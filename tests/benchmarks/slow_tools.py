@@ -23,7 +23,7 @@ import psutil
 import pyarrow.parquet as pq
 
 from tests.benchmarks.row import Row
-from tests.chat_model import TEMPLATE
+from tests.chat_model import chat_config, chat_tokenizer
 
 ROOT = Path(__file__).parents[2]
 PROMPTS, SAMPLES, TURNS, MEAN_TOKENS, STEPS = 125, 8, 8, 64, 3
@@ -77,18 +77,14 @@ KINDS = {
 def save_model(folder: Path) -> None:
     """Save a model whose output distribution does not depend on its input."""
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import Qwen2ForCausalLM
 
-    from rltrain.tasks.tokenizer import char_tokenizer
-
-    tokenizer = char_tokenizer()
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
-    tokenizer.chat_template, tokenizer.model_max_length = TEMPLATE, 4096
+    tokenizer = chat_tokenizer()
+    tokenizer.model_max_length = 4096
     tokenizer.save_pretrained(folder)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, max_position_embeddings=4096, tie_word_embeddings=False, bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    config = chat_config(
+        tokenizer, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, max_position_embeddings=4096, tie_word_embeddings=False,
     )  # fmt: skip
     logits = torch.full((len(tokenizer),), -40.0)
     logits[[ord(letter) for letter in string.ascii_lowercase]] = 0.0

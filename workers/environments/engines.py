@@ -14,7 +14,10 @@ REMOTE_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
 class ReplicaGone(Exception):
-    """Error in a trajectory whose replica's process has ended. The rollout pool then requests the trajectory again."""
+    """Raised in a trajectory if the process of its replica has ended.
+
+    The rollout pool requests such a trajectory again.
+    """
 
 
 class Connection(Protocol):

@@ -190,7 +190,9 @@ class EnvironmentWorker:
             self.loop.close()
 
     async def _disconnect(self) -> None:
-        """Close the connections to MCP servers, and wait at most `DISCONNECT_S` s until the servers' processes end.
+        """Close the connections to MCP servers, and wait for the end of the servers' processes.
+
+        The wait takes at most `DISCONNECT_S` seconds.
 
         Before this method closes the connections, it stops the server for agent programs.
         """

@@ -117,8 +117,8 @@ class RolloutPool:
         """
         self._queue, self._answers, self._lost = [], [], set()
         for replica in self.replicas:
-            # Every replica drops its requests before the pool awaits anything, because replicas can answer or die
-            # during an `await`.
+            # Requests of all replicas are dropped before the first `await`. During an `await`, a replica could answer
+            # one of the requests, or die.
             replica.drop()
         await asyncio.gather(*(replica.abort() for replica in self.replicas))
 
