@@ -522,11 +522,14 @@ class Trainer:
         if self.collector.rollout.asleep:
             await self.sync_weights()
         metrics: dict[str, float] = {}
+        batches: dict[str, DataProto] = {}
         for (name, prompts), kind in itertools.product(self.val_prompts.items(), KINDS):
             samples = 1 if kind == "greedy" else self.config.trainer.eval_samples
             batch = await self.collector.evaluate(prompts, greedy=kind == "greedy", samples=samples)
-            metrics |= evaluation_metrics(batch, self.config.reward.names, prefix_of(name, kind))
-        self.tracker.log_eval(self.step, metrics)
+            prefix = prefix_of(name, kind)
+            metrics |= evaluation_metrics(batch, self.config.reward.names, prefix)
+            batches[prefix] = batch
+        self.tracker.log_eval(self.step, metrics, batches)
 
 
 def _named(role: str, metrics: dict[str, float]) -> dict[str, float]:

@@ -82,7 +82,7 @@ def made_run(folder: Path, batches=None, *, tokens=True) -> Path:
     if tokens:
         write_token_texts(char_tokenizer(), folder)
     tracker = Tracker(folder, SilentDisplay(), ["right"])
-    tracker.log_eval(0, EVALUATION)
+    tracker.log_eval(0, EVALUATION, {})
     for step, one in enumerate([batch()] if batches is None else batches, 1):
         tracker.log_step(step, metrics(step / 8), one)
     tracker.close()

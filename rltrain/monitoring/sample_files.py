@@ -1,7 +1,8 @@
-"""Writes files of samples: a Parquet table with all samples of each step, and whole batches for debugging."""
+"""Writes files of samples: Parquet tables of training steps and evaluations, and whole batches for debugging."""
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pyarrow.parquet as pq
 from rltrain.batch.data_proto import DataProto
 from rltrain.data.stored_samples import ROLLOUTS, sample_files
 
+EVALUATED = "evaluations"  # Name of the subfolder of a run's output folder that holds the tables of evaluations.
+_EVALUATED = re.compile(r"step_(\d+)_.*\.parquet")
 SHOWN = 8  # At most 8 samples of a training step are sent to trackers.
 # _OF_TOKENS names the columns of a sample table that have one value per response token. A sample table contains only
 # those columns of _OF_TOKENS that the batch of the step contains. The column `old_log_probs` is missing if one
@@ -29,28 +32,41 @@ _OF_TOKENS = (
 
 
 class SampleFiles:
-    """Writer of the samples of training steps to files in the output folder of the run.
+    """Writer of the samples of training steps and evaluations to files in the output folder of the run.
 
     Args:
-        output_dir: output folder of the run; must exist. Tables of samples are written to the subfolder `rollouts`, and
-            batches for debugging are written to the subfolder `failed`.
+        output_dir: output folder of the run; must exist. Samples of training steps are written to the subfolder
+            `rollouts`, samples of evaluations to `evaluations`, and batches for debugging to `failed`.
         components: names of the reward functions and reward models.
     """
 
     def __init__(self, output_dir: Path, components: Sequence[str]) -> None:
         self.tables, self.batches, self.components = output_dir / ROLLOUTS, output_dir / "failed", list(components)
+        self.evaluated = output_dir / EVALUATED
         self.tables.mkdir(exist_ok=True)
 
     def write_trained(self, step: int, batch: DataProto) -> Path:
         """Write all samples of a training step to a Parquet table, and return the path of the table's file."""
-        return self._write(f"step_{step:06d}", batch)
+        return self._write(self.tables / f"step_{step:06d}.parquet", batch)
 
     def write_failed(self, step: int, batch: DataProto) -> Path:
         """Write the samples of a failed training step to a Parquet table, and return the path of the table's file."""
-        return self._write(f"failed_{step:06d}", batch)
+        return self._write(self.tables / f"failed_{step:06d}.parquet", batch)
 
-    def _write(self, name: str, batch: DataProto) -> Path:
-        path = self.tables / f"{name}.parquet"
+    def write_evaluated(self, step: int, batches: Mapping[str, DataProto]) -> None:
+        """Write all samples of an evaluation to Parquet tables, one table for each evaluation set and kind of answer.
+
+        Args:
+            step: number of training steps before the evaluation.
+            batches: maps a prefix of metric names, such as `eval/greedy` or `eval/aime/sampled`, to the answers from
+                which the metrics were computed.
+        """
+        self.evaluated.mkdir(exist_ok=True)
+        for prefix, batch in batches.items():
+            name = prefix.removeprefix("eval/").replace("/", "_")
+            self._write(self.evaluated / f"step_{step:06d}_{name}.parquet", batch)
+
+    def _write(self, path: Path, batch: DataProto) -> Path:
         pq.write_table(sample_table(batch, self.components), path)
         return path
 
@@ -70,10 +86,13 @@ class SampleFiles:
         return str(path)
 
     def restore(self, step: int) -> None:
-        """Remove the sample tables of all training steps after `step`.
+        """Remove the sample tables of all training steps and evaluations after `step`.
 
         Batches that were saved for debugging are not removed.
         """
+        for path in self.evaluated.glob("*.parquet"):
+            if (match := _EVALUATED.fullmatch(path.name)) and int(match[1]) > step:
+                path.unlink()
         for file in sample_files(self.tables.parent):
             if file.step > step:
                 file.path.unlink()

@@ -171,8 +171,15 @@ class Tracker:
         self.warn(text)
         self.alarms.append({"step": step, "alarm": redacted(text)})
 
-    def log_eval(self, step: int, metrics: dict[str, float]) -> None:
-        """Record and show the results of an evaluation of the weights after `step` training steps."""
+    def log_eval(self, step: int, metrics: dict[str, float], batches: Mapping[str, DataProto]) -> None:
+        """Record and show the results of an evaluation of the weights after `step` training steps.
+
+        Args:
+            step: number of training steps before the evaluation.
+            metrics: mapping from the name of each metric to the metric's value.
+            batches: maps each prefix of metric names, such as `eval/greedy`, to the evaluated answers.
+        """
+        self.samples.write_evaluated(step, batches)
         self.evaluations.append({"step": step, **metrics})
         for sink in self.sinks:
             sink.log_eval(step, metrics)

@@ -49,6 +49,7 @@ RUN_FILES = (
     "alarms.jsonl",
     "processes.json",
     "rollouts",
+    "evaluations",
     "failed",
     "stacks",
     "model",

@@ -103,7 +103,7 @@ class FakeTracker:
         self.dropped, self.reused = dropped, reused
         self.steps.append((metrics, batch))
 
-    def log_eval(self, step, metrics):
+    def log_eval(self, step, metrics, batches):
         self.evals.append((step, metrics))
 
 

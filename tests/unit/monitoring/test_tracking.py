@@ -64,7 +64,7 @@ def run(tmp_path):
     """Return (output folder, tracker, display, learning curve) of a finished run with two steps and one evaluation."""
     display = FakeDisplay()
     tracker = Tracker(tmp_path, display, PARTS)
-    tracker.log_eval(0, EVALUATION)
+    tracker.log_eval(0, EVALUATION, {})
     tracker.log_step(1, metrics(0.25), batch())
     tracker.log_step(2, metrics(0.75), batch())
     return tmp_path, tracker, display, tracker.close()
@@ -92,7 +92,7 @@ def test_the_ledger_says_of_each_group_what_became_of_it_and_which_samples_faile
 def test_a_run_put_back_has_the_lines_samples_and_curves_of_that_step_and_goes_on_from_there(tmp_path, other):
     (tmp_path / "first").mkdir()
     tracker = Tracker(tmp_path / "first", FakeDisplay(), PARTS)
-    tracker.log_eval(0, EVALUATION)
+    tracker.log_eval(0, EVALUATION, {})
     tracker.log_step(1, {**metrics(0.25), "odd": NAN}, batch())
     starts, history = tracker.state(), tracker.history.rows()
     kept = {name: start.path.read_bytes()[: start.size] for name, start in starts.items()}
@@ -178,7 +178,7 @@ def test_every_sink_is_told_each_step_evaluation_and_restore_and_the_end(tmp_pat
     sinks = [FakeSink(), FakeSink()]
     monkeypatch.setattr(tracking, "make_sinks", lambda folder, names: [JsonLines(folder), *sinks])
     tracker = Tracker(tmp_path, FakeDisplay(), PARTS)
-    tracker.log_eval(0, EVALUATION)
+    tracker.log_eval(0, EVALUATION, {})
     tracker.log_step(1, metrics(0.25), batch())
     kept = {name: start.path.read_bytes() for name, start in tracker.state().items()}
     tracker.log_step(2, metrics(9.0), batch())
@@ -317,7 +317,7 @@ def test_the_learning_curve_changes_with_the_rewards(tmp_path):
 
 def test_a_run_without_a_step_has_no_curve(tmp_path):
     tracker = Tracker(tmp_path, FakeDisplay(), PARTS)
-    tracker.log_eval(0, EVALUATION)
+    tracker.log_eval(0, EVALUATION, {})
     assert tracker.close() is None
     assert not (tmp_path / "learning_curve.png").exists()
 
@@ -343,3 +343,18 @@ def test_an_alarm_is_recorded_without_the_keys_that_its_text_repeats(tmp_path, m
     tracker.log_alarm(3, "step 3: refused 'first-line-of-it\\nsecond-line-of-it\\n'")
     tracker.close()
     assert json.loads((tmp_path / "alarms.jsonl").read_text()) == {"step": 3, "alarm": "step 3: refused '[hidden]\\n'"}
+
+
+def test_the_answers_of_evaluations_are_tables_that_a_run_put_back_keeps_up_to_its_step(tmp_path):
+    tracker = Tracker(tmp_path, FakeDisplay(), PARTS)
+    for step in (0, 10, 20):
+        tracker.log_eval(step, EVALUATION, {"eval/greedy": batch(), "eval/aime/sampled": batch()})
+    names = {path.name for path in (tmp_path / "evaluations").iterdir()}
+    assert names == {f"step_{step:06d}_{kind}.parquet" for step in (0, 10, 20) for kind in ("greedy", "aime_sampled")}
+    table = pq.read_table(tmp_path / "evaluations" / "step_000010_greedy.parquet").to_pylist()
+    assert [row["response"] for row in table] == batch().non_tensor_batch["response_text"].tolist()
+    tracker.restore(10, {})
+    assert {path.name for path in (tmp_path / "evaluations").iterdir()} == {
+        name for name in names if not name.startswith("step_000020")
+    }
+    tracker.close()
