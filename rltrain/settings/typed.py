@@ -67,11 +67,16 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 def _similarity(key: str, name: str) -> float:
     # A key that the user wrote in a wrong section should still match well, so the result is at least 0.9 times the
     # similarity of the two key names without their sections.
+    section, _, last = key.rpartition(".")
+    known_section, _, known_last = name.rpartition(".")
     whole = difflib.SequenceMatcher(None, key, name).ratio()
-    last = difflib.SequenceMatcher(None, key.rpartition(".")[2], name.rpartition(".")[2]).ratio()
+    ends = difflib.SequenceMatcher(None, last, known_last).ratio()
     # If a user writes only the beginning of a long config key, SequenceMatcher's ratio alone would prefer an unrelated
     # short key. A known key that starts with the user's text therefore has a similarity of at least 0.9.
-    return max(whole, 0.9 * last, 0.9 * name.startswith(key))
+    # `trainer.steps` means `trainer.total_steps` rather than `trainer.reuse.steps`, so a key of the same section whose
+    # name contains all words of the user's name has a similarity of at least 0.95.
+    contained = section == known_section and set(last.split("_")) <= set(known_last.split("_"))
+    return max(whole, 0.9 * ends, 0.9 * name.startswith(key), 0.95 * contained)
 
 
 def keys(kind: type, prefix: str = "") -> list[str]:

@@ -206,6 +206,7 @@ def test_a_missing_key_is_named_with_the_way_to_set_it(values):
         ("total_steps", "trainer.total_steps"),
         ("actor.total_steps", "trainer.total_steps"),
         ("rollout.samples", "rollout.samples_per_prompt"),
+        ("trainer.steps", "trainer.total_steps"),
         ("algorithm.kl_coef", "algorithm.kl_in_reward.kl_coef"),
     ],
 )
