@@ -499,7 +499,8 @@ async def saved_at_least(trainer: "Trainer", lost: ClusterLost) -> str:
 def resolved_yaml(config: Config) -> str:
     """Return the config as YAML text.
 
-    The YAML text also contains parameters of the loss and of the advantage estimator that keep their default values.
+    The YAML text includes the parameters of the loss and of the advantage estimator, even parameters that keep their
+    default values.
     """
     from rltrain.trajectories.token_rewards import with_all_knobs
 

@@ -1,10 +1,10 @@
 """The training step of a run, and the training loop that repeats the training step.
 
-A training step has five phases, and also a sixth phase if the reference model is due for an update:
+A training step has five phases, or six phases if the reference model is due for an update:
 
 1. Wait until the rollout engines have generated the answers of the next prompt groups.
-2. Compute the log-probs of the teachers, the reference and the actor, and compute the critic's values. Meanwhile,
-   reward workers compute the rewards of the step that are still missing.
+2. Compute the log-probs of the teachers, the reference and the actor, and compute the critic's values. While log-probs
+   and values are computed, reward workers compute the rewards of the step that are still missing.
 3. Convert the scores of answers to token rewards and advantages, and choose the tokens to train on.
 4. Update the critic and the actor on mini-batches. If the run has a supervised loss, each mini-batch of the actor also
    contains the supervised answers to the prompts of the mini-batch. During the critic's warm-up, update the critic
@@ -132,7 +132,7 @@ class Trainer:
     async def fit(self) -> None:
         """Train until the last training step of the run has ended.
 
-        After the loss of a training rank, training continues from the last undamaged checkpoint.
+        If a training rank dies or hangs, training continues from the last undamaged checkpoint.
         """
         if self.origin is None:
             self.beginning = self.state_dict()
@@ -234,7 +234,7 @@ class Trainer:
         """
         await self.checkpoints.abandon()
         state = self.beginning if checkpoint is None else checkpoint.state
-        assert state is not None, "a run that began from a checkpoint is only restored to a checkpoint"
+        assert state is not None, "a run that began from a checkpoint can only be restored to a checkpoint"
         for group in self.trained().values():
             await group.call(SavesState.load_state, None if checkpoint is None else checkpoint.folder.url)
         await self.follow_reference_head()
@@ -257,8 +257,8 @@ class Trainer:
     def trains_actor(self) -> bool:
         """Whether the current step updates the actor. During the critic's warm-up, a step updates only the critic.
 
-        A step of the critic's warm-up also raises the version number of the weights and ends with a weight sync,
-        although the actor's weights stay the same.
+        A step of the critic's warm-up raises the version number of the weights and ends with a weight sync, although
+        the actor's weights stay the same.
         """
         return self.step >= self.config.critic.warmup_steps
 
@@ -356,9 +356,9 @@ class Trainer:
                 await self.save(repairable=repairable)
                 text += f"; step {self.step} is saved, and trainer.resume=auto continues from it"
                 if repairable:
-                    text += ", even if that function is repaired first"
+                    text += ", even if the file with the function that failed is repaired first"
                 elif isinstance(error, RewardError):
-                    text += ", and requests failed rewards again, unless a reward file has to change"
+                    text += ", and requests the failed rewards again, if no reward file is changed"
             raise type(error)(text) from None
 
     def minibatches(self, batch: DataProto) -> list[list[int]]:
@@ -516,7 +516,9 @@ class Trainer:
             await send_reference_head(self.actor, self.reference)
 
     async def evaluate(self) -> None:
-        """Evaluate sampled and greedy answers to all evaluation prompts, unless the current step has an evaluation."""
+        """Evaluate sampled and greedy answers to all evaluation prompts, unless the current step has already been
+        evaluated.
+        """
         if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:

@@ -140,7 +140,7 @@ class Training:
         self.processes = [process for processes in started.values() for process in processes]
 
     async def build(self) -> None:
-        """Form the process groups of the training ranks, and build all roles of the ranks.
+        """Form the torch.distributed process groups of the training ranks, and build all roles of the ranks.
 
         Raises WorkerLost if the process of a training rank dies or hangs.
         """
@@ -265,7 +265,7 @@ class Workers:
 
 
 def connect(config: Config) -> dict[str, float]:
-    """Start a Ray cluster or join an existing cluster, and return a dict from resource name to the cluster's amount.
+    """Start or join a Ray cluster, and return a dict that maps the name of each resource to the amount in the cluster.
 
     Raises:
         ConfigError: The existing Ray cluster cannot be joined.
@@ -345,7 +345,7 @@ def _require_answer(address: str) -> None:
     """Raise ConfigError at once if no program listens at the address; Ray itself would try to connect for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
-        if int(port) > _LAST_PORT:  # the C library would silently reduce a higher number modulo 65,536
+        if int(port) > _LAST_PORT:  # the C library would silently reduce a higher port number modulo 65,536
             raise _no_cluster(address, OverflowError(f"the highest port number is {_LAST_PORT}"))
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
@@ -440,7 +440,7 @@ async def start(
             have been called before `start`.
         path: The policy's model, which is an absolute directory or `name@revision` on the hub.
         stop_ids: Ids of the model's end-of-sequence tokens.
-        tasks: Collection of the run's background tasks. The workers add tasks to this collection.
+        tasks: Collection of the run's background tasks, to which the workers add tasks.
         needs_critic: Whether the advantage estimator needs the critic's values.
         environments: The environments and tools of the run; None if each answer is a trajectory of only one turn.
 
@@ -512,7 +512,7 @@ async def _start_on_ray(
         engine: Model and end-of-sequence tokens of the rollout engines.
         paths: Mapping from each role of the training ranks to its model, which is an absolute directory or
             `name@revision` on the hub.
-        tasks: Collection of the run's background tasks. The workers add tasks to this collection.
+        tasks: Collection of the run's background tasks, to which the workers add tasks.
         devices: GPUs that rollout replicas share with training ranks. If `devices` is None, Ray chooses a GPU for each
             process.
     """
@@ -637,11 +637,11 @@ def spawner(
 
     Args:
         config: The run's whole config.
-        name: Name of the Ray actors in messages. A message appends the actor's number to the name.
-        count: Number of actors that the returned function will start.
-        liveness: Monitor that observes the actors' processes.
-        devices: GPUs of the actors, one per actor. If `devices` is None, Ray chooses among all GPUs with enough free
-            capacity.
+        name: Name of the Ray actors in messages. A message appends the number of the Ray actor to the name.
+        count: Number of Ray actors that the returned function will start.
+        liveness: Monitor that observes the processes of the Ray actors.
+        devices: GPUs of the Ray actors, one GPU per Ray actor. If `devices` is None, Ray chooses among all GPUs with
+            enough free capacity.
     """
     import ray
 

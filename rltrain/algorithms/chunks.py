@@ -52,9 +52,9 @@ class RunningSoftmax:
     """Accumulates the sum of exp(logit) and a mean under the softmax for each position, over chunks of columns.
 
     Each accumulated sum is relative to the largest logit added so far, and is rescaled when a larger logit is added.
-    The mean under the softmax is the mean of `values`, or, without `values`, the mean of the differences between the
-    logits and the largest logit. A vocabulary entry of probability 0, such as an entry with logit -inf, adds exactly 0
-    to the mean, even if its value in `values` is inf or NaN.
+    With `values`, the mean under the softmax is the mean of `values`. Without `values`, the mean under the softmax is
+    the mean of the differences between the logits and the largest logit. A vocabulary entry of probability 0, such as
+    an entry with logit -inf, adds exactly 0 to the mean, even if its value in `values` is inf or NaN.
     """
 
     def __init__(self, hidden: Tensor, *, with_mean: bool) -> None:
@@ -64,7 +64,7 @@ class RunningSoftmax:
         self.total, self.weighted = torch.zeros_like(self.top), torch.zeros_like(self.top)
 
     def add(self, rows: slice, chunk: Tensor, values: Tensor | None = None) -> None:
-        """Add the logits `chunk` and, optionally, the `values` of these logits; both tensors are overwritten."""
+        """Add the logits in `chunk`, and optionally their `values`, to the sums, and overwrite both tensors."""
         before = self.top[rows]
         top = torch.maximum(before, chunk.amax(-1))
         fade = (before - top).exp_()
@@ -87,7 +87,7 @@ class RunningSoftmax:
 
     @property
     def mean(self) -> Tensor:
-        """Return the accumulated mean under the softmax for each of the R positions, as (R,)."""
+        """Return, for each of the R positions, the mean under the softmax of all logits added so far, as (R,)."""
         return self.weighted / self.total
 
 
@@ -126,9 +126,9 @@ class GradientSums:
 
     @property
     def gradients(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Return the gradients of hidden, head and bias.
+        """Return the gradients of the tensors `hidden`, `head` and `bias`.
 
-        The gradient of hidden has the dtype of hidden. The gradients of head and bias have the dtype of head.
+        The gradient of `hidden` has the dtype of `hidden`. The gradients of `head` and `bias` have the dtype of `head`.
         """
         to_hidden = None if self.to_hidden is None else self.to_hidden.to(self.hidden.dtype)
         return to_hidden, self.to_head, None if self.to_bias is None else self.to_bias.to(self.head.dtype)

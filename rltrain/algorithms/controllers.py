@@ -34,8 +34,8 @@ class AdaptiveKLController(FixedKLController):
 
     e = clip(KL / target - 1, -0.2, 0.2);   kl_coef <- kl_coef * (1 + e * n_steps / horizon)
 
-    KL is the divergence measured since the last update, in the unit of `target`. n_steps is the amount of data seen
-    since the last update, in the unit of `horizon` (sequences, according to the configuration schema).
+    KL is the divergence measured since the last update, in the unit of `target`. The number n_steps is the amount of
+    data seen since the last update, in the unit of `horizon` (sequences, according to the configuration schema).
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: int) -> None:

@@ -35,10 +35,10 @@ def rollout_correction(
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Compute importance weights w = pi_old / pi_rollout and the mask of the tokens that keep their policy-loss term.
 
-    The knob `level` defines the importance weight w of a token. At the level "token", w is pi_old(y_t) /
-    pi_rollout(y_t). At the level "sequence", w is the product of the token ratios over the row's trained tokens. At the
-    level "geometric", w is the geometric mean of the token ratios over the row's trained tokens. The knob `mode`
-    defines what happens to tokens whose w is outside of [lower, upper]:
+    The knob `level` defines the importance weight w of a token. At the level "token", the weight w is pi_old(y_t) /
+    pi_rollout(y_t). At the level "sequence", the weight w is the product of the token ratios over the row's trained
+    tokens. At the level "geometric", the weight w is the geometric mean of the token ratios over the row's trained
+    tokens. The knob `mode` defines what happens to tokens whose importance weight w is outside of [lower, upper]:
 
         truncate  w is clamped to the bounds and no token is dropped; lower=0 gives TIS (truncated importance sampling)
         mask      tokens whose w is out of bounds are dropped; other tokens keep w (IcePop, arXiv 2510.18855). At levels
@@ -46,8 +46,8 @@ def rollout_correction(
 
     A value of None for `lower` or `upper` means no bound. If `advantages` A are given, the mode "mask" drops only
     tokens with A < 0. Tokens that have a negative advantage and are unlikely under the trained policy destabilise
-    training. If a token's w is outside of the bounds but the token is not dropped, the token's w is clamped to the
-    bounds. To drop tokens or rows without weighting the kept tokens, use `rollout_rejection`.
+    training. If the importance weight w of a token is outside of [lower, upper] but the token is not dropped, w is
+    clamped to [lower, upper]. To drop tokens or rows without weighting the kept tokens, use `rollout_rejection`.
 
     The policy-loss term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate the policy-loss term
     over the whole `response_mask`, so that a dropped token still counts in every denominator and keeps its KL and
@@ -58,8 +58,9 @@ def rollout_correction(
 
     Returns:
         (weights, mask, metrics). The weights (B, T) are detached, and are 0 outside of the mask. The mask (B, T) is
-        bool and a subset of `response_mask`. The metrics are sums over `response_mask`: `weight_mean`,
-        `outside_fraction`, `dropped_fraction` and `rollout_kl`, which estimates KL(pi_rollout || pi_old).
+        bool and a subset of `response_mask`. The metrics are sums over the trained tokens (`response_mask`):
+        `weight_mean`, `outside_fraction`, `dropped_fraction` and `rollout_kl`, which estimates KL(pi_rollout ||
+        pi_old).
 
     Raises:
         ValueError: if `level` or `mode` is unknown, or if 0 <= lower <= 1 <= upper does not hold.
@@ -125,8 +126,8 @@ def rollout_rejection(
     NaN at a trained token causes no rejection, so that the mask does not hide the NaN.
 
     Returns:
-        (mask, metrics). The mask (B, T) is bool and a subset of `response_mask`. The metrics are sums over
-        `response_mask`: `divergence` (the tokens' values), `outside_fraction` and `dropped_fraction`.
+        (mask, metrics). The mask (B, T) is bool and a subset of `response_mask`. The metrics are sums over the trained
+        tokens (`response_mask`): `divergence` (the tokens' KL estimates), `outside_fraction` and `dropped_fraction`.
 
     Raises:
         ValueError: if `kl_estimator` or `level` is unknown, if both bounds are None, if `lower` is given for an
@@ -188,10 +189,10 @@ def effective_sample_size(
 
 
 def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
-    """Compute the token values of an estimator of KL(pi_rollout || pi) from log(pi / pi_rollout).
+    """Compute the value of an estimator of KL(pi_rollout || pi) at each token from the log-ratio log(pi / pi_rollout).
 
-    The KL penalty bounds k3 at 10 nats, but `_divergence` computes k3 without this bound. A bounded k3 would not show
-    how far apart the policies are, and a rejection threshold above 10 nats would have no effect.
+    The KL penalty bounds k3 at 10 nats, but `_divergence` computes k3 without this bound. With the bound, k3 would not
+    show how far apart the policies are, and a rejection threshold above 10 nats would have no effect.
     """
     if kl_estimator == "k3":
         return k3_unbounded(log_ratio)

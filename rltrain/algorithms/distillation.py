@@ -2,8 +2,8 @@
 
 The policy samples an answer, and a teacher scores the tokens of the answer. Training with `distilled_advantages` or
 with `sampled_teacher_kl` lowers the reverse KL divergence KL(pi || pi_T) at each token, averaged over the contexts that
-the policy visits. The functions of this module need only the log-probs of the sampled tokens, whereas
-`rltrain.algorithms.full_kl` computes the exact divergence over the vocabulary.
+the policy visits. The functions of `rltrain.algorithms.distillation` need only the log-probs of the sampled tokens,
+whereas `rltrain.algorithms.full_kl` computes the exact divergence over the vocabulary.
 """
 
 import torch

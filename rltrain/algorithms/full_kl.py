@@ -89,7 +89,7 @@ class _FullKL(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Compute the gradients of hidden and head, summed over chunks."""
+        """Compute the gradients of the tensors `hidden` and `head`, summed over chunks."""
         hidden, head, ref_hidden, ref_head, log_sum, ref_log_sum, kl = ctx.saved_tensors
         weights = gradients[0] / ctx.temperature
         sums = GradientSums(hidden, head, None, ctx.needs_input_grad)

@@ -15,7 +15,8 @@ from torch import Tensor
 from rltrain.algorithms.ratio import MAX_LOG_RATIO, as_float, as_mask, k3_unbounded, masked, safe_log_ratio
 from rltrain.algorithms.registry import KL_ESTIMATORS
 
-# Bound of k3 in nats. k3 reaches the bound of 10 nats where pi is 1/14 of pi_ref, and where pi is 60,000 times pi_ref.
+# Bound of the estimate k3 in nats. The estimate k3 reaches the bound of 10 nats where pi is 1/14 of pi_ref, and where
+# pi is 60,000 times pi_ref.
 MAX_K3 = 10.0
 
 
@@ -43,10 +44,10 @@ def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute min(e^-d - 1 + d, 10), which is never negative; GRPO (arXiv 2402.03300 eq. 4) omits the bound of 10.
 
-    d is log pi - log pi_ref. As long as every token is below the bound of 10 nats, the mean of k3 is the reverse KL,
-    and the expected gradient of k3 is the gradient of the forward KL. k3 reaches the bound of 10 nats at d = -2.6 and
-    at d = 11. A token at the bound of k3 has no gradient. Without the bound of k3, a token at d = -12 would have a
-    gradient of 1.6e5 and dominate the whole update.
+    d is log pi - log pi_ref. As long as the estimate of every token is below the bound of 10 nats, the mean of k3 is
+    the reverse KL, and the expected gradient of k3 is the gradient of the forward KL. The estimate k3 reaches the bound
+    of 10 nats at d = -2.6 and at d = 11. A token at the bound of k3 has no gradient. Without the bound of k3, a token
+    at d = -12 would have a gradient of 1.6e5 and dominate the whole update.
     """
     negative = (ref_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return k3_unbounded(negative).clamp(max=MAX_K3)
@@ -98,7 +99,7 @@ def kl_estimate(
 
     At a token where k3 is at its bound of 10, no gradient flows through the ratio r. While k3 is at its bound, the
     estimate is r times a constant, whose gradient would drive log pi further away from the reference. The bound of 10
-    nats applies to k3 before k3 is multiplied by r. log r is clamped to [-20, 20].
+    nats applies to k3 before k3 is multiplied by r. The log-ratio log r is clamped to [-20, 20].
 
     `kl_estimate` takes no mask. At a token with a NaN or inf input, the result is NaN and has no gradient.
     `aggregate_loss` ignores a NaN in a masked slot; a NaN in a trained slot makes the loss NaN.

@@ -18,8 +18,9 @@ def positive_nll(
         L_NLL = - sum_{i in C} sum_t log pi(y_{i,t}) / sum_{i in C} |y_i|
 
     C is the set of the correct answers of the mini-batch, and |y_i| is the number of trained tokens of answer i. The
-    denominator counts only tokens of correct answers, so L_NLL does not become weaker if few answers are correct. The
-    loss weighs every token of C equally, whatever the aggregation of the policy loss is.
+    denominator of L_NLL counts only tokens of correct answers, so L_NLL does not become weaker if few answers are
+    correct. The loss L_NLL weighs all tokens of the correct answers equally, whatever the aggregation of the policy
+    loss is.
 
     Args:
         log_probs: log-probs of the current policy, (B, T), through which the gradient flows.

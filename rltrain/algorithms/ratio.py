@@ -121,8 +121,8 @@ def policy_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tens
     Args:
         log_ratio: log r (B, T), as returned by `safe_log_ratio`.
         ratio: r (B, T); the metric `ratio_mean` is the sum of r over the trained tokens.
-        clipped: bool mask (B, T) of the tokens that have no gradient because of clipping. A loss that removes no
-            gradient passes a mask of zeros.
+        clipped: bool mask (B, T) of the tokens that have no gradient because of clipping. For a loss that removes no
+            gradient, `clipped` is False everywhere.
         mask: bool mask (B, T) of the trained tokens.
     """
     return {

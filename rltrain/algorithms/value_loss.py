@@ -14,9 +14,10 @@ def value_loss(
         l = 1/2 max((V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2)
 
     V are the critic's current values, V_old are the values that were computed when the batch was collected, and R are
-    the returns. c is the knob `clip_range_value`; with c = inf, values are not clipped. The squared error comes from
-    arXiv 1707.06347 eq. 9. The clipping of the values does not come from arXiv 1707.06347, but from the code of its
-    authors (arXiv 2005.12729). Only `values` gets a gradient, which is 0 where the clipped branch of the max is larger.
+    the returns. The bound c is the knob `clip_range_value`; with c = inf, values are not clipped. The squared error
+    comes from arXiv 1707.06347 eq. 9. The clipping of the values does not come from arXiv 1707.06347, but from the code
+    of its authors (arXiv 2005.12729). Only `values` gets a gradient, which is 0 where the clipped branch of the max is
+    larger.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction`, `value_mean` and `return_mean`.

@@ -16,7 +16,7 @@ class BackgroundTasks:
 
     Leaving the `async with` block cancels all background tasks that are still running. The main coroutine uses the
     method `until` to wait for results of background tasks. The first failure of a background task, or an interruption
-    of the run, makes every waiting call of `until` raise the error.
+    of the run, makes every waiting call of `until` raise the error of that failure or interruption.
     """
 
     def __init__(self) -> None:

@@ -16,11 +16,12 @@ NONE = -1  # Value of an index variable that means "no index".
 def least_largest_sum(weights: Sequence[int], parts: int) -> int:
     """Return a lower bound on the largest sum of a part, for any partition of `weights` into `parts` parts.
 
-    The numbers in `weights` are non-negative integers. The returned bound is the largest of several lower bounds. One
-    lower bound is the sum of all weights divided by `parts`. Another lower bound is the heaviest weight. The pigeonhole
-    principle gives a further lower bound for each integer k >= 1 with k * parts < len(weights). In any partition, some
-    part contains at least k + 1 of the k * parts + 1 heaviest weights. Therefore, the sum of the k + 1 lightest weights
-    among the k * parts + 1 heaviest weights is a lower bound. If `weights` is empty, the returned bound is 0.
+    The numbers in `weights` are non-negative integers. The returned bound is the largest of several lower bounds. The
+    sum of all weights divided by `parts` is a lower bound on the largest sum. The heaviest weight is a lower bound on
+    the largest sum, too. By the pigeonhole principle, for each integer k >= 1 with k * parts < len(weights), some part
+    contains at least k + 1 of the k * parts + 1 heaviest weights. For each such integer k, the largest sum is at least
+    the sum of the k + 1 lightest weights among the k * parts + 1 heaviest weights. If `weights` is empty, the returned
+    bound is 0.
     """
     heaviest = sorted(weights, reverse=True)
     sums = [0, *itertools.accumulate(heaviest)]  # sums[n] is the sum of the n heaviest weights.

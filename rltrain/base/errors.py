@@ -42,8 +42,8 @@ class ClusterLost(RLTrainError, RuntimeError):
     """Raised if a Ray daemon died, so that the run cannot continue.
 
     Attributes:
-        can_save: whether the run can still save a checkpoint, because the run was between two steps and the training
-            ranks still respond.
+        can_save: True if the run can still save a checkpoint, that is, if the run was between two steps and the
+            training ranks still respond.
     """
 
     can_save = False

@@ -20,8 +20,8 @@ _SHORTEST = 8
 _SHORTEST_LINE = 16  # A single line of a multi-line secret is hidden only if the line has at least 16 characters.
 _PEM = r"-----{} ?[A-Z0-9 ]*PRIVATE ?KEY ?(?:BLOCK)?-----"
 # Matches JSON web tokens, private keys in PEM form, and the API keys of OpenAI and similar services, GitHub, Hugging
-# Face, GitLab, Slack, AWS and Google. If the end marker of a private key is missing, everything after the start marker
-# matches.
+# Face, GitLab, Slack, AWS and Google. If the end marker of a private key is missing, the pattern matches everything
+# after the start marker.
 _LOOKS_LIKE_ONE = (
     r"\b(?:sk-[\w-]{16,}|gh[pousr]_\w{20,}|github_pat_\w{20,}|hf_\w{20,}|glpat-[\w-]{16,}|xox[abprs]-[\w-]{10,}"
     r"|(?:AKIA|ASIA)[A-Z0-9]{16}|AIza[\w-]{30,}|eyJ[\w-]{8,}\.[\w-]{8,}\.[\w-]{8,})"
@@ -50,7 +50,7 @@ def redacted(text: str, environment: Mapping[str, str] = os.environ, *, keys: Co
             `redacted`, because a truncated secret is not recognized.
         environment: environment variables. The value of an environment variable counts as a secret if the variable's
             name indicates a secret.
-        keys: additional secrets, of any length.
+        keys: secrets to hide in addition to the secrets in `environment`. A secret in `keys` may have any length.
     """
     return _pattern(frozenset({*_values(environment), *keys})).sub(HIDDEN, text)
 

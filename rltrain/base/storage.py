@@ -17,7 +17,8 @@ from fsspec.core import url_to_fs
 
 from rltrain.base.errors import ConfigError
 
-_CHUNK = 1 << 20  # Number of bytes per read of a file. Larger buffers fragment the memory of a long-running process.
+# Number of bytes per read of a file. Buffers larger than 1 MiB fragment the memory of a long-running process.
+_CHUNK = 1 << 20
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,8 @@ from typing import Any, NamedTuple
 VARIABLE = "RLTRAIN_TRACE"
 CALLS = "calls"  # Timeline track of calls to the roles of a training rank, such as actor or critic.
 OTHER_TASKS = "other tasks"  # Timeline track of asyncio tasks that were not given a name.
-# Maximum number of events that a process keeps. Events beyond this maximum are counted, but not kept.
+# Maximum number of events that a process keeps. Events that exceed the maximum number of events are counted, but not
+# kept.
 MOST_EVENTS = 200_000
 _MERGE_NS = 5_000_000  # Two events of one track are merged only if the gap between the events is at most 5 ms.
 _UNNAMED = re.compile(r"Task-\d+")  # Matches the default name of an asyncio task.
@@ -88,7 +89,8 @@ class _Recorder:
 
     def clear(self) -> None:
         self.events: list[Event] = []
-        # Maps a track to the index of the track's latest event, if a later event may be merged into the latest event.
+        # Maps a track to the index of its latest event. A track whose latest event must not be merged with later events
+        # has no entry.
         self.latest: dict[str, int] = {}
         self.lost = 0
 
@@ -185,8 +187,8 @@ def span(name: str, track: str = "", *, merged: bool = False, **args: Any) -> "_
         name: label of the event in the timeline.
         track: name of the timeline row. By default, the track has the name of the current asyncio task.
         merged: whether the event may be merged with an event of the same name that ended at most 5 ms before the start
-            of the new event. Merging turns thousands of short steps into one event. Merging adds up the values of
-            `args`.
+            of the new event. Merging turns thousands of short events into one event. When two events are merged, the
+            values in their `args` are added up.
         args: details of the event, as plain JSON values. If `merged` is true, the values in `args` must be numbers.
     """
     if _recorder is None:

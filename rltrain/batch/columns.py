@@ -1,9 +1,10 @@
 """Columns of a batch, stored as values and offsets, and functions that copy rows between batches.
 
 The values of a column are either a tensor or read-only bytes. Values in the form of read-only bytes are called
-*stored*. Only a batch that was received from another process has stored values. The bytes of stored values may lie in
-memory that other processes also read, so no tensor shares memory with these bytes. Selecting rows of a column copies
-only the values of the selected rows. The functions that copy rows between batches copy each byte only once.
+*stored*. Only a batch that was received from another process has stored values, that is, values in the form of
+read-only bytes. The bytes of stored values may lie in memory that other processes also read, so no tensor shares memory
+with these bytes. Selecting rows of a column copies only the values of the selected rows. The functions that copy rows
+between batches copy each byte only once.
 """
 
 import math
@@ -61,7 +62,7 @@ class Column:
     def own(self) -> Tensor:
         """Return the values of all rows of the column as one tensor.
 
-        If the column is stored as bytes, the first call copies the values into a tensor.
+        If the column's values are stored as bytes, the first call of `own` copies the values into a tensor.
         """
         if isinstance(self.values, Stored):
             self.values = self.values.copy()
@@ -77,7 +78,7 @@ class Column:
     def in_family(self, offsets: Tensor | None) -> "Column":
         """Return a column with the same values that uses the tensor `offsets` instead of its own offsets.
 
-        Both offsets tensors must hold the same numbers.
+        The tensor `offsets` must hold the same numbers as the column's own offsets.
         """
         return self if offsets is self.offsets else Column(self.values, offsets)
 
@@ -149,8 +150,8 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
 
 class Route(NamedTuple):
-    """The ranges of values from which new rows are copied. Columns that share one offsets tensor also share one
-    `Route`.
+    """The ranges of values in the old columns that are copied into the new rows. Columns that share one offsets tensor
+    also share one `Route`.
 
     Attributes:
         pieces: (part, start, stop) of each range of contiguous values to copy, in the order of the new rows.

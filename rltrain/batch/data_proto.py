@@ -7,7 +7,7 @@ A column of variable length is *jagged*: the column consists of the concatenated
 offsets of the rows, (B + 1,). Row i of a jagged column is `values[offsets[i]:offsets[i + 1]]`. A column family is a set
 of jagged columns with equal row lengths, such as the response columns. All columns of a column family share one offsets
 tensor. Batches are stored and sent without padding. The method `padded(column)` returns the padded view (B, T) of a
-column. The algorithms read the padded view.
+column. The functions in `rltrain.algorithms` read the padded view of a column.
 """
 
 import json

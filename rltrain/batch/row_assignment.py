@@ -68,8 +68,8 @@ def microbatches(
     """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
 
     The default number of micro-batches is the number that results from first-fit packing of the rows in order of
-    decreasing length. A `count` above the default number raises the number of micro-batches to `count`, but at most to
-    the number of rows.
+    decreasing length. If `count` is above the default number of micro-batches, `rows` are split into `count`
+    micro-batches, but never into more micro-batches than rows.
 
     Raises:
         ValueError: a row has more than `max_tokens` tokens.
@@ -119,7 +119,7 @@ def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows
 
 
 def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
-    """Split micro-batches until their number is `count`.
+    """Split micro-batches until there are `count` micro-batches.
 
     Each split divides the micro-batch with the most work among the micro-batches that have more than one row.
     """

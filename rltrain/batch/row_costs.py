@@ -10,8 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-# Model types whose feed-forward layers have two matrices. In all other model types, a feed-forward layer has a third
-# matrix, the gate.
+# Model types whose feed-forward layers have two matrices. In model types that `_UNGATED` does not list, a feed-forward
+# layer has a third matrix, the gate.
 _UNGATED = {
     "bloom",
     "codegen",
@@ -72,7 +72,7 @@ def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
     """Return the compute cost of rows for a model with the given config.
 
     If the config lacks the hidden size or the number of layers, each token costs 1, which underestimates the cost of
-    long rows.
+    long rows relative to short rows.
 
     Args:
         model: the Hugging Face config of the model, as a mapping.
@@ -85,11 +85,13 @@ def row_work(model: Mapping[str, Any], *, head: bool) -> RowWork:
     heads = _number(model, "num_attention_heads", "n_head", "num_heads") or 1
     head_dim = _number(model, "head_dim") or hidden // heads
     key_heads = _number(model, "num_key_value_heads") or heads
-    # The matrices of queries and outputs have `heads` heads. The matrices of keys and values have `key_heads` heads.
+    # The attention matrices of queries and outputs have `heads` heads. The attention matrices of keys and values have
+    # `key_heads` heads.
     projections = 2 * hidden * head_dim * (heads + key_heads)
     windows: dict[int | None, int] = {}
     for window in _windows(model, layers):
-        # Each head dimension costs one multiply-add for query * key, and one for attention weight * value.
+        # For each pair of tokens, each dimension of an attention head costs one multiply-add for query * key, and one
+        # for attention weight * value.
         windows[window] = windows.get(window, 0) + 2 * heads * head_dim
     return RowWork(
         layers * (projections + _feed_forward(model, hidden)),
@@ -128,7 +130,7 @@ def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
 
 
 def _number(model: Mapping[str, Any], *names: str) -> int | None:
-    """Return the value of the first given key whose value in the config is an integer; None if there is no such key.
+    """Return the first integer that the config holds under one of the keys `names`; None if it holds no integer there.
 
     Different model types store a dimension, such as the hidden size, under different config keys.
     """

@@ -17,7 +17,7 @@ import torch
 
 from rltrain.batch.columns import Column, Columns, Stored, memory_of, share_offsets
 
-Bytes = Any  # A PickleBuffer if the pickle protocol is at least 5; otherwise plain bytes.
+Bytes = Any  # Serialized bytes: a PickleBuffer if the pickle protocol is at least 5, else plain bytes.
 Objects = Mapping[str, "np.ndarray | Text"]
 # The error handler `surrogatepass` accepts unpaired surrogates, which a broken tokenizer may produce.
 SURROGATES = "surrogatepass"
@@ -96,7 +96,7 @@ def send(columns: Columns, others: Objects, protocol: int) -> tuple[Any, ...]:
 def receive(packet: Packet) -> tuple[dict[str, Column], dict[str, "np.ndarray | Text"]]:
     """Return the tensor columns and the object columns that a packet contains.
 
-    Column values and strings are not copied from the received memory until they are read.
+    Column values and strings stay in the received memory, and are copied only when they are read.
     """
     families = [torch.from_numpy(_read(memory).view(np.int64).copy()) for memory in packet.families]
     columns = {

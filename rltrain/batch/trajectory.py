@@ -15,7 +15,7 @@ Two columns of a batch distinguish tokens that the policy sampled from tokens th
 to False, for instance in rows without a score. The column `policy_version` of a batch never changes, so
 `rltrain.batch.sampled_tokens` also finds the sampled tokens of rows that are not trained on.
 
-This module imports no torch, because environment processes build trajectories without torch.
+`rltrain.batch.trajectory` imports no torch, because environment processes build trajectories without torch.
 """
 
 import hashlib
@@ -47,8 +47,9 @@ class Turn:
         finish_reason: why the turn ended: "stop", "length" or "abort", as the engine reported it.
         text: text of the tokens that the policy sampled in the turn, without special tokens.
         reward: reward that the environment gave for the turn; None if the environment gave no reward for the turn.
-        new_context: whether `observation_ids` is the whole context of the turn. If False, the context of the turn
-            continues the context and the action of the previous turn. In the first turn, `new_context` has no effect.
+        new_context: whether `observation_ids` is the whole context of the turn. If `new_context` is False, the context
+            of the turn continues the context and the action of the previous turn. In the first turn, `new_context` has
+            no effect.
     """
 
     observation_ids: Sequence[int]
@@ -118,7 +119,7 @@ class Trajectory:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Key of the trajectory: (number of the prompt group, number of the sample in the group)."""
+        """Pair that identifies the trajectory: (number of the prompt group, number of the sample in the group)."""
         return self.uid, self.sample
 
     @property
@@ -163,7 +164,7 @@ class Trajectory:
         return list(chain.from_iterable(turn.action_ids for turn in self.turns))
 
     def state_dict(self, prompt_ids: Sequence[int]) -> dict[str, Any]:
-        """Return the trajectory as plain values.
+        """Return the trajectory as a dict from which `from_state` can restore the trajectory.
 
         The token ids of the trajectory's prompt are left out if they equal `prompt_ids`.
         """

@@ -90,8 +90,8 @@ class ChatTemplates:
             chats: lists of messages, each a dict with `role` and `content`.
             add_generation_prompt: whether to append the text that opens the assistant's answer.
             tools: JSON schemas of the tools that the assistant can call, in the form that `get_json_schema` of
-                transformers returns. If tools are given and the tokenizer has a separate template for tools, that
-                template is used.
+                transformers returns. If tools are given and the tokenizer has a separate template for tools, the
+                template for tools is used.
 
         Raises:
             TemplateError: a chat cannot be rendered. The texts of all chats before the failed chat are yielded before
@@ -188,7 +188,7 @@ def _ended(process: subprocess.Popen[bytes], connection: Connection) -> None:
 
 
 def _requests(chats: Sequence[Any]) -> Iterator[list[bytes]]:
-    """Group the chats into requests, and yield each request as a list of pickled chats."""
+    """Group the chats into rendering requests, and yield each request as a list of pickled chats."""
     taken: list[bytes] = []
     size = 0
     for chat in chats:

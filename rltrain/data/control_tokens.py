@@ -6,11 +6,12 @@ open another turn. If the data contains no control-token name, the tokenizer is 
 control-token name, encoding has three steps:
 
 1. Before the chat template is applied, placeholders (private-use characters) replace the control-token names in the
-   data. After the replacement, all control-token names in the template's output come from the template itself.
+   data. With the placeholders in the data, all control-token names in the template's output come from the template
+   itself.
 2. In a copy of the tokenizer, each control token is renamed to a string of private-use characters. In the output of the
-   chat template, each control-token name is replaced by the new name of its token. Each placeholder is then replaced by
-   the original control-token name from the data. The copied tokenizer encodes the original control-token names as
-   ordinary text.
+   chat template, each control-token name is replaced by the new name of its token. In the renamed output, each
+   placeholder is replaced by the original control-token name from the data. The copied tokenizer encodes the original
+   control-token names as ordinary text.
 3. Two checks verify the token ids of the encoded text. For the text with placeholders, the copied tokenizer must give
    the same ids as the original tokenizer. Replacing the placeholders by the original names must not change the sequence
    of control tokens in the token ids. If one of the two checks of the token ids fails, a `ControlTokenError` is raised.
@@ -176,7 +177,7 @@ class ControlTokens:
             like = self._added.get(name, AddedToken(name, normalized=False))
             flags = {flag: getattr(like, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
             made.add_tokens([AddedToken(_NAME.format(number), special=False, **flags)])
-        made.encode_special_tokens = True  # The original names of special tokens are encoded as text.
+        made.encode_special_tokens = True  # The copy encodes the original names of special tokens as text.
         known = self._tokenizer.convert_tokens_to_ids(self.names)
         own: Any = made.token_to_id
         return made, {own(_NAME.format(number)): id for number, id in enumerate(known)}

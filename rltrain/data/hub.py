@@ -55,8 +55,8 @@ class HubName:
 def hub_name(path: str) -> HubName | None:
     """Parse `path` as the name of a model on the hub; return None if `path` cannot be the name of a model.
 
-    A path that exists on this machine always means a directory, even if the path has the form of a model's name on the
-    hub.
+    A path that exists on this machine is never read as the name of a model, even if the path has the form of a model's
+    name on the hub.
     """
     if os.path.lexists(path) or path.startswith("~"):
         return None
@@ -97,7 +97,7 @@ def directory_on_node(path: str, *, on_progress: Callable[[], None], environment
     Model files that the machine does not have are downloaded.
 
     Args:
-        path: the model's path in the form that `portable` returns, perhaps computed on another machine.
+        path: the model's path, as `portable` returned it on this machine or on another machine.
         on_progress: function that is called from time to time during the download.
         environment: environment variables of the download process.
 

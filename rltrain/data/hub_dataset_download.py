@@ -1,8 +1,9 @@
 """The process that downloads a data set from the hub for `rltrain.data.hub_datasets`.
 
-The process writes one JSON object to its standard output. If the download succeeds, the JSON object holds the commit,
-the configuration, the split and the paths of the split's Arrow files. If the download fails, the JSON object is
-{"error": reason and remedy}. Progress bars of the library `datasets` go to the standard error of the process.
+The process writes one JSON object to its standard output. If the download succeeds, the JSON object that the process
+writes holds the commit, the configuration, the split and the paths of the split's Arrow files. If the download fails,
+the process writes the JSON object {"error": reason and remedy}. Progress bars of the library `datasets` go to the
+standard error of the process.
 """
 
 import difflib
@@ -18,7 +19,8 @@ from typing import Any
 from rltrain.base.errors import ConfigError, described, one_line
 
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-# Maps each config key to the names of splits that are tried, in order, if the user names no split.
+# Maps the config key of a data set (`train` or `val`) to the names of splits that are tried, in this order, if the user
+# names no split.
 _SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev", "test")}
 _ATTEMPTS, _PAUSE_S = 3, 1.0
 _QUERY = re.compile(r"\?[^\s'\"]*")  # Matches the query string of a URL, which may contain a signature.
@@ -111,12 +113,12 @@ def _result(builder: Any, split: str) -> dict[str, Any]:
 def _chosen(splits: Sequence[str], split: str | None, repository: str, config: str | None, key: str) -> str:
     """Return the split that the user named, or a default split.
 
-    If the user named no split, return the split with a usual name for the config key (`train` or `val`), or the only
-    split of the data set.
+    If the user named no split, return the split that has a usual name for the config key (such as `validation` for the
+    key `val`), or else the only split of the data set.
 
     Raises:
-        ConfigError: the named split does not exist, or the user named no split and the data set has several splits,
-            none of which has a usual name.
+        ConfigError: the split that the user named does not exist, or the user named no split and the data set has
+            several splits, none of which has a usual name for the config key.
     """
     if split in splits:
         return str(split)
@@ -150,7 +152,7 @@ def _persistently(call: Callable[[], Any]) -> Any:
         try:
             return call()
         except (HfHubHTTPError, OfflineModeIsEnabled, FileNotFoundError, ValueError):
-            raise  # The hub has answered with an error, so a further attempt would not help.
+            raise  # The hub has answered with an error, so another download attempt would not help.
         except Exception as error:
             if attempt == _ATTEMPTS or _is_of_disk(error):
                 raise

@@ -1,10 +1,10 @@
 """Resolves the name of a data set on the Hugging Face hub to a commit, and reads the rows of one split.
 
 The name of a data set has the form `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]`. In the name `ORG/NAME:WORD`, WORD
-means a configuration if the data set has a configuration of that name, and otherwise a split. `ORG/NAME::SPLIT` names a
-split without a configuration. The name of a data set is *pinned* if the name has all parts and the revision is a
-complete commit hash of 40 digits. The driver completes the name of each data set once, with the commit, so that a
-resumed run reads the same rows again.
+means a configuration if the data set has a configuration of that name, and otherwise a split. The form
+`ORG/NAME::SPLIT` gives a split but no configuration. The name of a data set is *pinned* if the name has all parts and
+the revision is a complete commit hash of 40 digits. The driver adds the missing parts, such as the commit, to the name
+of each data set once, so that a resumed run reads the same rows again.
 
 A separate process (`rltrain.data.hub_dataset_download`) downloads data sets with the library `datasets`. Ctrl-C ends
 the download process at once. When the download process starts, it reads the environment variables HF_HOME, HF_TOKEN,
@@ -51,7 +51,8 @@ class DatasetName:
     Attributes:
         repository: name of the data set without configuration, split and revision: `ORG/NAME`.
         config: name of the configuration; None for the data set's configuration "default" or its only configuration. If
-            `split` is None and the data set has no configuration with this name, `config` holds the name of a split.
+            `split` is None and the data set has no configuration with the name in `config`, `config` holds the name of
+            a split.
         split: name of the split; None if the user named no split, or wrote `ORG/NAME:SPLIT`, for which `config` holds
             the name of the split.
         revision: branch, tag or commit of the data set; None for the main branch.

@@ -45,7 +45,7 @@ def snapshot(model: str, revision: str | None, **options: Any) -> Path:
     Args:
         model: the model's name on the hub, without its revision.
         revision: branch, tag or commit to download; None for the main branch.
-        options: further arguments of `huggingface_hub.snapshot_download`.
+        options: keyword arguments that are passed on to `huggingface_hub.snapshot_download`.
     """
     from huggingface_hub import snapshot_download
 
@@ -92,8 +92,9 @@ def _persistently(model: str, revision: str | None) -> Path:
 def _progress_class() -> type:
     """Return a progress-bar class that writes messages instead of displaying bars.
 
-    huggingface_hub creates several progress bars: one bar counts files, and the other bars count bytes. Two progress
-    bars can count the same byte: one bar when the byte is received, and one bar when the byte is written.
+    huggingface_hub creates several progress bars: one bar counts files, and the other bars count bytes. The same byte
+    can be counted by two progress bars, by one bar when the byte is received and by another bar when the byte is
+    written.
     """
     from tqdm.auto import tqdm
 

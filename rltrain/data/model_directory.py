@@ -12,7 +12,7 @@ from rltrain.settings.typed import require
 
 # Keys of a model's config that may hold the maximum number of positions.
 _POSITIONS = ("max_position_embeddings", "n_positions")
-_LAYERS = ("layer_types", "layers_block_type")  # Config keys that may hold the type of each layer.
+_LAYERS = ("layer_types", "layers_block_type")  # Keys of a model's config that may hold the layers' types.
 # Names of the layer types with attention.
 _ATTENTION = ("full_attention", "attention", "sliding_attention", "chunked_attention")
 _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt")
@@ -263,7 +263,7 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
 
     try:
         return AutoTokenizer.from_pretrained(str(local_directory(path)), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # Parsers raise many exception types for broken files.
+    except Exception as error:  # Broken tokenizer files cause exceptions of many types.
         reason = " ".join(str(error).split())[:120]
         raise ConfigError(
             f"{key}={path}: the tokenizer does not load ({type(error).__name__}: {reason}); save it again with "
@@ -323,8 +323,8 @@ def end_token_ids(path: str | Path, tokenizer: Any) -> list[int]:
     The ids of the end tokens come from generation_config.json, the model's config and the tokenizer.
 
     Raises:
-        ConfigError: the model has no end token, so that no answer would ever stop, or an end token is not in the
-            model's vocabulary.
+        ConfigError: an end token is not in the model's vocabulary, or the model has no end token. Without an end token,
+            no answer would ever stop.
     """
     folder, model = local_directory(path), text_config(path)
     sources = [read_json(folder / "generation_config.json"), model]

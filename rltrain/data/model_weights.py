@@ -156,7 +156,7 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
 
     try:
         return safe_open(file, framework)
-    except Exception as error:  # safetensors raises SafetensorError or OSError.
+    except Exception as error:  # For a broken file, safetensors raises SafetensorError or OSError.
         reason = one_line(" ".join(str(error).split()), 160)
         raise ConfigError(f"{where}: {file.name} is not a complete safetensors file ({reason}); {AGAIN}") from None
 
@@ -240,8 +240,8 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
         where: the config key and the model's path, for the start of error messages.
         kind: the transformers Auto class of the model to check; by default, `AutoModelForCausalLM`.
         new_head: whether training starts with new random values for the parameters outside the base model. If
-            `new_head` is true, files that lack the parameters outside the base model, or hold the head of another
-            model, are accepted.
+            `new_head` is true, the check accepts weight files that lack the parameters outside the base model, or that
+            hold the head of another model.
 
     Raises:
         ConfigError: the weights do not fit the model, or belong to an adapter or a quantized model. The error message
@@ -319,7 +319,7 @@ def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kw
         path: the model's directory.
         where: the config key and the model's path, for the start of error messages.
         new_head: whether weight files without the model's head are accepted, as in `check_weights`.
-        **kwargs: further arguments for `from_pretrained`.
+        **kwargs: keyword arguments that are passed on to `from_pretrained`.
 
     Raises:
         ConfigError: `check_weights` fails, or the weight files lack tensors or hold unexpected tensors.

@@ -80,7 +80,7 @@ class PromptForm:
     Attributes:
         reads: names of the columns that are read to make the prompts.
         columns: names of the columns that reward functions get.
-        source: description of what a prompt is made of, for messages to the user, such as "column question".
+        source: description of what a prompt is made of (for example "column question"), for messages to the user.
         as_user: whether a text prompt becomes a user message.
         system: text of the system message that starts each chat; None for no system message.
         chat: value of the config key `data.chat`: "auto", "always" or "never".
@@ -189,8 +189,8 @@ def _require_template(options: PromptOptions, has_template: bool) -> None:
 
 
 def _reader(columns: Sequence[str], prompt: str | None, where: str) -> tuple[tuple[str, ...], Reader, str]:
-    """Return the names of the columns to read, a function that makes a prompt from a row, and a description of what a
-    prompt is made of, for messages to the user.
+    """Return the names of the columns to read, a function that makes a prompt from a row, and a description, for
+    messages to the user, of what a prompt is made of.
     """
     if prompt is None:
         prompt = _recognised(columns, where)
@@ -247,13 +247,13 @@ def require_column(name: str, columns: Sequence[str], given: str, where: str, mo
 def template_parts(template: str, *, key: str = "data.prompt", what: str = "prompt") -> list[tuple[str, str | None]]:
     """Split a template into pairs of text and column name.
 
-    In each pair, the text is the part of the template between the previous column and the column of the pair. In the
-    last pair, the column name is None if the template ends with text.
+    The text of a returned pair (text, column name) is the part of the template between the previous column and the
+    pair's column. If the template ends with text, the column name of the last pair is None.
 
     Args:
         template: the template, with columns in braces.
         key: the config key of the template, for error messages.
-        what: name of the result of filling in the template, such as "prompt", for error messages.
+        what: word, such as "prompt", with which error messages refer to the filled-in template.
 
     Raises:
         ConfigError: a brace is unmatched, braces enclose something other than the name of a column, or the template

@@ -1,14 +1,14 @@
 """Sampling of training prompts from pools by difficulty, with a preference for prompts that the policy solves sometimes
 but not always.
 
-The success p of a prompt is the share of correct answers in the prompt's most recent group of answers. A group whose
-answers are all correct or all wrong has GRPO advantages of 0. For a prompt with success p, the variance p (1 - p) of
-the outcomes is largest at p = 1/2, so the policy learns most from prompts of medium difficulty (arXiv 2502.12272).
-`PromptPools` stores the success of each prompt, and sorts the prompts into four pools:
+The success rate p of a prompt is the share of correct answers in the prompt's most recent group of answers. A group
+whose answers are all correct or all wrong has GRPO advantages of 0. For a prompt with success rate p, the variance
+p (1 - p) of the outcomes is largest at p = 1/2, so the policy learns most from prompts of medium difficulty (arXiv
+2502.12272). `PromptPools` stores the success rate of each prompt, and sorts the prompts into four pools:
 
-    unseen: the success has not been measured yet
-    easy:   success >= easy_threshold
-    hard:   success <= hard_threshold
+    unseen: the success rate has not been measured yet
+    easy:   success rate >= easy_threshold
+    hard:   success rate <= hard_threshold
     normal: all other prompts
 
 Each pool is assigned a subinterval of [0, 1). Draw number n, counted from 0, takes a prompt from the pool whose
@@ -17,27 +17,26 @@ interval contains the point u(n):
     u(n) = frac(u(0) + n * 0x9E3779B97F4A7C15 / 2^64)
 
 The intervals of the pools, in the order normal, unseen, hard, easy, have the lengths of the configured fractions. The
-first point u(0) depends on the seed. The points u(n) are spread evenly over [0, 1), because the factor of n in the
-formula for u(n) is the golden ratio minus 1. Among any m consecutive draws, a pool with fraction f is therefore chosen
-about m * f times, with a small deviation.
+point u(0), which selects the pool of the first draw, depends on the seed. The points u(n) are spread evenly over
+[0, 1), because the factor of n in the formula for u(n) is the golden ratio minus 1. Among any m consecutive draws, a
+pool with fraction f is chosen about m * f times, with a small deviation.
 
 If the chosen pool is empty, the draw takes a prompt from the normal pool. If the chosen pool and the normal pool are
 both empty, the draw takes a prompt from the unseen pool. If the chosen pool, the normal pool and the unseen pool are
 all empty, the draw takes a random prompt from the hard and easy pools. If all prompts are in the hard and easy pools,
-the sampling is therefore almost the same as shuffled passes through all prompts. If the draws took only hard prompts
-while the normal and the unseen pool are empty, the policy would be trained only on prompts that it fails to solve.
+the sampling is almost the same as shuffled passes through all prompts. If the draws took only hard prompts while the
+normal and the unseen pool are empty, the policy would be trained only on prompts that it fails to solve.
 
 Within a pool, prompts are drawn without replacement: each pass through a pool is a random permutation of the prompts in
 the pool. A drawn prompt can be drawn again in the next pass through the pool at the earliest. A prompt is *in flight*
-from its draw until the end of the training step of its prompt group. A prompt in flight is in no pool, so a step never
-has two groups of one prompt. In a pool with n prompts and fraction f, each prompt is drawn once in n / f draws on
-average.
+from its draw until the training step of its prompt group ends. A prompt in flight is in no pool, so a step never has
+two groups of one prompt. In a pool with n prompts and fraction f, each prompt is drawn once in n / f draws on average.
 
-The success of a prompt changes only at the end of a training step, when the prompts of the step are returned to the
-pools in the order of their draws. Draws therefore depend on the seed and on the outcomes of finished steps, and never
-on the order in which answers arrive. If `trainer.max_staleness` is k, the prompts of a step are drawn while the k
-preceding steps are unfinished. With `trainer.max_staleness` = k, the draws of a step therefore depend on the outcomes
-of all earlier steps except the k preceding steps.
+The success rate of a prompt changes only at the end of a training step, when the prompts of the step are returned to
+the pools in the order of their draws. Which prompts are drawn depends on the seed and on the outcomes of finished
+steps, and never on the order in which answers arrive. If `trainer.max_staleness` is k, the prompts of a step are drawn
+while the k preceding steps are unfinished. With `trainer.max_staleness` = k, the draws of step s depend on the outcomes
+of the steps before step s - k, and not on the outcomes of the steps s - k to s - 1.
 """
 
 import base64
@@ -55,12 +54,12 @@ from rltrain.settings.typed import require
 # empty.
 POOLS = ("normal", "unseen", "hard", "easy")
 _GOLDEN, _BITS = 0x9E3779B97F4A7C15, 64
-_LARGEST = 2**16 - 1  # Largest number of answers of a group, because each count is stored in 16 bits.
+_LARGEST = 2**16 - 1  # Largest number of answers in a group, because counts of answers are stored in 16 bits.
 
 
 class _Pool:
     """One pool: the indices of the pool's prompts that are not in flight. A prompt is in flight from its draw until the
-    end of the training step of its prompt group.
+    training step of its prompt group ends.
 
     Attributes:
         passes: number of passes through the pool that have begun.
@@ -127,12 +126,12 @@ class PromptPools:
     def give_back(self, outcomes: Mapping[int, tuple[int, int]]) -> None:
         """Return the prompts of a finished training step to the pools, with their outcomes.
 
-        If the new group of a prompt has no judged answer, the prompt keeps the success from its previous group.
+        If the new group of a prompt has no judged answer, the prompt keeps the success rate of its previous group.
 
         Args:
-            outcomes: a dict with one entry for each draw that the step has used or discarded. The key is the position
-                of the draw. The value is the pair (number of correct answers, number of judged answers) for the draw's
-                prompt group.
+            outcomes: a dict with one entry for each draw that the step has used or discarded. Each key of `outcomes` is
+                the position of a draw. Each value is the pair (number of correct answers, number of judged answers) of
+                the draw's prompt group.
         """
         for position, (correct, judged) in sorted(outcomes.items()):
             assert 0 <= correct <= judged <= _LARGEST, f"{correct} of {judged} answers are correct"

@@ -1,8 +1,8 @@
 """Loading of prompts: the rows of a source are read, checked and tokenized.
 
-Loaded prompts consist of token ids and data columns. Any error in the prompt data raises a one-line `ConfigError`
-during loading, before any worker starts. This module does not import torch: its functions get the tokenizer as an
-argument.
+Loaded prompts consist of token ids and data columns. An error in the prompt data raises a one-line `ConfigError` while
+the prompts are loaded, before any worker starts. This module does not import torch: its functions get the tokenizer as
+an argument.
 """
 
 import itertools
@@ -167,18 +167,18 @@ def load_prompts(
             is the config key.
         seed: random seed for the prompts of a built-in task, and for a user's function with a parameter `seed`.
         max_prompt_length: maximum number of tokens in a prompt.
-        overlong: what happens to prompts with more than `max_prompt_length` tokens. "refuse" raises an error for a
-            prompt that is too long. "filter" leaves out each prompt that is too long and counts it in
-            `PromptSet.filtered`.
+        overlong: what happens to prompts with more than `max_prompt_length` tokens. With `overlong`="refuse", a prompt
+            that is too long raises an error. With `overlong`="filter", each prompt that is too long is left out and
+            counted in `PromptSet.filtered`.
         options: the user's settings for prompts: which columns become the prompt, and whether a chat template is
             applied.
-        special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. "text"
-            encodes the name as ordinary text, "refuse" raises an error, and "allow" encodes the name as the control
-            token.
+        special_tokens: what happens to prompts that contain the name of a control token, such as `<|im_end|>`. The
+            value "text" encodes a control token's name as ordinary text, "refuse" raises an error, and "allow" encodes
+            the name as the control token.
         lossy_tokenizer: what happens if the tokenizer loses a part of one of the first prompts: "refuse" raises an
             error, and "allow" accepts the tokenizer.
-        limit: maximum number of prompts to load. If the source has more prompts, the first `limit` prompts that are not
-            too long are kept.
+        limit: maximum number of prompts to load. If the source has more than `limit` prompts, the first `limit` prompts
+            that are not too long are kept.
         supervised: settings of the supervised answers to the prompts; None if no supervised answers are needed.
 
     Raises:

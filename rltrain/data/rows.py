@@ -25,7 +25,9 @@ class Rows:
 
     @classmethod
     def of_dicts(cls, rows: list[dict[str, Any]], place: Callable[[int], str], *, own_splits: bool = False) -> "Rows":
-        """Return a `Rows` object that holds the given dicts. A row's dict may lack some of the columns."""
+        """Return a `Rows` object that holds the given dicts. A row's dict can lack columns that the dicts of other rows
+        have.
+        """
         return cls(rows, tuple(dict.fromkeys(name for row in rows for name in row)), place, own_splits)
 
     def __len__(self) -> int:
@@ -40,8 +42,8 @@ class Rows:
     def read(self, start: int, stop: int, columns: Sequence[str]) -> list[dict[str, Any]]:
         """Return the rows with the indices `start` to `stop - 1`.
 
-        A returned row contains all of the given columns that exist in the source row. A returned row may also contain
-        further columns.
+        A returned row contains every column in `columns` that the source row has. A returned row can contain columns
+        that are not in `columns`.
         """
         if isinstance(self.content, list):
             return self.content[start:stop]

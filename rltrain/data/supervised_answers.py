@@ -41,8 +41,9 @@ class SupervisedOptions:
         max_length: maximum number of tokens in an answer, including the end token.
         end_ids: ids of the tokens that end an answer of the model.
         stop: strings that end an answer of the model.
-        overlong: what happens to answers with more than `max_length` tokens. "refuse" raises an error for an answer
-            that is too long. "filter" leaves out each answer that is too long, but keeps its prompt.
+        overlong: what happens to answers with more than `max_length` tokens. With `overlong`="refuse", an answer that
+            is too long raises an error. With `overlong`="filter", each answer that is too long is left out, but its
+            prompt is kept.
     """
 
     response: str
@@ -57,7 +58,7 @@ class SupervisedAnswers:
     """The token ids of the supervised answers of a prompt set.
 
     Attributes:
-        source: description of what an answer is made of, for messages to the user, such as "column solution".
+        source: description of what an answer is made of (for example "column solution"), for messages to the user.
         count: number of prompts that have a supervised answer.
         filtered: number of answers that were left out because they are too long.
         spelling: number of answers in which the name of a control token was encoded as ordinary text.
@@ -126,7 +127,8 @@ class AnswerForm:
     Args:
         response: name of a column, or a template with columns in braces.
         columns: names of the data's columns.
-        form: the way in which rows become prompts, which may derive further columns such as `completion`.
+        form: the way in which rows become prompts. The form can compute columns that the data lacks, such as
+            `completion`.
         where: the config key and the source of the data, for error messages.
 
     Raises:

@@ -6,8 +6,9 @@ Jinja folds constants. If a template exceeds the resource limits, only the rende
 process.
 
 The parent process sends rendering requests to the rendering process. A rendering request is a pickle of the tuple
-(template, variables, pickles of chats). The answer to a rendering request is the JSON array [texts, error]. In the
-answer, `error` is the template's error message for the first chat that cannot be rendered, or null.
+(template, variables, pickles of chats). The answer to a rendering request is the JSON array [texts, error]. In the JSON
+array that answers a rendering request, `error` is the template's error message for the first chat that cannot be
+rendered, or null if all chats were rendered.
 """
 
 import contextlib

@@ -93,8 +93,8 @@ class TokenBound:
 
 
 def _flat(part: Any, inner: str) -> list[dict[str, Any]]:
-    """Return the components of a part of a tokenizer as a flat list, even if sequences of components are nested. If the
-    part of the tokenizer is None, the list is empty.
+    """Return a flat list of the components in one part of a tokenizer, such as its pre-tokenizer, even if the part
+    contains nested sequences. If the tokenizer lacks the part (`part` is None), return an empty list.
     """
     if part is None:
         return []
@@ -107,7 +107,7 @@ def _keeps_all_but_space(part: dict[str, Any]) -> bool:
 
 
 def _units(vocab: Collection[str], in_bytes: bool, fallback: bool, strips: bool, character: str) -> int:
-    """Return the number of units (characters or bytes) of a character that the lower bound counts.
+    """Return the number of units (characters or bytes) that one character contributes to the lower bound.
 
     A character counts as 0 units if the tokenizer may drop the character or merge it with other characters.
     """

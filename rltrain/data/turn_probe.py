@@ -4,13 +4,13 @@ whole conversation.
 The check builds synthetic conversations turn by turn, as in a rollout. The check compares each built conversation with
 the template's rendering of the whole conversation:
 
-- The built conversation and the rendering have the same control tokens in the same order. The built conversation
-  therefore has a second beginning-of-sequence token, a repeated system prompt or a missing end token only if the
-  rendering has the same fault.
-- Between two control tokens, the built conversation and the rendering have the same token ids. In an answer of the
-  assistant, the text must be the same, but the token ids are allowed to differ. White space around an answer is allowed
-  to differ, because the policy samples this white space. Thoughts (`<think>...</think>`) are allowed to differ, because
-  some templates remove thoughts from earlier answers.
+- The built conversation and the rendering have the same control tokens in the same order. The built conversation has a
+  second beginning-of-sequence token, a repeated system prompt or a missing end token only if the rendering has the same
+  fault.
+- Between two control tokens, the built conversation and the rendering have the same token ids. An answer of the
+  assistant must have the same text in the built conversation and in the rendering, but the answer's token ids are
+  allowed to differ. White space around an answer is allowed to differ, because the policy samples this white space.
+  Thoughts (`<think>...</think>`) are allowed to differ, because some templates remove thoughts from earlier answers.
 - The built conversation ends where the template would write the assistant's next answer.
 """
 
@@ -170,7 +170,9 @@ def _require_contents(chat: "Sequence[Message]", whole: str) -> None:
 
 
 def _require_same(renderer: "TurnRenderer", row: Sequence[int], whole: Sequence[int], answers: Sequence[str]) -> None:
-    """Raise an error if `row` differs from `whole` by more than thoughts and white space around answers."""
+    """Raise an error if the built conversation `row` and the template's rendering `whole` differ by more than thoughts
+    and white space around answers.
+    """
     ours, theirs = _pieces(renderer, row), _pieces(renderer, whole)
     for (special, ids), (their_special, their_ids) in zip(ours, theirs, strict=False):
         if special != their_special:

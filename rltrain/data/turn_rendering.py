@@ -2,8 +2,8 @@
 
 The token ids of a context grow only at the end: the prompt's ids are followed by the ids that the policy sampled, the
 ids of an *observation*, the next sampled ids, and so on. An observation is the text that the chat template writes
-between two answers of the assistant. An observation consists of the part of the first answer's end that the policy did
-not sample, the new messages, and the text that opens the next answer.
+between two answers of the assistant. An observation consists of three parts: the rest of the earlier answer's end, if
+the policy did not sample all of it; the new messages; and the text that opens the next answer.
 
 To find the text of an observation, a short conversation is rendered: a user's message, an *anchor*, and the new
 messages. The anchor is an answer of the assistant that ends with a known word. The observation is the rendered text
@@ -30,7 +30,7 @@ Message = Mapping[str, Any]
 _USER = {"role": "user", "content": "a"}
 _PLAIN_NAME = re.compile(r"[\w.-]{1,64}")
 _SURROGATES = re.compile("[\ud800-\udfff]")  # Unpaired surrogates are not valid Unicode.
-_PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # The class ControlTokens uses these private-use characters.
+_PRIVATE = re.compile("[\U000f0000-\U000fffff]")  # Matches the private-use characters that ControlTokens uses.
 _ANCHORS = 1024  # Maximum number of `Anchor` objects in the cache.
 
 
@@ -98,7 +98,7 @@ class TurnRenderer:
         self._templates.close()
 
     def with_tools(self, tools: Sequence[Mapping[str, Any]]) -> "TurnRenderer":
-        """Return a renderer for other tools, which shares the rendering process of this renderer."""
+        """Return a new renderer with other tools; the new renderer uses the rendering process of this renderer."""
         return TurnRenderer(self.tokenizer, tools=tools, stop_ids=self.stop_ids, templates=self._templates)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
@@ -291,8 +291,8 @@ class TurnRenderer:
         raise refusal or TemplateError("the chat template refuses tool calls")
 
     def _ended(self, tail: str) -> tuple[str, str]:
-        """Split the rendered text after `mark` in a tool call into the end of the call and the text that ends the
-        answer.
+        """Split `tail`, the rendered text after the last `mark` of a tool call, into the rest of the call and the text
+        that ends the answer.
         """
         usual = self.answer_anchor.closing
         if tail.endswith(usual):

@@ -1,7 +1,7 @@
 """Adapters that turn environments of other libraries into environments of rltrain.
 
-The user passes to an adapter a function that creates the environment's object, so the adapter itself need not import
-the other library. Example:
+The user passes to an adapter a function that creates the environment's object, so the adapter need not import the
+library of the environment. Example:
 
     import reasoning_gym
     from rltrain.environments.adapters import from_reasoning_gym
@@ -16,7 +16,7 @@ from typing import Any
 
 from rltrain.environments.contract import as_text
 
-SEEDS = 1 << 31  # Many libraries accept only seeds below 2**31.
+SEEDS = 1 << 31  # Many libraries of environments accept only seeds below 2**31.
 
 
 def from_gymnasium(make: Callable[[], Any]) -> type:
@@ -88,8 +88,8 @@ def from_reasoning_gym(make: Callable[[int], Any]) -> type:
     """Return an environment class for a task of reasoning-gym; the environment asks one question and scores the answer.
 
     Args:
-        make: Function that takes a seed and returns a data set of reasoning-gym. The conversation uses the first entry
-            of the data set.
+        make: Function that takes a seed and returns a data set of reasoning-gym. The conversation asks the question in
+            the first entry of the data set that `make` returns.
     """
 
     class ReasoningGymEnvironment:

@@ -5,11 +5,12 @@ rltrain starts the agent program once for each trajectory:
 
     run(base_url, api_key, **columns) -> float | dict[str, float] | None
 
-An agent function gets only the arguments that its signature names. The possible arguments are `base_url` and `api_key`
-for an OpenAI client, `model` (a model name for the client), `messages` (the prompt as chat messages), `seed`, and the
-columns of the data by name. If the agent function returns a number, the number is the reward of the trajectory. If the
-agent function returns a dict, the dict maps the id of an answer to the reward of that answer's turn. An agent function
-can be a coroutine function. The class `workers.environments.agent_program.CommandProgram` says what a command gets.
+An agent function gets only the arguments that its signature names. The possible arguments of an agent function are
+`base_url` and `api_key` for an OpenAI client, `model` (a model name for the client), `messages` (the prompt as chat
+messages), `seed`, and the columns of the data by name. If the agent function returns a number, the number is the reward
+of the trajectory. If the agent function returns a dict, the dict maps the id of an answer to the reward of that
+answer's turn. An agent function can be a coroutine function. The docstring of the class
+`workers.environments.agent_program.CommandProgram` describes what an agent program that is a command gets as its input.
 """
 
 import inspect
@@ -24,7 +25,7 @@ _FUNCTION = re.compile(r"\S+:[A-Za-z_]\w*")
 def is_function(agent: str) -> bool:
     """Return whether `rollout.agent` names a function, `package.module:function` or `file.py:function`.
 
-    A value of `rollout.agent` in any other form is a command.
+    A value of `rollout.agent` that does not have the form of a function's name is a command.
     """
     return _FUNCTION.fullmatch(agent) is not None
 

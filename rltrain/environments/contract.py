@@ -13,8 +13,8 @@ An environment is a class. For each trajectory, rltrain creates one object of th
     reward() -> float | None           optional: called after the last turn; returns the reward of the whole trajectory.
     close() -> None                    optional: called when the trajectory has ended, even after an error.
 
-All methods of an environment can be coroutine functions. A method with the name `get_reward` is used like `reward`. A
-tool can also be a function outside any class; such a function has no state.
+All methods of an environment can be coroutine functions. A method with the name `get_reward` is called in the same way
+as `reward`. A tool can also be a function outside any class; such a function has no state.
 """
 
 import inspect
@@ -51,7 +51,7 @@ def missing_columns(environment: type, columns: Sequence[str]) -> list[str]:
     reset = getattr(environment, RESET, None)
     if reset is None:
         return []
-    first = next(iter(inspect.signature(reset).parameters), "")  # The first parameter is `self`.
+    first = next(iter(inspect.signature(reset).parameters), "")  # The first parameter of `reset` is `self`.
     return missing_arguments(reset, [first, SEED, *columns])
 
 

@@ -15,7 +15,7 @@ from rltrain.environments.contract import valid_unicode
 Message = dict[str, Any]
 Event = dict[str, Any]
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-CHAT_ID, RESPONSE_ID = "chatcmpl-", "resp_"  # Prefixes of the ids of responses.
+CHAT_ID, RESPONSE_ID = "chatcmpl-", "resp_"  # Prefixes of the ids that the two APIs give to responses.
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 
@@ -42,8 +42,8 @@ class ModelRequest:
     """A request for the model's next message.
 
     Attributes:
-        messages: The whole conversation as chat messages. Contents are text, and the arguments of tool calls are
-            decoded JSON.
+        messages: The whole conversation as chat messages. The content of each message is text, and the arguments of
+            tool calls are decoded JSON.
         tools: Schemas of the tools, as `transformers.utils.get_json_schema` returns them.
         max_tokens: Maximum number of tokens of the answer; None for no limit.
         model: Name of the model, which the response repeats.
@@ -69,7 +69,7 @@ class ModelAnswer:
         id: Identity of the answer, unique in the run.
         message: The answer as a chat message. The arguments of tool calls are decoded JSON.
         cut: Whether the answer was cut at the maximum number of tokens.
-        prompt_tokens: Number of tokens before the answer.
+        prompt_tokens: Number of tokens in the context before the answer.
         completion_tokens: Number of sampled tokens.
         created: Time at which the answer was created, in seconds since 1970.
     """
@@ -108,7 +108,9 @@ def check_options(body: Mapping[str, Any]) -> None:
     if body.get("background"):
         raise ApiError("background: responses in the background are not supported; leave background out")
     if body.get("tool_choice") not in (None, "auto", "none"):
-        raise ApiError(f"tool_choice={body['tool_choice']!r}: the model chooses itself; use 'auto' or 'none'")
+        raise ApiError(
+            f"tool_choice={body['tool_choice']!r}: the model decides whether to call a tool; use 'auto' or 'none'"
+        )
     form = body.get("response_format") or (body.get("text") or {}).get("format") or {"type": "text"}
     if form.get("type") != "text":
         raise ApiError(f"the response format {form.get('type')!r} is not supported; use 'text'")

@@ -1,6 +1,6 @@
 """Adapters for environments that other libraries run on a server, in a separate process or container.
 
-Because the server is separate, the other library need not be installed together with rltrain. Example:
+Because the server is separate, the library of the environment need not be installed together with rltrain. Example:
 
     from rltrain.environments.servers import from_openenv
 
@@ -38,7 +38,8 @@ def from_openenv(
         action: Name of the action's field that contains the model's text, or a function that takes the model's text and
             returns all fields of the action.
         observation: Name of the only field of the observation that the model sees, or a function that takes all fields
-            of the observation and returns the text that the model sees. None: the model sees all fields as JSON.
+            of the observation and returns the text that the model sees. If `observation` is None, the model sees all
+            fields as JSON.
 
     Raises:
         ValueError: the URL does not start with http, https, ws or wss.
@@ -83,7 +84,8 @@ def from_openenv(
 
 
 def from_verifiers(address: str) -> Callable[..., Coroutine[Any, Any, float]]:
-    """Return an agent function that runs conversations on a running environment server of verifiers (version 0.4).
+    """Return an agent function that lets a running environment server of the library verifiers (version 0.4) run
+    conversations.
 
     The server runs its own agents and scores the conversation. The agents of the server send their requests for the
     policy to rltrain's API. The agent function returns the weighted sum of all rewards of the conversation. The columns

@@ -29,7 +29,7 @@ class ToolCall:
     """A call of a tool.
 
     Attributes:
-        name: name of the tool. A tool with this name need not exist.
+        name: name of the tool. The tool that the call names need not exist.
         arguments: dict that maps the name of each argument to the value decoded from JSON.
         id: nine letters or digits, unique among the calls of an action.
     """
@@ -357,9 +357,10 @@ def _enclosed(
         text: the text with the call.
         start: position at which the opening mark starts.
         opening, closing: the marks before and after the call.
-        read: function that makes a call from the JSON value between the marks.
+        read: function that converts the JSON value between the marks `opening` and `closing` to a tool call.
         reopening: mark with which the next call starts; None if the next call starts with `opening`.
-        fence: end of a code block that may stand between the JSON value and the mark `closing`.
+        fence: end of the fenced code block around the JSON value, which stands before the mark `closing`; "" if the
+            JSON value is not in a code block.
     """
     body = start + len(opening)
     try:
@@ -378,7 +379,7 @@ def _enclosed(
 
 
 def _end_of_broken(text: str, at: int, opening: str, closing: str) -> int:
-    """Return the end of a malformed call.
+    """Return the position at which a malformed call ends.
 
     A malformed call ends after the next closing mark, before the next opening mark, or at the end of the text.
     """
@@ -454,7 +455,9 @@ def _checked_or_broken(value: Any, text: str) -> _Call | _Broken:
 
 
 def _checked(value: Any, end: int | None = None) -> _Call:
-    """Make a call from a JSON value, or raise an error whose message tells the model what is wrong."""
+    """Convert a JSON value to a tool call, or raise an error whose message tells the model what is wrong with the
+    value.
+    """
     if not isinstance(value, dict):
         raise _MalformedError(f"the call is not a JSON object; {_SHAPE}", end)
     name = value.get("name")

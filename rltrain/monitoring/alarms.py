@@ -149,7 +149,9 @@ class Alarms:
         )
 
     def _reward(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if the mean reward of the last 5 steps is far below its best; otherwise return ""."""
+        """Return an alarm message if the mean reward of the last 5 steps is far below the highest mean reward of 5
+        consecutive steps; otherwise return "".
+        """
         if "reward/mean" not in metrics:
             return ""
         self.window.append((metrics["reward/mean"], metrics.get("reward/std", 0.0)))

@@ -40,7 +40,7 @@ class Metric:
 SECTIONS: dict[str, tuple[Metric, ...]] = {
     "Rewards": (
         Metric("reward/mean", "mean score of the step's answers, excluding answers without a score", "score", "rises"),
-        Metric("reward/std", "standard deviation of the scores in `reward/mean`", "score", "above 0"),
+        Metric("reward/std", "standard deviation of the scores whose mean is `reward/mean`", "score", "above 0"),
         Metric(
             "reward/accuracy",
             "share of correct answers; present only if a reward function reports correctness (the field `success`)",
@@ -64,7 +64,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
             "mean score, before weighting, of the reward function or reward model `<name>`",
             "score",
         ),
-        Metric("reward/<name>/std", "standard deviation of the scores in `reward/<name>/mean`", "score"),
+        Metric("reward/<name>/std", "standard deviation of the scores whose mean is `reward/<name>/mean`", "score"),
         Metric(
             "reward/<name>/failed_fraction",
             "share of answers on which the reward function or reward model `<name>` failed",
@@ -168,7 +168,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
     ),
     "Conversations with an environment or tools": (
         Metric(
-            "rollout/turns_mean", "mean number of turns, that is, of the model's answers in a conversation", "turns"
+            "rollout/turns_mean", "mean number of turns in a conversation; a turn is one answer of the model", "turns"
         ),
         Metric("rollout/turns_max", "largest number of turns in a conversation", "turns"),
         Metric(
@@ -393,14 +393,14 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "actor/sft_loss",
-            "mean cross-entropy of the tokens of supervised answers, before the factor `algorithm.sft_coef`; present "
+            "mean cross-entropy of the tokens of supervised answers, not multiplied by `algorithm.sft_coef`; present "
             "only in steps with supervised answers",
             "nats per token",
             "falls",
         ),
         Metric(
             "actor/positive_nll",
-            "mean negative log-likelihood of the trained tokens of correct answers, before "
+            "mean negative log-likelihood of the trained tokens of correct answers, not multiplied by "
             "`algorithm.positive_nll_coef`; a mini-batch without correct answers counts as 0",
             "nats per token",
             "falls",
@@ -578,7 +578,7 @@ def page() -> str:
         "The file `metrics.jsonl` has one line per training step, and `evaluations.jsonl` has one per evaluation.",
         "Shares and means over tokens count all trained tokens, even tokens that `correction` or `rejection` drops.",
         "No metric under `reward/`, `actor/` or `critic/` depends on the duration of a step.",
-        "In the progress line, `kl` is the KL to the reference, else the KL to the teachers, else `actor/ppo_kl`.",
+        "In the progress line, `kl` is the first available KL: to the reference, to the teachers, or `actor/ppo_kl`.",
         "The metrics of a named evaluation set (`data.val_sets`) have names such as `eval/aime/sampled_reward`.",
         "A placeholder in a metric's name (`<name>`, `<phase>` or `<k>`) stands for one word or number.",
     ]

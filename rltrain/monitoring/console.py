@@ -35,8 +35,8 @@ SHOWN_MESSAGES = 12  # A printed conversation has at most SHOWN_MESSAGES message
 SHOWN_PARTS = 3  # The progress bar shows the scores of at most SHOWN_PARTS reward functions.
 # If the output is not a terminal, a download prints one line of progress every 60 seconds.
 DOWNLOAD_LINE_EVERY_S = 60.0
-# If the output is not a terminal, one line is printed after every tenth training step. A line is also printed after
-# each training step that ends at least 10 seconds after the previously printed line.
+# If the output is not a terminal, a line is printed after every tenth training step, and after each training step that
+# ends at least 10 seconds after the previously printed line.
 PLAIN_EVERY, PLAIN_EVERY_S = 10, 10.0
 # If the output is not a terminal and no line about a training step has been printed for 60 seconds, a line about the
 # current step is printed.
@@ -241,8 +241,9 @@ def step_text(metrics: dict[str, float]) -> str:
 def evaluation_text(step: int, name: str, metrics: Mapping[str, float]) -> str:
     """Return the results of one evaluation set as text.
 
-    The text contains the accuracy (or the mean reward, if the accuracy is unknown), pass@k and the mean answer length.
-    If the run has several reward functions, the text also contains the mean score of each reward function.
+    The returned text contains the accuracy (or the mean reward, if the accuracy is unknown), pass@k and the mean answer
+    length. If the run has several reward functions, the returned text contains the mean scores of the first
+    `SHOWN_PARTS` reward functions.
 
     Args:
         step: number of training steps before the evaluation.
@@ -427,7 +428,7 @@ def next_command(overrides: Sequence[str], output_dir: Path) -> str:
     """Return a shell command that trains with another algorithm on the same data, and a TensorBoard command.
 
     The training command omits all overrides of keys in the config section `algorithm`, because another algorithm may
-    not accept the overrides. The training command also omits `data.sft_response`, because rltrain refuses
+    not accept the overrides. The training command omits `data.sft_response`, because rltrain refuses
     `data.sft_response` without `algorithm.sft_coef`. The command for TensorBoard is returned only if the run has a
     folder `tensorboard`.
     """

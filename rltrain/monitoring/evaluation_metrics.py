@@ -73,11 +73,13 @@ def _pass_at_each_k(batch: DataProto) -> Iterator[tuple[int, float]]:
 def pass_at_k(successes: Tensor, k: int) -> float:
     """Return an unbiased estimate of the probability that at least one of k answers to a prompt is correct.
 
-    For n answers with c correct answers, the estimate is 1 - C(n - c, k) / C(n, k) (arXiv 2107.03374, equation 1).
+    For n answers to a prompt, of which c are correct, the estimate of pass@k is 1 - C(n - c, k) / C(n, k), where C is
+    the binomial coefficient (arXiv 2107.03374, equation 1).
 
     Args:
-        successes: tensor (n,) with n >= k: 1 for each correct answer, and 0 for each wrong answer.
-        k: number of answers that are drawn from the n answers.
+        successes: tensor (n,) with one value for each of the n >= k answers to a prompt: 1 for a correct answer, and 0
+            for a wrong answer.
+        k: number of answers that pass@k draws from the n answers to a prompt.
     """
     count, correct = len(successes), int(successes.sum())
     return 1 - math.comb(count - correct, k) / math.comb(count, k)

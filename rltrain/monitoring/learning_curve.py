@@ -33,7 +33,7 @@ class StepHistory:
         self._whole.append(row)
 
     def last(self) -> list[dict[str, float]]:
-        """Return a list that contains only the metrics of the last step, or [] if there is no step."""
+        """Return a list that contains only the metrics of the last step, or [] if no step was added."""
         return self._whole[-1:]
 
     def rows(self) -> list[dict[str, float]]:

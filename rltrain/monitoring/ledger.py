@@ -1,4 +1,4 @@
-"""The ledger: a file that records for each prompt group of a run whether it was used or dropped.
+"""The ledger: a file that records for each prompt group of a run whether it was trained on or dropped.
 
 The ledger has one line per training step, with the following keys:
 
@@ -20,7 +20,7 @@ LEDGER = "ledger.jsonl"
 
 
 def ledger_line(step: int, batch: DataProto, dropped: Sequence[int], reused: Sequence[int] = ()) -> dict[str, Any]:
-    """Return the ledger line of a step: its used, reused and dropped prompt groups, and its failed answers."""
+    """Return the ledger line of a step: the used, reused and dropped prompt groups, and answers whose reward failed."""
     uids = batch.batch["uid"].tolist()
     failed = [[uids[row], row - uids.index(uids[row])] for row in batch.batch["failed"].nonzero()[:, 0].tolist()]
     return {

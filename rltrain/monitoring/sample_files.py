@@ -104,8 +104,9 @@ def sample_table(batch: DataProto, components: Sequence[str]) -> pa.Table:
     The columns of the table include texts, token ids, log-probs, scores, advantages and finish reasons. The column
     `reward_components` maps the name of each reward function and reward model to its score for the sample. The score of
     a reward function is null if the function does not apply to the sample or if the sample's reward failed. In a run
-    with an environment, the column `messages` holds the conversation as JSON. Further columns in a run with an
-    environment hold the numbers of turns, contexts and tool calls, and the reason why the conversation ended.
+    with an environment, the column `messages` holds the conversation as JSON. In a run with an environment, the columns
+    `turns`, `contexts` and `tool_calls` hold counts, and the column `stop_reason` holds the reason why the conversation
+    ended.
     """
     objects = batch.non_tensor_batch
     offsets = batch.offsets("responses")

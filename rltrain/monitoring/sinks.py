@@ -1,6 +1,6 @@
 """Sinks: objects that write the metrics of a run to files or send the metrics to services.
 
-The sink `JsonLines` is always present, and the config key `trainer.trackers` names further sinks.
+The sink `JsonLines` is always present, and the config key `trainer.trackers` names the other sinks of a run.
 `docs/reading-a-run.md` explains how to add a sink.
 """
 
@@ -52,7 +52,7 @@ class Sink(Protocol):
         """
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Discard all metrics and samples after the training step `step`, because the run continues after `step`.
+        """Discard the metrics and samples of all training steps after `step`, because the run continues after `step`.
 
         The trainer calls `restore` before the first step, and again whenever the run goes back to a checkpoint because
         training ranks have failed. A sink must not rely on having received the metrics of all earlier steps, because a
@@ -60,8 +60,9 @@ class Sink(Protocol):
 
         Args:
             step: last training step whose results are kept; 0 at the start of a run.
-            steps: metrics of each kept training step, oldest first. In each mapping, the key `step` gives the number of
-                the training step. Infinite metric values are replaced by NaN.
+            steps: one mapping with the metrics of each kept training step, oldest first. The key `step` of a mapping
+                gives the number of the training step. In `steps` and `evaluations`, infinite metric values are replaced
+                by NaN.
             evaluations: metrics of each kept evaluation, in the same form as `steps`.
         """
 

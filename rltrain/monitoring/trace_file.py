@@ -24,7 +24,7 @@ from rltrain.base.trace import Event, Recorded
 TRACE = "trace.json.gz"
 _GZIP = 31  # The value 31 of zlib's argument `wbits` selects the gzip format and the largest window.
 _CLOSING = b"\n]}\n"
-_LAST = 1_000_000  # The sort index of a thread that is drawn last is its thread number plus 1,000,000.
+_LAST = 1_000_000  # Threads that are drawn below all others get the thread number plus 1,000,000 as sort index.
 _encode = json.JSONEncoder(default=str, separators=(",", ":")).encode
 
 

@@ -51,22 +51,22 @@ def code_tests(
     use arithmetic or `<` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. The tests can
     apply arithmetic and `<` to two objects that both come from the tested program. In the tests, `x in thing` iterates
     over an object `thing` of the program, and does not call a method `__contains__` of the object. If the program
-    changes an argument in place, a test sees the change in the argument itself. If a test also keeps a separate
-    reference to an object nested in an argument, changes of the nested object are not visible through the separate
-    reference. In the tests, the names of Python's builtins, `math`, `cmath` and `unittest` always refer to Python's own
+    changes an argument in place, a test sees the change in the argument itself. If a test keeps a separate reference to
+    an object that is nested in an argument, the separate reference does not show the program's changes to the nested
+    object. In the tests, the names of Python's builtins, `math`, `cmath` and `unittest` always refer to Python's own
     objects, even if the program redefines these names.
 
     Args:
         prompt: the prompt, which is not used.
         response: the model's text. The program is the last code block that is fenced as python, or else the last block
             without a language, or else the whole response.
-        tests: either Python text or test pairs. Tests given as Python text contain asserts, as in MBPP, or functions
-            that contain asserts, as in HumanEval. A test pair is {"input": ..., "output": ...}: the program reads the
-            input from standard input, and must write the output to standard output and exit with code 0. When the
-            program's output is compared with the expected output, white space at the ends of lines and empty lines at
-            the end are ignored.
+        tests: the tests, as Python text or as a list of test pairs. Tests given as Python text contain asserts, as in
+            MBPP, or functions that contain asserts, as in HumanEval. A test pair is {"input": ..., "output": ...}: the
+            program reads the input from standard input, and must write the output to standard output and exit with code
+            0. When the program's output is compared with the expected output, white space at the ends of lines and
+            empty lines at the end are ignored.
         timeout_s: wall-clock seconds for all tests together, without the start-up time of the interpreters. When
-            `timeout_s` is used up, tests that have already passed still count.
+            `timeout_s` is used up, tests that have already passed still count as passed.
         memory_mb: limit on the program's memory in MB, as in `sandbox.run`.
         sandbox: form of the sandbox, "auto", "required" or "limits", with the same meaning as `level` in `sandbox.run`.
         all_or_nothing: if True, the score is 1 if every test passes, else 0.

@@ -69,8 +69,8 @@ def _offered(message: Any) -> dict[str, Any]:
     offered = {name: value for name, value in values.items() if name not in taken and name not in _KEPT}
     for name, full in modules.items():
         top = full.partition(".")[0]
-        # A module that the program imported is also imported for the tests if it is in the standard library.
-        # A name in `_KEPT` must refer to Python's module of that name.
+        # If the program imported a module of the standard library, the tests can use that module under the same name. A
+        # name in `_KEPT` must refer to Python's module of that name.
         if name not in taken and top in sys.stdlib_module_names and (name not in _KEPT or name == full):
             offered[name] = importlib.import_module(full)
     return offered

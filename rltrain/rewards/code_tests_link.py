@@ -244,7 +244,7 @@ class Link:
 
 
 class _Out(pickle.Pickler):
-    """Pickler that replaces every object that is not basic data by a description made of basic data."""
+    """Pickler that describes each object whose type is not in `_BASIC` by objects whose types are in `_BASIC`."""
 
     def __init__(self, file: io.BytesIO, link: Link) -> None:
         super().__init__(file, protocol=5)
@@ -398,7 +398,7 @@ def _exception(name: str, text: str) -> Exception:
     try:
         if (kind := _builtin_exception(str(name))) is not None:
             return kind(text)
-    except TypeError:  # Some exceptions, such as UnicodeDecodeError, need more than one argument.
+    except TypeError:  # The constructors of some exceptions, such as UnicodeDecodeError, need several arguments.
         pass
     return Raised(f"{name}: {text}")
 

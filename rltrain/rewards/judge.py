@@ -56,18 +56,19 @@ async def judge(
     The limits `max_concurrent` and `requests_per_minute` apply to each reward process separately, so n reward processes
     (`placement.reward_workers`) together can send n times as many requests as one reward process. One call of `judge`,
     including its waits and retries, must end within `reward.timeout_s`. If a data column has the name of an option of
-    `judge`, the column's value is used unless `kwargs` sets the option.
+    `judge` and `kwargs` does not set the option, the option gets the column's value.
 
     Args:
         prompt: the sample's prompt.
         response: the sample's response.
         base_url: URL of the endpoint, for example "http://127.0.0.1:8000/v1".
         model: name of the judge model at the endpoint.
-        question: template of the only message to the judge. A field of the template is {prompt}, {response} or the name
-            of a data column in braces. Each field is replaced by the value of the field. The question template must
-            contain the field {response}. A literal brace in the template is written as {{ or }}.
-        score: regular expression whose first group matches the number in the judge's answer. If the regular expression
-            matches several times, the last match counts.
+        question: template of the message that the judge receives. A field of the template is {prompt}, {response} or
+            the name of a data column in braces. For each sample, a field of the template is replaced by the sample's
+            prompt, response or column value. The question template must contain the field {response}. A literal brace
+            in the template is written as {{ or }}.
+        score: regular expression whose first group matches the number in the judge's answer. If `score` matches the
+            judge's answer several times, the last match is used.
         scale: factor by which the judge's number is multiplied; for example, 0.1 maps the range 0 to 10 to the range 0
             to 1.
         temperature: sampling temperature of the judge.

@@ -72,7 +72,7 @@ STANDARD_COLUMNS = ("finish_reason",)  # Columns that every sample has, regardle
 AGGREGATIONS = ("sum", "normalize_then_sum")
 # Names of the keyword arguments with which a user's aggregation function is called.
 AGGREGATED = ("components", "uid", "valid", "weights")
-_TOO_LARGE = ": a score outside float32's range (3.4e38); scale it down"
+_TOO_LARGE = ": a score outside float32's range (3.4e38); scale the score down"
 _LARGEST = (2 - 2**-23) * 2.0**127  # Largest finite float32 number; scores are sent as float32.
 _SHOWN = 80  # Largest number of characters of a value that an error message shows.
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -108,16 +108,17 @@ def load_function(path: str) -> Callable[..., Any]:
 
     Args:
         path: `package.module:function`, `package.module.function`, `file.py:function`, or the short name of a built-in
-            function. Modules are also searched for in the working directory. A file path may be relative to the working
-            directory, and the Python file can import modules from its own folder.
+            function. A module in the working directory is found even if the directory is not in `sys.path`. A file path
+            may be relative to the working directory, and the Python file can import modules from its own folder.
 
     Returns:
         The reward function, or a wrapper with rltrain's own parameters if the reward function has the signature of
         another trainer.
 
     Raises:
-        ConfigError: the module or file does not exist, cannot be imported (the message gives the reason), has no such
-            function (the message names the most similar function), or `path` names an object that is not a function.
+        ConfigError: the module or file does not exist, cannot be imported or lacks the function, or `path` names an
+            object that is not a function. The message gives the reason of a failed import, or names the function whose
+            name is most similar.
     """
     where = f"reward function '{path}'"
     path = builtin_path(path)
@@ -449,7 +450,7 @@ def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
         ScoreError: the coroutine raised an exception that is not a subclass of `Exception` (SystemExit, CancelledError,
             KeyboardInterrupt, ...). The user's Ctrl-C does not cause a ScoreError, because Ctrl-C only reaches the main
             thread.
-        Exception: any other exception that the coroutine raises.
+        Exception: an exception that the coroutine raised and that is a subclass of `Exception`.
     """
     return asyncio.run_coroutine_threadsafe(_only_exceptions(coroutine), _event_loop()).result()
 

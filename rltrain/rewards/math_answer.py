@@ -34,9 +34,9 @@ _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
 # over a large range takes few function calls, but each call computes with huge numbers, so a limit on calls would not
 # limit the time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
-# Maximum number of function calls and returns that Python may execute while it compares two answers. A comparison
-# reaches `_WORK` after about a second. The longest ordinary answers need a tenth of the function calls and returns that
-# `_WORK` allows.
+# Maximum number of function calls and returns that Python may execute while it compares two answers. Python executes
+# `_WORK` function calls and returns in about a second. The longest ordinary answers need a tenth of the function calls
+# and returns that `_WORK` allows.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")
@@ -61,8 +61,9 @@ def math_answer(
     The response's answer is the content of its last closed `\boxed{...}`. If the response has no box and contains only
     mathematics, the whole response is its answer. If the response has no box and also contains other text, math-verify
     searches the last 1000 characters of the response, for example for "the answer is $x^2$", the last formula or the
-    last number. If only one of the two answers has a percent sign, 50% equals both one half and 50. If the right answer
-    consists of words only ("east"), the response's answer and the right answer are compared as text.
+    last number. If only one of the two answers has a percent sign, a percentage such as 50% equals both one half and
+    50. If the right answer consists of words only ("east"), the response's answer and the right answer are compared as
+    text.
 
     Some expressions would take too long to evaluate. Evaluation is limited by the form of the expression and by the
     number of function calls, not by time, so that every machine and thread gives the same score. An expression with one
@@ -196,7 +197,7 @@ def _expressions(text: str, *, both_readings: bool) -> list[Any]:
     """Parse a text that consists of one mathematical expression. If the expression is a percentage, parse the number
     before the percent sign.
 
-    With `both_readings`, a percentage also yields a hundredth of the number before the percent sign.
+    With `both_readings`, a percentage yields both the number before the percent sign and a hundredth of that number.
     """
     number = _PI.sub(r"\\pi ", _PERCENT.sub("", text))
     found = _parse(rf"\boxed{{{number}}}")

@@ -6,8 +6,8 @@ from collections import deque
 
 from rltrain.rewards.boxed import last_boxed
 
-# In the regular expressions of `numeric_match`, each repetition is bounded, or is followed by characters that the
-# repetition cannot match. Matching a regular expression of `numeric_match` therefore never takes long.
+# Matching a regular expression of `numeric_match` never takes long, because each repetition is bounded or is followed
+# by characters that the repetition cannot match.
 _DIGITS = r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""
@@ -47,8 +47,8 @@ def numeric_match(
     after the marker's last occurrence is searched, and the first number of that text is used if the text has no box.
 
     Supported notations are 1,234 and 1{,}234, +5, -5, $5, .5, 1e-3, 1.5 \times 10^{3}, 3/4, \frac{3}{4}, 1 1/2, and 50%
-    (one half). If only one of the two numbers has a percent sign, 50% also equals 50. Digits in names (x2), indices and
-    exponents (m^2) are not read as numbers.
+    (one half). If only one of the two numbers has a percent sign, a percentage such as 50% equals both one half and 50.
+    Digits in names (x2), indices and exponents (m^2) are not read as numbers.
 
     The number in the response and the right number are compared as floats. For integers of more than eight digits, set
     `rel_tol=0` or use `exact_match`.
@@ -62,7 +62,8 @@ def numeric_match(
         answer_marker: the text before the number in the answer, such as "####" in GSM8K's solutions; None if the answer
             has the same marker as the response.
         rel_tol: two numbers count as equal if they differ by at most `rel_tol` times the larger absolute value.
-        abs_tol: two numbers also count as equal if they differ by at most `abs_tol`.
+        abs_tol: two numbers count as equal if they differ by at most `abs_tol`, even if the difference exceeds
+            `rel_tol`.
 
     Returns:
         1.0 if the numbers are equal, else 0.0; None if `answer` is None. A response without a number, or without the

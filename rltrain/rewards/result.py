@@ -42,6 +42,6 @@ class Verdict(NamedTuple):
 
 
 def both(first: bool | None, second: bool | None) -> bool | None:
-    """Return False if one of two decisions on correctness is False, None if both are None, and True otherwise."""
+    """Return False if either of two decisions on correctness is False, None if both are None, and True otherwise."""
     decided = [success for success in (first, second) if success is not None]
     return all(decided) if decided else None

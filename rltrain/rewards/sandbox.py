@@ -16,7 +16,7 @@ user can, use the network, and send signals to all processes of the current user
 sandbox. For example, a program in the weak form of the sandbox can kill a reward process. A program in the weak form of
 the sandbox can hide that it has started. The sample of a program that hides its start counts as a failure and is
 excluded from training, instead of scoring 0. If the current user is root, a program in the weak form of the sandbox can
-also read the tests and their results. The weak form of the sandbox protects against mistakes in programs but not
+read the tests and the results of the tests. The weak form of the sandbox protects against mistakes in programs but not
 against malicious programs.
 
 The strong form of the sandbox has one gap: if the current user is root, a program can change the file mode of the five
@@ -60,8 +60,8 @@ _END_LIMIT_S = 2.0
 # only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
-# `_why_not` is empty until the strong form of the sandbox is tested. After the test, the only item of `_why_not` is the
-# reason why the strong form does not work, or "" if the strong form works.
+# `_why_not` is empty until the strong form of the sandbox is tested. After the strong form has been tested, the only
+# item of `_why_not` is the reason why the strong form does not work, or "" if the strong form works.
 _why_not: list[str] = []
 _warned: list[str] = []
 
@@ -75,11 +75,12 @@ class SandboxResult:
     """The outcome of one run of a program in a sandbox.
 
     Attributes:
-        status: "ok": exit code 0. "error": any other exit code, for example after an exception such as MemoryError.
-            "timeout": the limit on wall-clock or CPU time was reached. "output_limit": the program wrote more output
-            than allowed. "killed": a signal ended the program, for example after a crash, or the program's processes
-            together exceeded a limit.
-        stdout: the program's standard output, cut at the limit. Bytes that are not UTF-8 are replaced.
+        status: "ok": exit code 0. "error": an exit code other than 0, for example after an exception such as
+            MemoryError. "timeout": the limit on wall-clock or CPU time was reached. "output_limit": the program wrote
+            more output than allowed. "killed": a signal ended the program, for example after a crash, or the program's
+            processes together exceeded a limit.
+        stdout: the program's standard output, cut at the limit. Bytes that are not valid UTF-8 become the character
+            U+FFFD.
         stderr: the program's standard error, cut and decoded like `stdout`.
         returncode: the exit code; the negative signal number if a signal ended the program; None if the sandbox stopped
             the program.
@@ -122,9 +123,9 @@ def run(
         judge: Python source of a second program, the judge, that runs at the same time as the first program. Two pipes
             connect the program and the judge. The program and the judge each read from the file descriptor LINK[0] and
             write to the file descriptor LINK[1], which the module `sandbox_inside` defines. The program cannot access
-            the judge's memory, source or output, except in the weak form of the sandbox if the current user is root. If
-            a judge is given, the run ends when the judge ends, and the result has the exit code and the status of the
-            judge.
+            the judge's memory, source or output, except in the weak form of the sandbox if the current user is root.
+            With a judge, the sandbox run ends when the judge ends, and the result has the exit code and the status of
+            the judge.
         timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.

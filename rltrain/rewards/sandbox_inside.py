@@ -99,7 +99,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
-    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop; return the event as text."""
+    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop; return what happened."""
     control = given["control"]
     wake = [control]
     try:

@@ -2,10 +2,11 @@
 
 rltrain calls a reward function with the parameters of one sample (`SINGLE`) or of a list of samples (`BATCHED`), and
 with columns of the data. `adapted` recognises a function of TRL, verl or OpenRLHF by the names of its parameters, and
-wraps it in a function that has rltrain's own parameters. Other modules call a reward function of another trainer only
-through its wrapper. TRL documents its signature in "Using a custom reward function" in the documentation of
-GRPOTrainer. The reward managers `naive` and `batch` of verl define verl's signatures. OpenRLHF documents its signature
-in the section "Custom reward function" of its documentation. `rltrain.rewards.signatures` never imports torch.
+wraps it in a function that has rltrain's own parameters. Modules other than `signatures` call a reward function of
+another trainer only through the function's wrapper. TRL documents its signature in "Using a custom reward function" in
+the documentation of GRPOTrainer. The reward managers `naive` and `batch` of verl define verl's signatures. OpenRLHF
+documents its signature in the section "Custom reward function" of its documentation. `rltrain.rewards.signatures` never
+imports torch.
 """
 
 import inspect
@@ -64,8 +65,8 @@ class Signature:
         first: names of the first two parameters of the function that wraps the user's reward function: `SINGLE` or
             `BATCHED`.
         reads: columns that the wrapper reads if the data has them.
-        truth: pair of the parameter that gets the right answer, and the columns that can contain the right answer, in
-            order of preference; None if the trainer passes no right answer.
+        truth: pair (parameter that gets the right answer, columns that can contain the right answer in order of
+            preference); None if the trainer passes no right answer.
         gives: function that converts the wrapper's arguments to a dict of the arguments that the trainer would pass.
         converts: function that converts the result of a reward function to the form that rltrain expects.
     """
@@ -117,7 +118,7 @@ class Adapted:
                 raise ScoreError(
                     f"needs a value in one of the columns {', '.join(self.one_of)}, and this sample has none"
                 )
-            arguments.pop(self._truth, None)  # Without a right answer, the function uses its own default.
+            arguments.pop(self._truth, None)  # The function's default replaces a missing right answer.
         return {name: value for name, value in arguments.items() if self._takes_all or name in self._names}
 
 

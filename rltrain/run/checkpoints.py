@@ -41,7 +41,7 @@ _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
 # Shortest and longest pause, in seconds, between two checks of whether a rank has written its checkpoint files. The
 # pause between two checks doubles after each check, up to the longest pause. A training rank runs one method call at a
-# time, so a method that waited for the end of the writing would delay training.
+# time, so a method that waited until the checkpoint files are written would delay training.
 _ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 
@@ -259,8 +259,8 @@ class Checkpoints:
     ) -> None:
         """Wait until the previous save has ended, and start saving a checkpoint.
 
-        The method `start` returns when the training ranks have copied their tensors. A background task then waits until
-        the training ranks have written their checkpoint files, and completes the checkpoint.
+        The method `start` returns when the training ranks have copied their tensors. A background task waits until the
+        training ranks have written their checkpoint files, and then completes the checkpoint.
 
         Args:
             step: training step of the weights.

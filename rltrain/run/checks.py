@@ -148,7 +148,7 @@ def check_cluster(config: Config, resources: Mapping[str, float]) -> None:
 
 
 def check_prompt_count(config: Config, prompts: int) -> None:
-    """With `data.difficulty`, check that there are at least as many training prompts as may be in flight at once.
+    """With `data.difficulty`, check that the number of prompts in flight cannot exceed the number of training prompts.
 
     Without `data.difficulty`, any number of prompts is enough, because a training step may use the same prompt twice,
     in two successive epochs.
@@ -421,7 +421,7 @@ def _largest_demand(config: Config) -> int:
 
 
 def _demands(config: Config) -> list[tuple[str, int]]:
-    """Return the numbers of devices that the config requires, each with a description of the keys that determine it.
+    """Return each number of devices that the config requires, with a description of the keys that determine the number.
 
     With `placement.share_ranks`, the roles take turns on the same devices, so the numbers of devices of the roles are
     not added up.

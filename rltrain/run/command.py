@@ -21,7 +21,7 @@ def command_of(overrides: Sequence[str], files: Sequence[str] = ()) -> Command:
     presets = choices_of(overrides, files)
     try:
         values = dataclasses.asdict(with_all_knobs(compose(presets)[0]))
-    except ConfigError:  # The presets may be valid only together with other arguments.
+    except ConfigError:  # A preset can be invalid without the run's other arguments.
         values = {}
     return Command([*(f"--config={file}" for file in files), *overrides], presets, values)
 

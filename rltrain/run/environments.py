@@ -159,7 +159,7 @@ def turn_format(
 
 
 def limits_of(config: RolloutConfig) -> Limits:
-    """Return the limits of each trajectory."""
+    """Return the limits on the turns, the tokens and the time of each trajectory."""
     return Limits(
         max_turns=config.max_turns,
         max_prompt_tokens=config.max_prompt_length,

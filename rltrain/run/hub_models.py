@@ -54,8 +54,8 @@ def fetch_models(config: Config, console: Console) -> Config:
 
 
 def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return a dict that maps (config key, model name) to the commit of each model that a run's config pins. The model
-    name has no revision.
+    """Return the commits to which a run's config pins its models, as a dict indexed by (config key, model name without
+    the revision).
     """
     model = saved.get("model")
     found = {"model.path": model.get("path")} if isinstance(model, Mapping) else {}

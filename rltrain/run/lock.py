@@ -48,7 +48,7 @@ class RunLock:
         self.held = []
 
     def take(self) -> None:
-        """Create the output folder and the lock files, and lock both folders.
+        """Create the output folder and the lock files, and lock the output folder and a local checkpoint folder.
 
         Raises:
             ConfigError: another run has locked one of the folders.

@@ -18,7 +18,8 @@ from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config, DataConfig
 # Maximum width of the plan's panel, and width of the panel's borders and labels, both in terminal columns.
 _WIDEST, _FRAME = 100, 15
 _BYTES = {"float32": 4, "bfloat16": 2}
-_MASTER, _GRADIENT, _ADAM = 4, 4, 8  # Bytes per parameter on a training rank; the same for every model dtype.
+# Bytes that master weights, gradients and Adam's state take per parameter on a training rank, whatever the model dtype.
+_MASTER, _GRADIENT, _ADAM = 4, 4, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,7 +122,7 @@ def show_plan(console: Console, config: Config, facts: Facts) -> None:
 def _signatures(facts: Facts) -> str:
     """Return a text that names the reward functions that were written for another trainer."""
     return "; ".join(
-        f"reward function {name}: taken with {trainer}'s signature" for name, trainer in facts.signatures.items()
+        f"reward function {name}: called with {trainer}'s signature" for name, trainer in facts.signatures.items()
     )
 
 
@@ -159,8 +160,8 @@ def _sampling_of_prompts(data: DataConfig, facts: Facts) -> str:
         return f"{'shuffled passes' if data.shuffle else 'passes in order'} of {prompts}"
     return (
         f"{prompts} in pools by difficulty, and each step samples {pools.normal_fraction:.0%} normal, "
-        f"{pools.unseen_fraction:.0%} unseen, {pools.hard_fraction:.0%} hard (success <= {pools.hard_threshold:g}) and "
-        f"{pools.easy_fraction:.0%} easy (success >= {pools.easy_threshold:g})"
+        f"{pools.unseen_fraction:.0%} unseen, {pools.hard_fraction:.0%} hard (success rate <= "
+        f"{pools.hard_threshold:g}) and {pools.easy_fraction:.0%} easy (success rate >= {pools.easy_threshold:g})"
     )
 
 
@@ -311,7 +312,7 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         f"scores normalised ({_levels(algorithm.reward_normalization)})": algorithm.reward_normalization.on,
         f"advantages normalised ({_levels(algorithm.advantage_normalization)})": algorithm.advantage_normalization.on,
         f"advantages limited to +-{algorithm.advantage_clip or 0:g}": algorithm.advantage_clip is not None,
-        "truncated answers score no more than with rewards of 0": algorithm.suppress_truncated,
+        "a truncated answer scores at most as much as an answer with rewards of 0": algorithm.suppress_truncated,
         "truncated answers left out of all statistics": algorithm.exclude_truncated,
         "truncated answers not trained on": algorithm.mask_truncated,
         "the critic's value of the last state added to the reward of truncated answers": algorithm.bootstrap_truncated,
@@ -373,7 +374,7 @@ def _refresh(config: Config) -> list[str]:
         return []
     copied, moved = "becomes a copy of the actor", f"moves by {reference.refresh_coef:g} of its distance to the actor"
     every = "step" if reference.refresh_every == 1 else _count(reference.refresh_every, "step")
-    late = f", which has no effect in {_count(total, 'step')}" if reference.refresh_every >= total else ""
+    late = f", which has no effect in a run of {_count(total, 'step')}" if reference.refresh_every >= total else ""
     return [f"reference {copied if reference.refresh_coef == 1 else moved} every {every}{late}"]
 
 
@@ -455,7 +456,7 @@ def _staleness(config: Config) -> str:
             f"; answers may be {versions} old, but this saves no time in one process: with "
             "trainer.max_staleness=0 the policy learns better"
         )
-    return f"; engines generate while ranks train, at most {versions} behind"
+    return f"; engines generate while ranks train, at most {versions} behind training"
 
 
 def _memory(config: Config, facts: Facts) -> str:
@@ -464,8 +465,8 @@ def _memory(config: Config, facts: Facts) -> str:
     shards = config.placement.shard_ranks or config.placement.actor_ranks
     shard = facts.parameters / shards
     trained, frozen = shard * (_MASTER + _GRADIENT + _ADAM), _BYTES[config.model.dtype]
-    # A moving average of weights is kept in float32, while a frozen or copied reference model is kept in the model's
-    # dtype.
+    # A reference model that is a moving average of the actor's weights is kept in float32. A reference model that is
+    # frozen, or that becomes a copy of the actor, is kept in the model's dtype.
     reference = _MASTER if config.algorithm.reference.refresh_coef < 1 else frozen
     by_role = {"actor": trained, "reference": shard * reference, "critic": trained}
     if facts.adapters is not None:

@@ -334,8 +334,8 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
 
     The files of data, models and rewards must be unchanged, and the checkpoint's state must be loadable.
 
-    If an error in a user's function ended the earlier run, a change of the file of this function is accepted, because
-    the user has to repair the function.
+    If an error in a user's function ended the earlier run, the file that contains the function is allowed to have
+    changed, because the user has to repair the function.
 
     Args:
         config: the whole config.
@@ -381,7 +381,7 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
     if not isinstance(state["sources"], dict):
         raise ValueError("the state has no fingerprints of the sources that the run has read")
     if state["step"] != checkpoint.step or state["incarnation"] != checkpoint.incarnation:
-        raise ValueError("the step or the incarnation differs from the checkpoint's manifest")
+        raise ValueError("the step or the incarnation number in the state differs from the checkpoint's manifest")
     if not isinstance(state["engine_checked"], bool):
         raise ValueError("engine_checked is neither true nor false")
     alarms = Alarms(config)

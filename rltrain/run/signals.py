@@ -48,7 +48,7 @@ class Signals:
             raise Stopped(self.status) from None
 
     def stop_with(self, tasks: BackgroundTasks) -> None:
-        """From now on, let the first signal interrupt the run through `tasks`, so that the run stops at a safe point.
+        """Let the first signal after this call stop the run at a safe point, by a call of `tasks.interrupt`.
 
         `stop_with` must be called in the main thread, while the event loop of the main thread is running.
         """

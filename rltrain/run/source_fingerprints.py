@@ -29,8 +29,8 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
         A dict that maps the name of each source (config key and path) to the fingerprint of the source. The sources
         with a fingerprint are the training prompts, the files of the reward functions and of the reward aggregation,
         and the weights of the reward models and of the teachers on the training ranks. The weights of `model.path` are
-        included if they are the base of LoRA adapters or a frozen reference model, because checkpoints do not contain
-        such weights.
+        included if they are the base of LoRA adapters or a frozen reference model, because checkpoints contain neither
+        base weights nor a frozen reference model.
     """
     found = {f"data.train={config.data.train}": prompts.fingerprint()}
     functions = [("reward.functions", function.path) for function in config.reward.functions]

@@ -111,7 +111,8 @@ def _require_same_distribution(config: Config, earlier: Mapping[str, Any], where
 
 
 def _require_same_pools(config: Config, earlier: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if the runs sample prompts differently, because stored groups have the earlier run's prompts.
+    """Raise ConfigError if the new run samples its prompts in another way than the earlier run, because stored groups
+    have the earlier run's prompts.
 
     Two runs with the same `data.difficulty` sample the same prompts, as long as the reward functions of both runs judge
     the same answers to be correct.

@@ -104,9 +104,9 @@ class Job:
         Returns:
             The last value of the metric that `trainer.keep_best` names. Without `trainer.keep_best`, the returned value
             is the last accuracy of the sampled answers in evaluations, or the last mean reward of the sampled answers
-            in evaluations if no accuracy was measured. The returned value is NaN if the run failed or has not measured
-            the metric for the returned value. A Hydra sweeper that searches for the best values optimises the returned
-            value.
+            in evaluations if no accuracy was measured. The returned value is NaN if the run failed, or if the run has
+            not measured the metric that is to be returned. A Hydra sweeper that searches for the best values optimises
+            the returned value.
         """
         from hydra.core.hydra_config import HydraConfig
 
@@ -146,9 +146,9 @@ def _run(command: list[str]) -> int:
 
 
 def _objective(folder: Path) -> float:
-    """Return the metric value by which the runs of a sweep are compared.
+    """Return the last value that the run in `folder` measured of the metric by which the runs of a sweep are compared.
 
-    Return NaN if the run in `folder` has not measured the metric.
+    Return NaN if the run has no value of the metric by which runs are compared.
     """
     best = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["trainer"]["keep_best"]
     rows = [row for name in (METRICS, EVALUATIONS) for row in rows_of((folder / name).read_bytes())[-1:]]

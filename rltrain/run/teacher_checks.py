@@ -40,7 +40,7 @@ def check_teachers(config: Config, tokenizer: Any, prompts: PromptSet) -> None:
 
 
 def _check_tokenizer(config: Config, teacher: TeacherConfig, tokenizer: Any) -> None:
-    """Raise ConfigError if the teacher's tokenizer gives a token of the policy another id, or lacks the token.
+    """Raise ConfigError unless every token of the policy's tokenizer has the same id in the teacher's tokenizer.
 
     The teacher's tokenizer is allowed to have more tokens than the policy's tokenizer.
     """

@@ -74,7 +74,7 @@ class NormalizationConfig:
         "Scope of the standard deviation by which each value is divided. batch: all values of the batch. group: the "
         "values of the prompt group. null: do not divide by a standard deviation."
     )
-    leave_one_out: bool = key("Compute the mean that is subtracted from a sample's value without the sample itself.")
+    leave_one_out: bool = key("Leave a sample's own value out of the mean that is subtracted from the value.")
     unbiased: bool = key("Compute the standard deviation of n samples with divisor n - 1. false: use divisor n.")
 
     def __post_init__(self) -> None:
@@ -337,9 +337,9 @@ class AlgorithmConfig:
         "before the update. rollout: the engine."
     )
     suppress_truncated: bool = key(
-        "Limit the score of an answer that was cut at the length limit. The limit is the score of an answer for which "
-        "each reward function returns 0. The length penalty still applies to truncated answers. Truncated answers do "
-        "not count in score statistics."
+        "An answer that was cut at the length limit scores at most as much as an answer for which each reward function "
+        "returns 0. The length penalty still applies to truncated answers. Truncated answers do not count in score "
+        "statistics."
     )
     exclude_truncated: bool = key(
         "Leave answers that were cut at the length limit out of the score statistics. A truncated answer keeps its "
@@ -369,7 +369,9 @@ class AlgorithmConfig:
         "Amount by which entropy_coef changes in one training step if entropy_target is set.", above=0
     )
     entropy_coef_max: float = key(
-        "Upper limit of entropy_coef if entropy_target is set. Skywork-OR1's training script uses 0.005.", above=0
+        "Upper limit of entropy_coef if entropy_target is set. Skywork-OR1's training script uses the upper limit "
+        "0.005.",
+        above=0,
     )
     reward_shaping: RewardShapingConfig = key("Shaping of the score of each answer.")
     reward_normalization: NormalizationConfig = key("Normalisation of the scores before the advantages are estimated.")

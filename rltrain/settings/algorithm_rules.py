@@ -2,9 +2,10 @@
 
 The checks of the algorithm settings run before any worker starts.
 
-The registries in `rltrain.algorithms` tell which extra parameters a loss or an estimator takes. The values of the extra
-parameters are tested by calling the selected loss and estimator once on a tiny batch. This module imports torch only
-inside functions, so that most config errors are reported without waiting for torch.
+The registries in `rltrain.algorithms` tell which parameters under `algorithm.loss` a loss takes, and which parameters
+under `algorithm.advantage` an estimator takes. The parameter values are tested by calling the selected loss and
+estimator once on a tiny batch. This module imports torch only inside functions, so that most config errors are reported
+without waiting for torch.
 """
 
 import dataclasses
@@ -20,7 +21,7 @@ from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
 # Maps the names of presets, and the names that other trainers give to losses and estimators, to rltrain's names of
-# losses and estimators. The error messages suggest rltrain's names.
+# losses and estimators. If a user writes a name in ALIASES, the error message suggests rltrain's name.
 ALIASES = {
     "ppo": "vanilla",
     "ppo_clip": "vanilla",
@@ -97,8 +98,8 @@ def _check_name(registry: Any, key: str, name: str, *others: str) -> None:
 def _check_knobs(
     section: str, name: str, functions: list[Callable[..., Any]], knobs: Mapping[str, Any], config: Config
 ) -> None:
-    """Raise ConfigError if a parameter in `knobs` belongs to none of the functions, or if a function fails with the
-    given parameter values.
+    """Raise ConfigError if a parameter in `knobs` belongs to none of `functions`, or if one of `functions` fails with
+    the values in `knobs`.
 
     The parameter values are tested by calling each function once on a tiny batch of two answers.
     """
@@ -134,7 +135,7 @@ def _tiny_column(name: str, components: int) -> Any:
         return torch.zeros(2, 2, dtype=torch.int64)
     if name == "reward_components":
         return torch.zeros(2, components)
-    # The condition on COLUMNS selects batch columns that hold one value per answer. COLUMNS does not contain
+    # In COLUMNS, the kind "row" marks a batch column that holds one value per answer. COLUMNS does not contain
     # `log_probs`, because the update computes `log_probs`.
     if name in COLUMNS and COLUMNS[name][0] == "row":
         return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
@@ -155,8 +156,8 @@ def _check_columns(algorithm: AlgorithmConfig) -> None:
         )
         require(
             name != "ref_log_probs" or algorithm.needs_ref_log_probs,
-            f"algorithm.loss_mode={algorithm.loss_mode} reads ref_log_probs: without a KL term there is no reference; "
-            "set algorithm.kl_loss.kl_loss_coef",
+            f"algorithm.loss_mode={algorithm.loss_mode} reads ref_log_probs: without a KL term there is no reference "
+            "model; set algorithm.kl_loss.kl_loss_coef",
         )
 
 
@@ -253,7 +254,7 @@ def _check_rejection(algorithm: AlgorithmConfig) -> None:
 def _check_groups(config: Config) -> None:
     """Raise ConfigError if a setting compares answers to the same prompt, although each prompt gets only one answer.
 
-    Dynamic sampling with an estimator that does not compare answers to the same prompt also raises ConfigError.
+    Dynamic sampling raises ConfigError if the estimator does not compare answers to the same prompt.
     """
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
     in_groups = "uid" in _columns(algorithm)
@@ -453,8 +454,8 @@ def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
     )
     require(
         algorithm.advantage.get("gamma", 1.0) > 0,
-        "algorithm.bootstrap_truncated=true with algorithm.advantage.gamma=0: the value is multiplied by gamma, so "
-        "bootstrapping would have no effect; set gamma above 0, or bootstrap_truncated=false",
+        "algorithm.bootstrap_truncated=true with algorithm.advantage.gamma=0: the critic's value is multiplied by "
+        "gamma, so bootstrapping would have no effect; set gamma above 0, or bootstrap_truncated=false",
     )
 
 

@@ -62,7 +62,7 @@ def _items(overrides: Sequence[str], files: Sequence[str]) -> list[Item]:
 def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]:
     """Return the user's choices in config groups as texts of the form `GROUP=CHOICE`.
 
-    A profile that rltrain selects for the user's model or task is also returned.
+    The returned texts include a profile that rltrain itself selects for the user's model or task.
     """
     return [f"{group}={choice}" for group, choice in chosen(_items(overrides, files)).items()]
 
@@ -135,8 +135,8 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:
-    """Return settings that remove the parameters that a preset sets for a loss or an estimator, if the user selects
-    another loss or estimator than the preset.
+    """Return settings that remove a preset's parameters of a loss or an estimator, if the user selects another loss or
+    estimator than the preset.
 
     A preset's parameters are meant for the loss and the estimator that the preset selects. For example, `algorithm=dapo
     algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Parameters that the user sets are kept, because

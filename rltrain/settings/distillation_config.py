@@ -7,7 +7,8 @@ from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
 TEACHER = "teacher"  # The role name of a teacher on the training ranks is "teacher", a space, and the teacher's name.
-TEACHER_KEY = "algorithm.distillation.teachers: path of '{}'"  # Template of a teacher's key `path` in error messages.
+# Format string that names the config key `path` of a teacher in error messages; the field is the teacher's name.
+TEACHER_KEY = "algorithm.distillation.teachers: path of '{}'"
 REFERENCE = "reference"  # A teacher whose `path` is "reference" is the run's reference model.
 # Default prompt template of a teacher that is the reference model. Source: SDFT, arXiv 2601.19897 section 3.
 DEMONSTRATION_TEMPLATE = (
@@ -108,8 +109,8 @@ class DistillationConfig:
         "the loss. null: no distillation."
     )
     kl: Literal["sampled", "full"] = key(
-        "KL divergence of mode=loss. sampled: an estimate from the answer's tokens. full: the exact KL over the "
-        "vocabulary, for teachers on the training ranks."
+        "How mode=loss computes the KL divergence. sampled: an estimate from the answer's tokens. full: the exact KL "
+        "over the vocabulary, for teachers on the training ranks."
     )
     coef: float = key("Coefficient of the distillation term.", above=0)
     outcome_coef: float = key(

@@ -18,7 +18,7 @@ from rltrain.settings.typed import require
 
 AUTO = "auto"
 # Upper bound of the importance weights if `algorithm.correction.level=auto` selects `token`. The preset `algorithm=tis`
-# has the same upper bound.
+# also limits the importance weights to 2.
 STALE_UPPER = 2.0
 # Estimators whose critic is trained before the policy (VC-PPO and VAPO). With `critic.warmup_steps=auto`, the critic of
 # an estimator in PRETRAINED is warmed up for WARMUP_STEPS training steps. The papers on VC-PPO and VAPO warm up the
@@ -209,7 +209,7 @@ def _reuse(reuse: Any, max_staleness: Any) -> Any:
 def _set_overlong_buffer(shaping: Any, max_response_length: Any) -> None:
     """Replace `overlong_buffer: auto` by a fifth of the maximum answer length.
 
-    DAPO also uses a fifth of the maximum answer length: 4,096 of 20,480 tokens.
+    DAPO's overlong buffer is a fifth of DAPO's maximum answer length: 4,096 of 20,480 tokens.
     """
     if isinstance(shaping, dict) and shaping.get("overlong_buffer") == AUTO and isinstance(max_response_length, int):
         shaping["overlong_buffer"] = max_response_length // 5

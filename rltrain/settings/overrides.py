@@ -71,8 +71,8 @@ class Setting:
 
 @dataclass(frozen=True)
 class Removal:
-    """The user's removal of a function parameter that the chosen YAML file sets, such as
-    `~algorithm.loss.clip_ratio_c`.
+    """A setting such as `~algorithm.loss.clip_ratio_c`, with which the user removes a function parameter that the
+    chosen YAML file sets.
     """
 
     key: str
@@ -86,8 +86,8 @@ def from_command_line(text: str) -> Item:
 
     Hydra does not parse the values of the keys in `TEXT_KEYS`, which are free text and may contain any character. In
     free text, a backslash followed by `n` stands for a line break, and two backslashes followed by `n` stand for one
-    backslash and `n`. For a free-text key, the value `null` means that there is no text. The texts of the keys in
-    `LISTS_OF_TEXT` may contain the same escapes for line breaks.
+    backslash and `n`. For a free-text key, the value `null` means that there is no text. In the texts of the keys in
+    `LISTS_OF_TEXT`, a backslash before `n` has the same meaning as in free text.
 
     Hydra requires a `+` before a key that is not in the YAML files, such as an optional function parameter. rltrain
     accepts `KEY=VALUE` without a `+` for all keys.
@@ -255,8 +255,8 @@ def apply(items: list[Item], composed: Any) -> None:
 
     Args:
         items: the settings and removals to apply. Choices of config groups are skipped, because the composed config
-            already contains the chosen YAML files. Settings of keys with free text are also skipped, because OmegaConf
-            would resolve references in the text; `set_text` sets the keys with free text later.
+            already contains the chosen YAML files. Settings of keys with free text are skipped, because OmegaConf would
+            resolve references in the text; `set_text` sets the keys with free text later.
         composed: the `DictConfig` to change.
 
     Raises:

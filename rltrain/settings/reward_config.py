@@ -6,7 +6,8 @@ from typing import Any, Literal
 from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
-REWARD_MODEL_KEY = "reward.models: path of '{}'"  # Template of a reward model's key `path` in error messages.
+# Format string that names the config key `path` of a reward model in error messages; the field is the model's name.
+REWARD_MODEL_KEY = "reward.models: path of '{}'"
 _LARGEST_WEIGHT = 3.4e38  # Largest finite float32 number, rounded down.
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
@@ -40,7 +41,8 @@ class RewardFunctionConfig:
         if_left_out="`null`; `1.0` for rltrain's functions that compare an answer with the right answer",
     )
     kwargs: dict[str, Any] = key(
-        "Additional keyword arguments of each call of the reward function.", if_left_out="`{}`"
+        "Keyword arguments that every call of the reward function gets in addition to the values of the sample.",
+        if_left_out="`{}`",
     )
 
     def __post_init__(self) -> None:
@@ -135,8 +137,8 @@ class RewardConfig:
         "available. required: refuse to start the run if Linux namespaces are not available."
     )
     max_failed_fraction: float = key(
-        "Maximum fraction of samples in one training step or evaluation whose reward may fail. The run stops if the "
-        "rewards of a larger fraction of samples fail.",
+        "Largest tolerated fraction of samples with failed rewards in one training step or evaluation. The run stops "
+        "if the rewards of a larger fraction of samples fail.",
         at_least=0,
         at_most=1,
         changeable=True,

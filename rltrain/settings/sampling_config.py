@@ -29,15 +29,15 @@ class DifficultyConfig:
     given_whole = True  # True means that the user sets all of `data.difficulty` as one mapping.
 
     easy_threshold: float = key(
-        "Smallest success of an easy prompt. The success of a prompt is the share of correct answers in its most "
-        "recent group.",
+        "A prompt is easy if its success rate is at least this value. The success rate of a prompt is the share of "
+        "correct answers in its most recent group.",
         if_left_out=_default("easy_threshold"),
         above=0,
         at_most=1,
     )
     hard_threshold: float = key(
-        "Largest success of a hard prompt. A prompt whose success is between hard_threshold and easy_threshold is "
-        "normal.",
+        "A prompt is hard if its success rate is at most this value. A prompt whose success rate is between "
+        "hard_threshold and easy_threshold is normal.",
         if_left_out=_default("hard_threshold"),
         at_least=0,
         below=1,
@@ -55,8 +55,8 @@ class DifficultyConfig:
         below=1,
     )
     unseen_fraction: float = key(
-        "Fraction of the sampled prompts that is taken from the prompts that have no measured success yet. The "
-        "fraction 1 - easy_fraction - hard_fraction - unseen_fraction is taken from the normal prompts.",
+        "Fraction of the sampled prompts that is taken from the prompts that have no measured success rate yet. "
+        "The fraction 1 - easy_fraction - hard_fraction - unseen_fraction is taken from the normal prompts.",
         if_left_out=_default("unseen_fraction"),
         above=0,
         below=1,

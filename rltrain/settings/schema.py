@@ -173,8 +173,8 @@ class TrainerConfig:
         )
         require(
             steps <= self.max_staleness,
-            f"reuse.steps={steps} with max_staleness={self.max_staleness}: in its last step, a group would be older "
-            f"than the staleness bound allows; use at most {self.max_staleness}",
+            f"reuse.steps={steps} with max_staleness={self.max_staleness}: in the last step that trains on it, a "
+            f"group would be older than the staleness bound allows; use at most {self.max_staleness}",
         )
         require(
             groups < self.prompts_per_step,
@@ -207,8 +207,8 @@ def _largest_divisor(total: int, at_most: int) -> int:
 class LoRAConfig:
     """Settings of low-rank adapters (LoRA, arXiv 2106.09685).
 
-    A layer with an adapter uses the weight W + (alpha / rank) * B @ A. The matrix W is frozen, and training changes the
-    matrices A and B.
+    A layer with an adapter uses the weight W + (alpha / rank) * B @ A, where the matrix W is frozen, and the matrices A
+    and B are trained.
     """
 
     given_whole = True  # True means that the user sets all of `model.lora` as one mapping.
@@ -289,7 +289,8 @@ class OptimizerConfig:
     beta2: float = key("AdamW's decay rate for the moving average of squared gradients.", at_least=0, below=1)
     weight_decay: float = key("Coefficient of AdamW's decoupled weight decay.", at_least=0)
     max_grad_norm: float = key(
-        "Maximum norm of a gradient. A gradient with a larger norm is scaled down to the maximum norm.", above=0
+        "Maximum norm of a gradient. A gradient with a norm above max_grad_norm is scaled down to max_grad_norm.",
+        above=0,
     )
     max_tokens_per_microbatch: int = key(
         "Maximum number of prompt and response tokens in one forward pass. max_tokens_per_microbatch limits memory "
@@ -503,13 +504,13 @@ class RolloutConfig:
     )
     top_p: float = key(
         "Sample each token only from the smallest set of most likely tokens whose probabilities sum to at least "
-        "top_p. The loss still uses the whole distribution. 1: all tokens.",
+        "top_p. The loss still uses the policy's whole distribution. 1: all tokens.",
         above=0,
         at_most=1,
     )
     top_k: int = key(
-        "Sample each token only from the top_k most likely tokens. The loss still uses the whole distribution. 0: all "
-        "tokens.",
+        "Sample each token only from the top_k most likely tokens. The loss still uses the policy's whole "
+        "distribution. 0: all tokens.",
         at_least=0,
         refusal="{name} must be {rule}, got {value}: 0 turns top-k sampling off",
     )
@@ -543,8 +544,8 @@ class RolloutConfig:
         at_least=1,
     )
     max_message_length: int = key(
-        "Maximum number of tokens in the text of one message from an environment or a tool. A longer message text is "
-        "cut off.",
+        "Maximum number of tokens in the text of one message from an environment or a tool. A text with more "
+        "than max_message_length tokens is cut off.",
         at_least=1,
     )
     call_timeout_s: float = key(
@@ -566,7 +567,7 @@ class RolloutConfig:
     )
     max_log_prob_gap: float = key(
         "Maximum mean absolute difference between the engine's and the actor's log-probs in the first training step. "
-        "The run stops if the difference is larger than max_log_prob_gap.",
+        "The run stops if the log-probs of engine and actor differ by more than max_log_prob_gap on average.",
         unit="nats per token",
         above=0,
         changeable=True,
@@ -656,9 +657,9 @@ class PlacementConfig:
     )
     actor_ranks: int = key("Number of processes that train the actor together.", at_least=1)
     shard_ranks: int | None = key(
-        "Number of ranks over which one copy of a model is sharded. If a run has more ranks, each group of "
-        "shard_ranks ranks holds one copy. shard_ranks must divide placement.actor_ranks. null: one copy is sharded "
-        "over all ranks.",
+        "Number of ranks over which one copy of a model is sharded. If placement.actor_ranks is larger than "
+        "shard_ranks, each group of shard_ranks ranks holds one copy. shard_ranks must divide placement.actor_ranks. "
+        "null: one copy is sharded over all ranks.",
         values="whole number >= 1, or `null`",
     )
     sequence_ranks: int = key(
@@ -761,8 +762,8 @@ class Config:
     def _require_whole_distribution(self) -> None:
         """Raise ConfigError if top-p or top-k sampling is on and another setting needs the engine's log-probs.
 
-        With top-p or top-k sampling, the engine's log-probs are renormalized over the tokens that can be sampled. The
-        renormalized log-probs are not the log-probs of the policy that is trained.
+        With top-p or top-k sampling, the engine's log-probs are renormalized over the tokens that can be sampled.
+        Renormalized log-probs of the engine are not the log-probs of the policy that is trained.
         """
         algorithm, correction = self.algorithm, self.algorithm.correction.level
         rejection, squares = algorithm.rejection.kl_estimator, algorithm.squared_log_ratio_coef
@@ -855,6 +856,7 @@ class Config:
     def sequences_per_step(self) -> int:
         """Number B of sequences in one training step.
 
-        B = P * G, where P is the number of prompts in one training step and G is the number of samples per prompt.
+        The number of sequences is B = P * G, where P is the number of prompts in one training step and G is the number
+        of samples per prompt.
         """
         return self.trainer.prompts_per_step * self.rollout.samples_per_prompt

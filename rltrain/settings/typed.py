@@ -72,7 +72,7 @@ def _similarity(key: str, name: str) -> float:
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     ends = difflib.SequenceMatcher(None, last, known_last).ratio()
     # If a user writes only the beginning of a long config key, SequenceMatcher's ratio alone would prefer an unrelated
-    # short key. A known key that starts with the user's text therefore has a similarity of at least 0.9.
+    # short key. A known key that starts with the user's text always has a similarity of at least 0.9.
     # `trainer.steps` means `trainer.total_steps` rather than `trainer.reuse.steps`, so a key of the same section whose
     # name contains all words of the user's name has a similarity of at least 0.95.
     contained = section == known_section and set(last.split("_")) <= set(known_last.split("_"))
@@ -112,8 +112,8 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         require(isinstance(value, Mapping), _wrong_type(key, value, "a mapping"))
         return parse(hint, value, f"{key}.")
     good = isinstance(value, (int, float) if hint is float else hint) and (hint is bool or not isinstance(value, bool))
-    # The value is compared without conversion to float, because the conversion of a very large int would fail. NaN is
-    # refused, because every comparison with NaN is false.
+    # The value is compared with the largest float without conversion to float, because the conversion of a very large
+    # int would fail. NaN is refused, because every comparison with NaN is false.
     good = good and (hint is not float or abs(value) <= sys.float_info.max)
     good = good and (hint is not int or abs(value) <= LARGEST_INT)
     require(good, _wrong_type(key, value, _KINDS.get(hint, hint.__name__)))

@@ -1,8 +1,8 @@
 """The tokenizer of the built-in tasks with several turns, with a chat template in ChatML form.
 
 Each character is a token, as in `rltrain.tasks.tokenizer`. Some long texts are also one token each: the texts that the
-chat template writes around messages, the description of the tools, and phrases of the task. Because such long texts are
-single tokens, a conversation has few tokens, although the conversation's text looks like a large model's chat.
+chat template writes around messages, the description of the tools, and phrases of the task. With single tokens for long
+texts, a conversation has few tokens, although the conversation's text looks like a large model's chat.
 """
 
 from collections.abc import Callable, Sequence
@@ -68,7 +68,7 @@ def chat_tokenizer(tools: Sequence[Callable[..., Any]] = (), phrases: Sequence[s
     Args:
         tools: functions that the policy can call, each with type hints and a docstring in Google style. The text with
             which the chat template describes all tools is one token.
-        phrases: further texts that the tokenizer encodes as one token each.
+        phrases: texts of the task that the tokenizer encodes as one token each.
     """
     texts = [*ROLES, *phrases]
     if tools:

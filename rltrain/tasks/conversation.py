@@ -21,7 +21,7 @@ Row = dict[str, Any]
 class ConversationTask:
     """A task in which the policy finds the answer to a question in a conversation with an environment.
 
-    The lengths are counted in tokens of the task's own tokenizer.
+    `max_prompt_length` and `max_response_length` are counted in tokens of the task's own tokenizer.
 
     Attributes:
         name: key in `rltrain.tasks.TASKS`.

@@ -21,7 +21,10 @@ SPOILT = 0.05  # Probability that an imitated message is "?" instead of a digit.
 
 
 def draw(split: str, rng: Random) -> Row:
-    """Return the data row of a game. All rows are equal, because the environment draws the hidden digit from a seed."""
+    """Return the data row of a game.
+
+    All games have the same row, because the hidden digit is not in the row: the environment draws the hidden digit.
+    """
     return {"question": QUESTION}
 
 

@@ -10,7 +10,7 @@ from rltrain.tasks.base import Task
 DIGITS = 6
 MAX_RESPONSE_LENGTH = 12
 ENDLESS_SHARE = 0.33
-SLIP_SHARE = 0.7  # Share of flawed answers in which a random digit overwrites one digit.
+SLIP_SHARE = 0.7  # Share of flawed answers in which a random digit replaces one digit of the answer.
 
 
 def solve(digits: str) -> str:

@@ -207,7 +207,7 @@ def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, path: Path) -> Non
         # has created the same model in the meantime.
         if not path.is_dir():
             raise
-        logger.debug("%s was made by another process; the copy of this process is deleted", path)
+        logger.debug("another process has already created %s, so the model that this process trained is deleted", path)
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 

@@ -36,7 +36,8 @@ def byte_tokenizer(
 
     Args:
         eos_token: name of the end token, whose id is `EOS_ID`.
-        control: dict that maps a token id to the name of a further control token.
+        control: dict that maps a token id to the name of a control token, for control tokens other than the padding,
+            end and unknown tokens.
         phrases: dict that maps a token id to a text that the tokenizer encodes as this one token. Phrases are ordinary
             text, not control tokens.
     """

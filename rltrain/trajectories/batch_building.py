@@ -65,11 +65,12 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
 
 
 def _turn_columns(trajectories: Sequence[Trajectory], offsets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return those columns of environment trajectories that have one value per response token, (N,).
+    """Return the columns (N,) of environment trajectories that hold one value for each of the N response tokens of all
+    rows.
 
     Args:
         trajectories: the trajectories of all rows.
-        offsets: offsets (B + 1,) of the rows' responses.
+        offsets: offsets (B + 1,) of the responses of the B rows among the N response tokens.
     """
     context_starts = torch.zeros(int(offsets[-1]), dtype=torch.bool)
     for begin, trajectory in zip(offsets.tolist(), trajectories, strict=False):

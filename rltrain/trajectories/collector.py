@@ -39,8 +39,8 @@ from workers.reward.messages import SampleScores
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
-# Minimum number of seconds between a step's first failed reward and an early stop of the run. The delay makes the error
-# message also cover failures that follow shortly after the first failure.
+# Minimum number of seconds between a step's first failed reward and an early stop of the run. Waiting for PATIENCE_S
+# seconds makes the error message also cover failures that follow shortly after the first failure.
 PATIENCE_S = 10.0
 # Offset that is added to the run's seed in evaluations, so that an evaluation never reuses the random stream of a
 # training sample.
@@ -49,7 +49,7 @@ EVAL_SEED = 0x5EED
 
 @dataclass(frozen=True)
 class _Flight:
-    """Prompt groups in flight, with the temperature and the seed of the sampling."""
+    """Prompt groups in flight, and the temperature and the seed with which their answers are sampled."""
 
     groups: PromptGroups
     temperature: float
@@ -64,8 +64,8 @@ class _Step:
         places: number of new prompt groups that the training step will train on.
         refills: number of dropped prompt groups that may still be replaced by new groups.
         open: True from the time when `answers` begins the step until `take` ends the step.
-        seen: dict that maps uids to finished prompt groups, for those groups whose answers have already been checked
-            for equal outcomes.
+        seen: finished prompt groups whose answers have already been checked for equal outcomes, as a dict indexed by
+            uid.
         dropped: uids of the prompt groups that the training step has dropped.
         reused: groups of earlier training steps on which the step trains again, in addition to `places` new groups.
         version: weight version before the step.
@@ -89,7 +89,8 @@ class _Step:
 
 @dataclass(frozen=True)
 class Finished:
-    """The prompt groups that a finished training step has dropped, or taken from earlier steps.
+    """The prompt groups that a training step has dropped, and the groups of earlier steps on which the step has trained
+    again.
 
     Attributes:
         dropped: uids of the groups that the step has dropped.
@@ -149,7 +150,8 @@ class Collector:
         self.first_failure = 0.0  # `time.monotonic()` at the step's first failed reward; 0 without failed rewards
         self._arrived = 0  # Number of times that answers or scores have arrived.
         self._failures_arrived = False  # True if failed rewards have arrived that `_stop_early` has not counted.
-        self._changes = Changes()  # Wakes waiting tasks when groups change, or engines or reward workers get work.
+        # `_changes` wakes waiting tasks when groups change, or when engines or reward workers get work.
+        self._changes = Changes()
 
     def start(self) -> None:
         """Start the background tasks that receive finished answers and scores."""
@@ -196,7 +198,7 @@ class Collector:
     @staticmethod
     def _require_fresh(version: int, groups: Sequence[Group], limit: int) -> None:
         oldest = min((group.shipped for group in groups), default=version)
-        assert version - oldest <= limit, f"a group of version {oldest} is too old for {version}"
+        assert version - oldest <= limit, f"a group of weight version {oldest} is too old for weight version {version}"
 
     async def scored(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """Wait for all scores of a batch that `answers` returned, and add the scores to the batch.
@@ -255,9 +257,9 @@ class Collector:
         """Return the supervised answers to the prompts of a step's batch, one row for each prompt that has a supervised
         answer.
 
-        Groups that dynamic sampling has dropped are not in the batch, so their prompts get no supervised answers. A
-        group that dynamic sampling leaves in the batch only because the step has no other group also gets no supervised
-        answer.
+        Groups that dynamic sampling has dropped are not in the batch, so their prompts get no supervised answers. No
+        supervised answer is returned for a group that dynamic sampling leaves in the batch only because the step has no
+        other group.
         """
         uids = batch.batch["uid"]
         if self.config.algorithm.dynamic_sampling:
@@ -326,7 +328,7 @@ class Collector:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]), reused=reused)
             for one in kept["seen"]:
                 group = self.groups.restored(one, self._prompt)
-                # the failed scores of a group that is not ready are requested again
+                # The failed scores of a restored group that is not in the state READY are requested again.
                 if group.state is GroupState.READY:
                     self.step.seen[group.uid] = group
         self._changes.notify()
@@ -365,8 +367,10 @@ class Collector:
                 self.groups.drop(group.uid, replace=replaced)
                 step.dropped.add(group.uid)
                 step.refills, step.places = step.refills - replaced, step.places - (not replaced)
+                # Once dropped groups can no longer be replaced, `_unseen` returns no group until all groups are
+                # finished.
                 if replaced and not step.refills:
-                    break  # Without replacements, `_unseen` returns no group until all groups are finished.
+                    break
 
     def _fails(self, step: "_Step", group: Group) -> bool:
         """Return whether all rewards of a group failed and the step's failures exceed `reward.max_failed_fraction`.

@@ -13,11 +13,12 @@ from rltrain.trajectories.scoring import component_matrix, successes
 def correct_answers(groups: Sequence[Group], config: Config) -> dict[int, tuple[int, int]]:
     """Return a dict that maps each group's uid to (number of correct answers, number of judged answers).
 
-    The reward functions decide whether an answer is correct, with `success` in their config or with
-    `RewardResult.success`. Shaping and length penalties do not affect whether an answer is correct. With
-    `algorithm.suppress_truncated`, an answer that was cut at the length limit is wrong. Answers whose correctness is
-    undecided are not counted as judged. With `algorithm.exclude_truncated`, answers that were cut at the length limit
-    are also not counted as judged. ReMax's greedy baseline answers are counted neither as correct nor as judged.
+    A reward function decides whether an answer is correct through the setting `success` in its config or through
+    `RewardResult.success`. An answer is judged if at least one reward function decides whether the answer is correct.
+    Shaping and length penalties do not affect whether an answer is correct. With `algorithm.suppress_truncated`, a
+    judged answer that was cut at the length limit counts as wrong. With `algorithm.exclude_truncated`, an answer that
+    was cut at the length limit does not count as judged. ReMax's greedy baseline answers are counted neither as correct
+    nor as judged.
 
     Raises:
         RewardError: answers have scores, but no reward function decides whether any answer is correct.
@@ -28,8 +29,8 @@ def correct_answers(groups: Sequence[Group], config: Config) -> dict[int, tuple[
     correct = successes(matrix, [None if r.failed else r.success for r in results], config.reward.components)
     if bool(correct.isnan().all()) and not bool(matrix.isnan().all()):
         raise RewardError(
-            "data.difficulty: no reward function decides whether an answer is correct, so no prompt has a success; set "
-            "`success` for a reward function, or return RewardResult.success"
+            "data.difficulty: no reward function decides whether an answer is correct, so no prompt has a success "
+            "rate; set `success` for a reward function, or return RewardResult.success"
         )
     cut = torch.tensor([group.trajectories[number].finish_reason == "length" for group, number in rows])
     if config.algorithm.suppress_truncated:

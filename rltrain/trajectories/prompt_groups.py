@@ -9,7 +9,8 @@ training step that will use the group is already known. If groups are counted fr
 replaced are left out of the count, group n is used at training step n // prompts_per_step. Because the training step of
 a group is known in advance, the staleness bound can be guaranteed when the group is shipped. If training steps may
 reuse groups of earlier steps, the number of groups to ship is computed under the assumption that each later step reuses
-as many groups as the config allows. A group is therefore never used later than the staleness bound allows.
+as many groups as the config allows. Even if training steps reuse groups of earlier steps, no group is used later than
+the staleness bound allows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -47,9 +48,10 @@ class Group:
         samples: number of the group's answers that are trained on.
         size: number of all answers of the group, including the greedy baseline.
         state: stage of the group in the lifecycle.
-        shipped: weight version at the time when the group was first shipped; -1 if the group was not shipped yet.
-        trajectories: dict that maps sample numbers to finished trajectories. A single answer is a trajectory with one
-            turn.
+        shipped: weight version at the time when the requests for the group's answers were first sent to the engines; -1
+            if no request was sent yet.
+        trajectories: dict that maps sample numbers to finished trajectories. An answer that was sampled without an
+            environment is a trajectory with one turn.
         results: dict that maps the sample number of each scored answer to the answer's scores.
     """
 
@@ -63,7 +65,7 @@ class Group:
     results: dict[int, SampleScores] = field(default_factory=dict)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the group for a checkpoint: its finished answers and their scores.
+        """Return what a checkpoint stores of the group, including the finished answers and the scores.
 
         The state of a group does not contain the prompt, which is identified by the uid of the group.
         """
@@ -77,8 +79,8 @@ class Group:
     def load_state_dict(self, state: Mapping[str, Any], *, whole: bool) -> None:
         """Restore the group from a state that `state_dict` returned.
 
-        A group whose answers were being generated becomes pending, and keeps its finished answers unless `whole` is
-        True. Trajectories whose environment failed are generated again.
+        A group whose answers were being generated when the state was saved becomes pending, and keeps its finished
+        answers unless `whole` is True. Trajectories whose environment failed are generated again.
         """
         self.shipped = state["shipped"]
         finished = [one for one in state["trajectories"] if not one["error"]]
@@ -159,7 +161,7 @@ class PromptGroups:
         return max(0, places - self.used - len(self.groups))
 
     def reuse(self, count: int) -> None:
-        """Count `count` groups as used, because the current training step reuses that many groups of earlier steps."""
+        """Count `count` groups as used, because the current training step reuses `count` groups of earlier steps."""
         self.used += count
 
     def add(self, prompts: Iterable[Prompt]) -> None:
@@ -169,18 +171,19 @@ class PromptGroups:
             self._next_uid += 1
 
     def group(self, uid: int, prompt: Prompt) -> Group:
-        """Create a group without adding it to the collection."""
+        """Return a new group with the number `uid`, without adding the group to the groups in flight."""
         return Group(uid, prompt, self.samples_per_prompt, self.samples_per_prompt + self.greedy_baseline)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of all groups for a checkpoint, as plain values."""
+        """Return the state of all groups, as plain values that a checkpoint can store."""
         counts = {"next_uid": self._next_uid, "used": self.used, "dropped": self.dropped}
         return counts | {"groups": [group.state_dict() for group in self.groups.values()]}
 
     def load_state_dict(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> list[RewardRequest]:
         """Restore the groups from a state that `state_dict` returned.
 
-        A failed score counts as a missing score, because the user has possibly fixed the cause of the failure.
+        If the scoring of an answer failed, the answer is scored again, because the user has possibly fixed the cause of
+        the failure.
 
         Args:
             state: a state that `state_dict` returned.
@@ -205,8 +208,8 @@ class PromptGroups:
     def restored(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> Group:
         """Return the group that a state from `Group.state_dict` describes.
 
-        If the group was dropped and is therefore not in the collection, `restored` creates the group without adding it
-        to the collection. Call `PromptGroups.load_state_dict` before `restored`.
+        If the group was dropped and is therefore no longer in flight, `restored` creates the group again from the
+        state, without adding the group to the groups in flight. Call `PromptGroups.load_state_dict` before `restored`.
         """
         if (group := self.groups.get(state["uid"])) is None:
             group = self.group(state["uid"], prompt_of(state["uid"]))
@@ -216,8 +219,8 @@ class PromptGroups:
     def ship(self, version: int | None) -> list[Group]:
         """Mark the pending groups as being generated with the weights of version `version`, and return the groups.
 
-        A group that was shipped before keeps the weight version of its first shipment. If `version` is None, only
-        groups that were shipped before are shipped again.
+        A group that was shipped before keeps the weight version of its first shipment. If `version` is None, `ship`
+        ships only pending groups that were already shipped before.
         """
         pending = [group for group in self.groups.values() if group.state is GroupState.PENDING]
         shipped = [group for group in pending if version is not None or group.shipped >= 0]
@@ -231,7 +234,8 @@ class PromptGroups:
         """Record one finished answer or trajectory, and return the request to score the answer or trajectory.
 
         Return None if the group no longer exists, if the group is pending, if the answer is a duplicate, or if the
-        environment of the trajectory failed. A trajectory whose environment failed gets the result of a failed reward.
+        environment of the trajectory failed. A trajectory whose environment failed gets the same result as an answer
+        whose reward function failed.
         """
         uid, number = answer.key
         group = self.groups.get(uid)

@@ -9,7 +9,7 @@ new. A group that was first trained on in step f can be taken from the buffer in
 `trainer.reuse.steps`. The engines run at most `trainer.max_staleness` - `trainer.reuse.steps` steps ahead of training,
 so no answer is ever older than `trainer.max_staleness` allows. Groups that were trained on least often are taken first.
 Among groups that were trained on equally often, the newest groups are taken first. The choice of groups depends only on
-finished steps, and not on the order in which answers arrive.
+finished training steps, and not on the order in which engines finish answers.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -48,7 +48,7 @@ class ReuseBuffer:
         self._kept: dict[int, _Kept] = {}
 
     def choose(self) -> list[Group]:
-        """Return the groups that the next step trains on again, without removing them."""
+        """Return the groups that the next step trains on again, without removing the groups from the buffer."""
         ordered = sorted(self._kept.values(), key=lambda one: (one.times, -one.group.uid))
         return [one.group for one in ordered[: self.groups]]
 

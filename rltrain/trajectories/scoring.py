@@ -111,8 +111,8 @@ def combined_scores(components: Tensor, uid: Tensor, counted: Tensor, reward: Re
         reward: section `reward` of the config.
 
     Raises:
-        RewardError: the sum of a row is outside float32's range, or a user's aggregation function raises an exception
-            or does not return one number per row.
+        RewardError: the combined score of a row is outside float32's range, or a user's aggregation function raises an
+            exception or does not return one number per row.
     """
     if reward.aggregation == "sum":
         return weighted_sum(components, reward.components)
@@ -242,7 +242,8 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
 
 
 def _length_rewards(batch: DataProto, counted: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """Compute the length reward (B,) of each row, for which the row is compared with the other answers of its group.
+    """Compute the length reward (B,) of each row, from the length of the row's answer relative to the other answers of
+    its group.
 
     If no reward function decides whether a row's answer is correct, the row gets the length reward 0 and is left out of
     the comparisons of other rows.
@@ -264,10 +265,10 @@ def correct_rows(batch: DataProto, rows: Tensor, algorithm: AlgorithmConfig, *, 
 
     Args:
         batch: the batch of scored answers.
-        rows: mask (B,) of the rows among which a reward function must decide the correctness of at least one answer.
+        rows: mask (B,) of the rows that are checked. For at least one checked row, a reward function must decide
+            whether the answer is correct.
         algorithm: section `algorithm` of the config.
-        setting: config key and value to show in the error message. Because of this setting, the run must know which
-            answers are correct.
+        setting: key and value of the config setting that needs the correctness of answers; shown in the error message.
         user: name, to show in the error message, of the loss term or reward that is computed from the correct answers.
 
     Raises:

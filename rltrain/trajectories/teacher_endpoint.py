@@ -96,8 +96,8 @@ class TeacherEndpoint:
                 raise ConfigError(f"{where}: {self._shown(error)}; serve the teacher with vLLM") from None
         if limit is not None and limit <= longest:
             raise ConfigError(
-                f"{where}: the endpoint accepts {limit} tokens (max_model_len), but a row may have {longest} and one "
-                f"more is generated; start the server with --max-model-len {longest + 1} or more"
+                f"{where}: the endpoint accepts {limit} tokens (max_model_len), but a row may have {longest} tokens "
+                f"and one more token is generated; start the server with --max-model-len {longest + 1} or more"
             )
         if difference := _difference(tokenizer, entries, ids):
             raise ConfigError(
@@ -189,8 +189,8 @@ def _of_token(entry: Any, token: int) -> Mapping[str, Any]:
 
 
 def _plain_tokens(tokenizer: Any) -> list[int]:
-    """Return token ids from the whole vocabulary, in ascending order, whose texts consist only of ASCII letters and
-    digits.
+    """Return a selection of token ids, spread over the whole vocabulary and in ascending order. The text of each
+    selected token consists only of ASCII letters and digits.
     """
     special, ids = set(tokenizer.all_special_ids), sorted(tokenizer.get_vocab().values())
     step = max(1, len(ids) // (4 * _PROBED))
@@ -201,7 +201,7 @@ def _plain_tokens(tokenizer: Any) -> list[int]:
 
 def _difference(tokenizer: Any, entries: list[Any], ids: Sequence[int]) -> str:
     """Describe the first token whose text differs between the tokenizers of the policy and the endpoint. Return "" if
-    no text differs.
+    the tokenizers of the policy and the endpoint agree on the text of every compared token.
     """
     for entry, token in zip(entries, ids[1:], strict=False):
         own, theirs = tokenizer.decode([token]).strip(), _of_token(entry, token).get("decoded_token")

@@ -1,4 +1,6 @@
-"""The driver's part of distillation: the teacher and the context of each row, and the columns that teachers compute."""
+"""The driver's part of distillation: chooses each row's teacher, makes the teachers' prompts, and collects the columns
+that teachers compute.
+"""
 
 import logging
 from collections import Counter
@@ -105,8 +107,8 @@ class Teacher:
             prompts: the policy's prompts of the rows in `rows`, in the same order.
 
         Returns:
-            A batch of the teacher's columns and a list of texts, both with one entry for each row in `rows`. The text
-            of a row says why the teacher has not scored the row, and is "" for a scored row. The columns of a row that
+            A batch of the teacher's columns and a list of texts, both with one entry for each row in `rows`. Each text
+            says why the teacher has not scored the text's row, and is "" for a scored row. The columns of a row that
             was not scored are undefined.
         """
         if self.prompts is None and self.group is not None:
@@ -121,8 +123,8 @@ class Teacher:
         """Replace the policy's prompts with the teacher's prompts.
 
         Returns:
-            The batch `own` with the teacher's prompts, and one text per row. If the teacher cannot score a row, the row
-            keeps the policy's prompt, and the row's text gives the reason; otherwise the row's text is "".
+            The batch `own` with the teacher's prompts, and for each row the reason why the teacher cannot score the
+            row, or "". A row that the teacher cannot score keeps the policy's prompt.
         """
         if self.prompts is None:
             return own, several_contexts(own)
@@ -163,7 +165,8 @@ class Teachers:
         config: the run's whole config.
         groups: dict that maps the name of each teacher on the training ranks to the teacher's worker group.
         tokenizer: the policy's tokenizer.
-        tasks: the run's background tasks. If the run is interrupted, the wait for endpoints ends.
+        tasks: the run's background tasks. If the run is interrupted, the teachers stop waiting for replies of their
+            endpoints.
     """
 
     def __init__(
@@ -209,7 +212,9 @@ class Teachers:
     async def _score(
         self, teacher: Teacher, batch: DataProto, rows: list[int], prompts: Sequence[Prompt]
     ) -> tuple[DataProto, list[str]]:
-        """Score the rows of one teacher. A wait for an endpoint ends if the run is interrupted."""
+        """Score the rows of one teacher. If the run is interrupted, `_score` stops waiting for the replies of the
+        teacher's endpoint.
+        """
         scoring = teacher.score(batch, rows, prompts)
         return await (scoring if teacher.endpoint is None else self.tasks.until(scoring))
 

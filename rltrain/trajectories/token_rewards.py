@@ -70,8 +70,8 @@ def needs_actor_pass(config: Config) -> bool:
     """Return whether a training step needs a forward pass of the actor before the update.
 
     If one optimizer step trains on the whole batch, the old log-probs equal the detached log-probs of the update
-    itself. With a single optimizer step, the extra forward pass is therefore needed only if another computation reads
-    the old log-probs before the update.
+    itself. If a training step has a single optimizer step, a forward pass before the update is needed only for
+    computations that precede the update, such as the KL penalty in the reward.
     """
     algorithm = config.algorithm
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
@@ -123,7 +123,7 @@ def assign_rewards(
     `token_level_rewards` are shaped and, if configured, normalised.
 
     `assign_rewards` also sets the column `valid` to False in rows that are excluded from the statistics because the
-    answer was cut at the length limit. A row with a truncated answer keeps its own score, on the same scale as the
+    answer was cut at the length limit. The score of an excluded row is shaped and normalised in the same way as the
     scores of all other rows.
 
     Returns:
@@ -186,8 +186,9 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
     With `bootstrap_truncated`, the critic also computes the value of the state after the last token of each answer that
     was cut at the length limit. The critic's value of a token is the value of the state before the token, and the
-    critic does not read the last token of a row. With `bootstrap_truncated`, one arbitrary token is therefore appended
-    to each truncated answer. The value of the appended token is the value of the state after the answer's last token.
+    critic does not read the last token of a row. With `bootstrap_truncated`, one arbitrary token is appended to each
+    truncated answer, so that the critic reads the answer's last token. The value of the appended token is the value of
+    the state after the answer's last token.
     """
     if not algorithm.bootstrap_truncated:
         return batch
@@ -234,7 +235,7 @@ def estimate_advantages(
     """Add the columns `advantages` and `returns`, which the configured estimator computes.
 
     With `monte_carlo`, the estimator's returns are replaced by Monte-Carlo returns, which are the discounted sums of
-    future rewards. The critic learns the Monte-Carlo returns during its warm-up.
+    future rewards. During the critic's warm-up, the critic is trained on Monte-Carlo returns.
 
     If configured, the advantages are normalised, combined with the log-ratios of the teachers, and then clamped to
     [-c, c], with c = `advantage_clip`. Normalisation, log-ratios of the teachers and clamping do not change the

@@ -15,7 +15,10 @@ CUT = {"rollout/truncated_fraction": 1.0}
 def test_a_healthy_run_has_one_line_and_status_0(tmp_path, capsys):
     folder = run_with(tmp_path / "run")
     assert main([str(folder)]) == 0
-    assert capsys.readouterr().out == f"{folder}: no cause found: no rule of the doctor applies to the run's 20 steps\n"
+    assert (
+        capsys.readouterr().out
+        == f"{folder}: no cause found: no rule of the doctor found a problem in the run's 20 steps\n"
+    )
 
 
 def test_a_run_that_has_just_started_is_not_judged(tmp_path, capsys):
@@ -33,7 +36,7 @@ def test_findings_are_plain_lines_in_a_pipe_and_status_1_whichever_run_has_them(
         "   evidence: rollout.max_response_length=16",
     ]  # fmt: skip
     assert {line.partition(":")[0].strip() for line in lines[4:-1]} == {"likely cause", "change"}
-    assert lines[-1] == f"{healthy}: no cause found: no rule of the doctor applies to the run's 20 steps"
+    assert lines[-1] == f"{healthy}: no cause found: no rule of the doctor found a problem in the run's 20 steps"
 
 
 def test_on_a_terminal_each_finding_has_a_frame_as_wide_as_the_terminal(tmp_path):

@@ -19,7 +19,8 @@ SHARED = Path("/dev/shm")
 # whose file names begin with "psm_". The file names of the buffers of vLLM's CPU workers begin with "vllm_dist_".
 PREFIXES = ("psm_", "vllm_dist_")
 WEIGHTS_PREFIX = "rltrain-weights-"  # Prefix of the names of files through which processes exchange weights.
-# Seconds between two searches for processes. A later search finds processes that started after the previous search.
+# Seconds between two searches for processes. The search is repeated, because processes can start during or after a
+# search.
 _ROUND_S = 0.3
 _LIMIT_S = 10.0
 

@@ -2,7 +2,7 @@
 
 One task in the driver observes the run's processes on the driver's machine once a second, and also as soon as one of
 these processes ends. Each observation reads the state of every process from `/proc`, and every process's progress
-counter. On every machine other than the driver's, a small Ray actor observes the processes of the run.
+counter. On each machine other than the driver's, a small Ray actor observes the run's processes on that machine.
 """
 
 import asyncio
@@ -157,7 +157,9 @@ class Liveness:
         self.processes.remove(process)
 
     def lost(self, process: WatchedProcess) -> None:
-        """Kill a process that was marked as lost, and wake the task that ends waits for the process with an error."""
+        """Kill a process that was marked as lost, and wake the background task that makes every wait for the process
+        fail.
+        """
         if process.identity is not None:
             self.kill([process.identity])
         self._exits.notify()
@@ -325,8 +327,8 @@ class ProgressScope:
 
     Args:
         processes: The processes on which the awaited results depend.
-        limit_s: All of the processes count as hanging if no process makes progress for `limit_s` seconds. If `limit_s`
-            is None, the setting `trainer.hang_timeout_s` applies.
+        limit_s: All processes in `processes` count as hanging if none of these processes makes progress for `limit_s`
+            seconds. If `limit_s` is None, the setting `trainer.hang_timeout_s` applies.
     """
 
     def __init__(self, processes: Collection[WatchedProcess], limit_s: float | None = None) -> None:

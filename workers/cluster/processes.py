@@ -75,14 +75,15 @@ class Pending(Generic[R]):
     def later(self) -> R:
         """Return the future result of this call. The future result can be passed as an argument to another call.
 
-        A process that is called with a future result as an argument waits for the result and fetches it.
+        If an argument of a call is a future result, the called process waits for the result and fetches the result.
         """
         return cast(R, self.outcome)
 
 
 @dataclass(frozen=True)
 class Shared:
-    """A batch that is passed to a call in several stored parts. The called process joins the parts into one batch.
+    """A batch that is passed to a call as several parts, which are kept in Ray's object store. The called process joins
+    the parts into one batch.
 
     Attributes:
         references: Ray references to batches with the same rows and different columns.
@@ -186,7 +187,7 @@ class RayProcess(WatchedProcess):
     """A worker process that is a Ray actor of the class `Host`.
 
     Args:
-        actor: Ray's handle of the actor.
+        actor: Ray's handle of the Ray actor.
         name: Name of the process in messages.
         liveness: The `Liveness` object that observes the process, or None if no object observes the process.
     """
@@ -265,8 +266,8 @@ async def results(
     Args:
         pending: The started calls whose results are awaited.
         depends_on: Processes that are not in `pending`, but whose running calls affect the results.
-        limit_s: All of the processes count as hanging if no process makes progress for `limit_s` seconds. If `limit_s`
-            is None, the setting `trainer.hang_timeout_s` applies.
+        limit_s: The processes on which the results depend count as hanging if none of these processes makes progress
+            for `limit_s` seconds. If `limit_s` is None, the setting `trainer.hang_timeout_s` applies.
 
     Raises:
         WorkerLost: A worker process died, was stopped or hung.
@@ -338,9 +339,9 @@ def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
 
 
 def _lose_dead(scope: ProgressScope, actor_id: str | None) -> None:
-    """Mark an actor's process as lost because Ray reports the actor's death.
+    """Mark the process of a Ray actor as lost, because Ray reports the death of the Ray actor.
 
-    If the actor's machine is lost, Ray's report may be the first sign that the process has died.
+    If the machine of the Ray actor is lost, Ray's report can be the first sign that the process has died.
     """
     for process in scope.processes:
         if isinstance(process, RayProcess) and process.actor._actor_id.hex() == actor_id:

@@ -30,7 +30,7 @@ GRACE_S = 40.0  # seconds to finish the running step after gcs_server has died; 
 # _ANSWER_S is the timeout of one attempt. A remote gcs_server counts as dead after _SILENT_S seconds without a
 # successful attempt.
 _ASK_EVERY_S, _ANSWER_S, _SILENT_S = 5.0, 1.0, 10.0
-_CREDENTIALS = struct.Struct("3i")  # pid, uid and gid of the peer of a Unix socket
+_CREDENTIALS = struct.Struct("3i")  # binary format of the pid, uid and gid of a Unix socket's peer
 
 
 class Daemon(Protocol):

@@ -54,7 +54,9 @@ class Guard:
 
     @contextlib.contextmanager
     def marking(self) -> Iterator[None]:
-        """Mark the processes that start in the `with` block, and their descendants, for the guard to find."""
+        """Mark the processes that start in the `with` block, and all their descendants, so that the guard recognizes
+        them.
+        """
         if self.mark:
             os.environ[leftovers.MARK] = self.mark
         try:

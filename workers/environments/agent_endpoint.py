@@ -17,15 +17,15 @@ from workers.environments.agent_session import AgentSession
 if TYPE_CHECKING:
     from aiohttp import web
 
-MODEL = "policy"  # Model name that agent programs are given; a request may contain any other model name.
+MODEL = "policy"  # Model name that agent programs are given; requests with any other model name are answered, too.
 LARGEST_REQUEST = 1 << 26  # Maximum number of bytes of a request.
 
 
 class AgentEndpoint:
     """HTTP server on the loopback interface. The first call of `base_url` starts the server.
 
-    The API key of a request decides to which session the request belongs. An agent program whose client cannot send the
-    API key must put the key into the URL: `http://HOST:PORT/KEY/v1` instead of `http://HOST:PORT/v1`.
+    The API key of a request decides to which session the request belongs. If the client of an agent program cannot send
+    the API key, the program must put the key into the URL: `http://HOST:PORT/KEY/v1` instead of `http://HOST:PORT/v1`.
     """
 
     def __init__(self) -> None:
@@ -117,7 +117,7 @@ class AgentEndpoint:
         key = http.match_info.get("key") or http.headers.get("Authorization", "").removeprefix("Bearer ")
         session = self.sessions.get(key)
         task = asyncio.current_task()
-        assert task is not None, "a request is answered in a task"
+        assert task is not None, "a request must be answered in an asyncio task"
         try:
             if session is None:
                 raise ApiError(
@@ -150,7 +150,7 @@ async def _body(http: "web.Request") -> Any:
 
 
 def read(function: Callable[..., ModelRequest], *arguments: Any) -> ModelRequest:
-    """Read a request with `function`, and convert an unexpected exception of `function` to an ApiError.
+    """Parse a request with `function`, and convert an unexpected exception of `function` to an ApiError.
 
     Raises:
         ApiError: the request is malformed.

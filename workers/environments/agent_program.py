@@ -42,7 +42,7 @@ class Task:
     """Input that an agent program gets for one conversation.
 
     Attributes:
-        base_url: URL of the API.
+        base_url: URL of the OpenAI-compatible API.
         api_key: API key of the conversation.
         messages: Chat messages of the prompt.
         columns: Mapping from column name to value for the prompt's row of data.
@@ -157,7 +157,7 @@ async def run_agent(
         with endpoint.open(session):
             stop_reason, reward = await _ended(program, task, session)
         if not session.record.turns:
-            late = f"there was none within {limits.timeout_s:g} s" if stop_reason == "deadline" else ""
+            late = f"no request was answered within {limits.timeout_s:g} s" if stop_reason == "deadline" else ""
             raise EnvironmentFailure(f"the agent got no answer: {session.refusal or late or 'it made no request'}")
         return session.record.trajectory(stop_reason, reward)
 
@@ -183,7 +183,7 @@ async def _ended(program: Program, task: Task, session: AgentSession) -> tuple[s
 
     Raises:
         EnvironmentFailure: the program has failed.
-        Exception: the engine is lost.
+        Exception: the exception because of which the engine can sample no further answer.
     """
     running = asyncio.ensure_future(program.run(task))
     # Reading the exception keeps asyncio from reporting the error of a program whose conversation is over.

@@ -17,7 +17,7 @@ from workers.rollout.turns import TurnResult
 
 @dataclass(frozen=True)
 class Answered:
-    """A request of an agent program that was answered.
+    """An answered request of an agent program.
 
     Attributes:
         messages: The messages of the request, followed by the answer.
@@ -78,8 +78,8 @@ class AgentSession:
         """Sample the answer to a request, or return the recorded answer if the request was answered before.
 
         Raises:
-            ApiError: the last message of the request is an answer, the request cannot be rendered, or the request
-                exceeds a limit.
+            ApiError: the last message of the request is an answer of the policy, the request cannot be rendered, or the
+                request exceeds a limit.
         """
         async with self._answering:
             for earlier in reversed(self._answered):
@@ -166,7 +166,7 @@ class AgentSession:
         return self._limit("max_response_length", "no token is left of rollout.max_response_length")
 
     def _recorded(self, asked: ModelRequest, result: TurnResult, after: int | None, prompt_tokens: int) -> ModelAnswer:
-        assert result.action is not None, "a turn that is neither full nor failed has an action"
+        assert result.action is not None, "a turn without an error and with room for an action must have an action"
         action = ParsedAction(result.text.strip()) if asked.text_only else result.action
         message = assistant_message(shown(action))
         self.record.add(result, message, after=after)
@@ -187,8 +187,8 @@ class AgentSession:
 def shown(action: ParsedAction) -> ParsedAction:
     """Return a copy of an action in which malformed tool calls are ordinary text.
 
-    The OpenAI API cannot represent a malformed tool call. If the action also has well-formed tool calls, the copy
-    contains no malformed tool calls.
+    The OpenAI API cannot represent a malformed tool call. If an action has both well-formed and malformed tool calls,
+    the copy leaves out the malformed tool calls.
     """
     broken = [call.text for call in action.calls if isinstance(call, BrokenCall)]
     calls = [call for call in action.calls if not isinstance(call, BrokenCall)]

@@ -18,7 +18,7 @@ async def in_daemon_thread(function: Callable[[], Any]) -> Any:
 
     Raises:
         RuntimeError: the function raised an exception that asyncio cannot pass on, such as SystemExit.
-        Exception: any other exception that the function raised.
+        Exception: the exception that the function raised, if asyncio can pass the exception on.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()

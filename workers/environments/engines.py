@@ -16,7 +16,7 @@ REMOTE_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 class ReplicaGone(Exception):
     """Raised in a trajectory if the process of its replica has ended.
 
-    The rollout pool requests such a trajectory again.
+    If the process of a replica ends, the rollout pool requests the unfinished trajectories of the replica again.
     """
 
 
@@ -52,7 +52,7 @@ class RayConnection:
 
     Args:
         actor: Ray's handle of the actor.
-        role: Name under which the actor stores the rollout worker.
+        role: Name under which the Ray actor stores the rollout worker.
     """
 
     def __init__(self, actor: Any, role: str) -> None:
@@ -89,7 +89,8 @@ class Replica:
 
     def __init__(self, connection: Connection, client: str) -> None:
         self.connection, self.client = connection, client
-        self.waiting: dict[int, asyncio.Future[TurnResult]] = {}  # Maps serial numbers of requests to results.
+        # Maps serial numbers of requests to futures of the results.
+        self.waiting: dict[int, asyncio.Future[TurnResult]] = {}
         self._serials = itertools.count()
         self.unsent: list[TurnRequest] = []
         self.task: asyncio.Task[None] | None = None

@@ -86,7 +86,7 @@ class Episode:
         Returns:
             A pair: the new messages, and the reason why the trajectory ends ("" if the trajectory continues).
         """
-        assert result.action is not None, "a turn that is neither full nor failed has an action"
+        assert result.action is not None, "a turn without an error and with room for an action must have an action"
         new, reward, done = await self._answer_to(result.action)
         self.record.add(result, assistant_message(result.action), reward)
         if done:

@@ -43,7 +43,7 @@ class EnvironmentPool:
         start: Function `start(number, starts)` that starts a process for the worker `number` and begins to build the
             worker. `starts` is the number of earlier processes of the worker.
         count: Number of environment workers.
-        tasks: Collection of the run's background tasks. The pool adds one task per worker to this collection.
+        tasks: Collection of the run's background tasks, to which the pool adds one task per environment worker.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ class Recording:
     """The turns of a running trajectory.
 
     Each turn either continues the context of an earlier turn or has a new context. If a new turn continues the context
-    of a turn that is not the last recorded turn, the whole context is recorded again. The repetition is necessary
+    of a turn that is not the last recorded turn, the whole context is recorded again. A context is recorded again
     because a row of a batch contains the tokens of all turns in the order of the turns.
 
     Args:

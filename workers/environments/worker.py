@@ -42,7 +42,7 @@ class EnvironmentWorker:
 
     Attributes:
         records_events: Always True, so that the caller of a method of this class records no timeline event for the
-            call. Timeline events of `poll` would mostly show waiting.
+            call. A timeline event of a `poll` call would mostly show waiting time.
     """
 
     records_events = True
@@ -61,7 +61,7 @@ class EnvironmentWorker:
             self.tools |= {tool: self.servers[address].tool(tool) for tool in names}
         self.program = program_of(source.agent) if source.agent else None
         if memory_mb is not None:
-            limit_memory(memory_mb)  # The user's modules have been imported by now.
+            limit_memory(memory_mb)  # This memory limit is set after the user's modules were imported.
         self.replicas: dict[ReplicaId, Replica] = {}
         self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.finished: list[Trajectory] = []
@@ -80,7 +80,8 @@ class EnvironmentWorker:
             replica: Identity of the replica's process (see `ReplicaId`).
             connection: Connection to the replica's process, used only if the worker has no connection to this process
                 yet.
-            requests: The trajectories to run. A running trajectory with the same key is cancelled.
+            requests: The trajectories to run. A running trajectory that has the same key as a request in `requests` is
+                cancelled.
         """
         self._in_loop(lambda: self._start(replica, connection, requests))
 
@@ -190,11 +191,10 @@ class EnvironmentWorker:
             self.loop.close()
 
     async def _disconnect(self) -> None:
-        """Close the connections to MCP servers, and wait for the end of the servers' processes.
+        """Close the connections to MCP servers, and wait up to `DISCONNECT_S` seconds for the end of the servers'
+        processes.
 
-        The wait takes at most `DISCONNECT_S` seconds.
-
-        Before this method closes the connections, it stops the server for agent programs.
+        `_disconnect` stops the server for agent programs before the connections to MCP servers are closed.
         """
         await self.endpoint.close()
         tasks = [task for server in self.servers.values() if (task := server.close()) is not None]

@@ -90,8 +90,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
     """Run the `with` block without gradients, and then reshard the model if FSDP shards it.
 
     After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
-    dtype, for a later backward pass. `forward_only` releases the gathered copies, because no backward pass follows.
-    Gathered copies would waste memory, and would be saved in checkpoints instead of the float32 shards.
+    dtype, for a later backward pass. `forward_only` releases the gathered copies of the parameters, because no backward
+    pass follows. Gathered copies would waste memory, and would be saved in checkpoints instead of the float32 shards.
     """
     with torch.no_grad():
         yield
@@ -112,7 +112,7 @@ def prepare(layer: nn.Module, config: ModelConfig) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return a dictionary that maps each further name of a tied parameter to the parameter's first name."""
+    """Return a dictionary that maps every name of a tied parameter, except the first name, to the first name."""
     first: dict[int, str] = {}
     every = list(model.named_parameters(remove_duplicate=False))
     return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}

@@ -129,7 +129,7 @@ class _TokenLogProbs(torch.autograd.Function):
 def _minus_softmax(
     log_pi: Tensor, of_log_probs: Tensor | None, of_entropies: Tensor | None, entropy: Tensor | None
 ) -> Tensor:
-    """Return the part of the gradient for a chunk of logits that depends on the softmax.
+    """For a chunk of logits, return the part of the gradient that depends on the softmax.
 
         -pi * (g + e * (log_pi + entropy)), pi = exp(log_pi)
 

@@ -135,7 +135,7 @@ def adapter_parameters(path: str, config: LoRAConfig) -> int:
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Return a dictionary from the name of each adapted matrix to its adapter, or {} for a model without adapters."""
+    """Return a dict that maps the name of each adapted matrix to the adapter, or {} for a model without adapters."""
     return {
         f"{name}.weight": Adapter(module.lora_A[NAME].weight, module.lora_B[NAME].weight, module.scaling[NAME])
         for name, module in model.named_modules()
@@ -144,7 +144,7 @@ def adapters_of(model: nn.Module) -> dict[str, Adapter]:
 
 
 def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return a dictionary from the weight sync's names of all matrices A and B to the matrices, possibly sharded."""
+    """Return all matrices A and B, possibly sharded, in a dict whose keys are the names that the weight sync uses."""
     halves = ((name.removesuffix(".weight"), adapter) for name, adapter in adapters_of(model).items())
     return {
         name + half: tensor.detach() for name, adapter in halves for half, tensor in ((A, adapter.a), (B, adapter.b))
@@ -152,7 +152,7 @@ def adapter_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Return a dictionary from Hugging Face checkpoint names to parameters, possibly sharded, without the adapters.
+    """Return a dict that maps Hugging Face checkpoint names to parameters, possibly sharded; adapters are left out.
 
     Tied parameters appear only once, under the first of their names.
     """

@@ -111,9 +111,10 @@ class Pack:
 def pack(batch: DataProto) -> Pack:
     """Pack all rows of a batch.
 
-    A row's first context begins with its prompt. The column `context_starts` marks the beginning of each later context,
-    and a batch without this column has one context per row. The values that are computed for the first token of a later
-    context have no meaning and must not be used. The policy did not sample the first token of a later context.
+    The first context of a row begins with the row's prompt. The column `context_starts` marks the beginning of each
+    later context, and a batch without this column has one context per row. The values that are computed for the first
+    token of a later context have no meaning and must not be used. The policy did not sample the first token of a later
+    context.
 
     The pack includes the prompt tokens of a row without response tokens, but no token is predicted for the row.
     """
@@ -261,7 +262,7 @@ def load_model(
         path: the model directory.
         where: config key and path for the start of error messages, `model.path=PATH` by default.
         new_head: whether the parameters outside the base model, such as the last layer, are newly initialized.
-        **kwargs: further arguments for `load_whole`.
+        **kwargs: keyword arguments that are passed on to `load_whole`.
 
     Raises:
         ConfigError: the weights are incomplete, or the model's attention function cannot be replaced.
@@ -283,7 +284,7 @@ def load_model(
 
 @dataclass(frozen=True)
 class TeacherStates:
-    """Outputs of the teachers for the R response tokens of a pack, from which the exact KL is computed.
+    """Outputs of the teachers, from which the exact KL is computed for the R response tokens of a pack.
 
     Attributes:
         numbers: (R,) int64, on the CPU: index of each token's teacher; -1 for a token without a teacher.
@@ -306,7 +307,7 @@ class TeacherStates:
         Args:
             states: (R, H) last hidden states of the policy.
             head: (V, H) output head of the policy.
-            knobs: further arguments of `full_kl`.
+            knobs: keyword arguments that are passed on to `full_kl`.
         """
         kl = torch.zeros(len(states), dtype=as_float(states).dtype, device=states.device)
         for number, own in enumerate(self.heads):

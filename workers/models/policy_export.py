@@ -6,7 +6,8 @@ checkpoint into safetensors files. Adapters are merged into the base weights, an
 format.
 
 The export does not use the safetensors library, because the library needs all tensors of a file at once and writes to
-local paths only. PyTorch's consolidation of safetensors files also needs local paths, and writes every tensor twice.
+local paths only. PyTorch's own consolidation of safetensors files works only on local paths, and writes every tensor
+twice.
 """
 
 import copy

@@ -101,8 +101,8 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
 def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
     """Change a split by heads (each rank has all tokens, some heads) into a split by tokens (some tokens, all heads).
 
-    An all-to-all within the sequence group changes the shape (1, N, H', D), with H' heads of all N tokens. The new
-    shape is (1, n, H, D), with all H heads of a slice of n tokens.
+    An all-to-all within the sequence group changes the shape from (1, N, H', D), with H' heads of all N tokens, to
+    (1, n, H, D), with all H heads of a slice of n tokens.
     """
     length = sequence.slice
     padded = F.pad(tensor[0], (0, 0, 0, 0, 0, sequence.size * length - sequence.tokens))

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# Maximum number of elements in a group of weights, over all ranks. A weight with more elements forms its own group.
+# Maximum number of elements in a group of weights, over all ranks. A weight with more than `GROUP_NUMBERS` elements
+# forms its own group.
 GROUP_NUMBERS = 1 << 24
 
 

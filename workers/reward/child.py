@@ -38,7 +38,7 @@ def serve(descriptor: int, parent: int) -> None:
     """Load the reward functions and answer scoring calls until the guard closes the socket.
 
     When the reward functions are loaded, the child process sends READY. If a reward function cannot be loaded, the
-    child process sends the error message instead of READY, and returns.
+    child process sends the error message instead of READY, and `serve` returns.
 
     Args:
         descriptor: File descriptor of the socket to the guard. The first message on the socket is a tuple of the reward
@@ -48,8 +48,8 @@ def serve(descriptor: int, parent: int) -> None:
     """
     process_tree.end_with_parent(parent)
     trace.start_from(os.environ)
-    # SIGINT gets its default action, so that Ctrl-C raises no KeyboardInterrupt in this process. If SIGINT has its
-    # default action, only a reward function itself can raise a KeyboardInterrupt.
+    # SIGINT gets its default action, so that Ctrl-C raises no KeyboardInterrupt in this process. While SIGINT has its
+    # default action, a KeyboardInterrupt in this process can come only from the code of a reward function.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     process_tree.adopt_orphans()
     connection, own, printed = Connection(descriptor), os.getpid(), stand_in()
@@ -59,9 +59,10 @@ def serve(descriptor: int, parent: int) -> None:
     except Exception as error:
         connection.send(str(error))
         return
-    helpers = process_tree.descendants(own)  # `_clean_up` does not kill processes that the imports have started.
+    # `_clean_up` does not kill the processes that were started while the reward functions were imported.
+    helpers = process_tree.descendants(own)
     limit_memory(memory_mb)
-    printed.forget()  # The driver has already shown the output of the imports.
+    printed.forget()  # The driver, which also imports the reward functions, has already shown what the imports print.
     connection.send(READY)
     while True:
         try:
@@ -102,7 +103,7 @@ def _answer(worker: RewardWorker, requests: Sequence[Any], limits: dict[str, Any
 
 
 def _clean_up(own: int, helpers: Sequence[int]) -> None:
-    """Kill all descendants of this process that reward functions have left running, except those in `helpers`."""
+    """Kill all descendants of this process that reward functions have left running, except the pids in `helpers`."""
     if not process_tree.descendants(own, spare=helpers):
         return
     process_tree.end_descendants(own, spare=helpers)

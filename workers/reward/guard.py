@@ -1,9 +1,9 @@
 """Supervision of the child processes that run reward functions.
 
 The Ray actor of a reward worker is an object of the class `Guard`. The reward functions run in child processes of the
-guard. The guard answers in time even if a child process hangs or dies. Unlike a Ray actor, a child process can be
-replaced in a tenth of a second, has no threads or open files of Ray, and can run under resource limits that would kill
-a Ray actor.
+guard. The guard answers each call in time even if the child process that runs the call hangs or dies. Unlike a Ray
+actor, a child process can be replaced in a tenth of a second, has no threads or open files of Ray, and can run under
+resource limits that would kill a Ray actor.
 """
 
 import contextlib
@@ -42,9 +42,9 @@ class Ended:
 
     Attributes:
         timed_out: Whether the guard killed the child process because the scoring call exceeded its deadline.
-        reason: Rest of an error message that begins with "reward function 'name'".
-        outside: Whether SIGKILL ended the child process or SIGSTOP stopped it. If `outside` is True, a reward function
-            is probably not the cause.
+        reason: What happened, as the end of an error message that begins with "reward function 'name'".
+        outside: Whether SIGKILL ended the child process or SIGSTOP stopped it. If `outside` is True, the loss of the
+            call was probably not caused by a reward function.
         results: Results that the call produced before the child process ended, as in `workers.reward.transport.Lost`.
     """
 
@@ -188,7 +188,7 @@ class GuardedWorker:
             stepwise: Whether the child process sends each result immediately, instead of all results at the end of the
                 call. Batched and async functions always report their results at the end of the call.
             function: Index of the only function to call, or None to call all functions.
-            limits: Further keyword arguments of `RewardWorker.score`.
+            limits: The keyword arguments `budget_s` and `limit_s` of `RewardWorker.score`.
 
         Returns:
             The results of the samples, Overdue if no result has arrived for `hold_s` seconds, or Ended if the child
@@ -199,7 +199,7 @@ class GuardedWorker:
         try:
             _wait_at_most(self._connection, deadline_s)
             self._connection.send((requests, limits | {"function": function}, stepwise))
-        except OSError:  # The child process ended after its last answer.
+        except OSError:  # The child process has ended since its previous scoring call.
             return self._ended("")
         return self._answer(hold_s)
 

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 _BUDGET_S = 0.2  # Approximate seconds after which a worker returns its results, even if only part of a chunk is scored.
 _GRACE_S = 1.0
-_HOLD_SHARE = 0.1  # Fraction of a call's time limit after which a spare process scores the waiting samples.
+_HOLD_SHARE = 0.1  # After this fraction of a reward function's time limit, a scoring call counts as slow (see `Held`).
 _FIRST_CHUNK = 16
 _LARGEST_CHUNK = 256
 _TURNS = 4
@@ -156,7 +156,7 @@ class RewardPool:
 
         If no request is pending, return [] immediately.
 
-        Idle workers get further samples only during calls of `poll` and `submit`.
+        Idle workers get new samples only during calls of `poll` and `submit`.
 
         Raises:
             WorkerError: A reward worker cannot be started.
@@ -257,10 +257,10 @@ class RewardPool:
     def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
-        # The longest possible duration of a scoring call is the time budget plus `calls` times the time limit of one
-        # function call. All plain functions (neither batched nor async) together end within the time budget plus one
-        # time limit. Each batched function adds one time limit to the longest possible duration. Async functions add
-        # one time limit per `concurrency` calls to the longest possible duration.
+        # A scoring call lasts at most the time budget plus `calls` times the time limit of one call of a reward
+        # function. All plain functions (neither batched nor async) together end within the time budget plus one time
+        # limit. Each batched function adds one time limit to the longest possible duration of a scoring call. Async
+        # functions add one time limit for every `concurrency` calls of async functions.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
         # A scoring call with async functions gets `_GRACE_S` additional seconds, in which a late async function can be
@@ -268,9 +268,9 @@ class RewardPool:
         grace = _GRACE_S if "async" in kinds else 0.0
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
         # `hold_s` is at least `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S` seconds. A slow
-        # call (see `Held`) thus begins no further sample, and its remaining samples can be queued again without being
-        # scored twice. For async functions, `hold_s` is infinite: their calls are cancelled at the time limit anyway,
-        # and a second scoring call would exceed `reward.concurrency`.
+        # call (see `Held`) begins no further sample, so its remaining samples can be queued again without being scored
+        # twice. For async functions, `hold_s` is infinite: their calls are cancelled at the time limit anyway, and a
+        # second scoring call would exceed `reward.concurrency`.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
@@ -315,8 +315,9 @@ class RewardPool:
                 return
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
-            # The chunk had only one sample and one reward function, so the reward function has exceeded its time limit.
-            # If a worker dies before the time limit, the cause can be outside the reward function.
+            # A call that times out with only one sample and only one reward function shows that this reward function
+            # has exceeded its time limit. If a worker dies before the time limit, the cause can be outside the reward
+            # function.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))

@@ -49,7 +49,7 @@ class _Slot:
     attempts: int  # Number of attempts to start the process since its last successful start.
     starting: bool = True
     held: bool = False
-    limit_s: float = 0.0  # Seconds without a result after which the running call is lost.
+    limit_s: float = 0.0  # Seconds without a result after which the running call counts as lost.
 
     @property
     def idle(self) -> bool:

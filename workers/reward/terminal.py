@@ -61,7 +61,7 @@ class FirstLines:
 
 
 class _Stream(io.TextIOWrapper):
-    """Standard output or error stream that records the first line of each reward function in a `FirstLines` object."""
+    """Standard output or error stream that records the first line that each reward function prints."""
 
     def __init__(self, descriptor: int, lines: FirstLines) -> None:
         raw = io.FileIO(descriptor, "w", closefd=False)

@@ -60,8 +60,8 @@ class Held:
 
     Attributes:
         slot: Index of the process among the reward processes, from 0.
-        results: The results of a stepwise call so far, or None if the call is not stepwise. The last result may lack
-            some scores.
+        results: The results of a stepwise call so far, or None if the call is not stepwise. The last result can lack
+            the scores of the last reward functions.
     """
 
     slot: int

@@ -91,7 +91,7 @@ class _Function:
         try:
             with self._span(request):
                 return as_verdict(await self.bound(request.prompt, request.response, request.columns))
-        except BaseException as error:  # SystemExit and KeyboardInterrupt would end the event loop.
+        except BaseException as error:  # If not caught, SystemExit and KeyboardInterrupt would end the event loop.
             return error
 
     def _called(self, requests: Sequence[RewardRequest]) -> Any:
@@ -271,8 +271,8 @@ def _unless_stopped(error: BaseException) -> BaseException:
     """Return an exception that a reward function raised, or re-raise the exception if the user wants to stop the run.
 
     The user can stop the run with Ctrl-C (KeyboardInterrupt) or by quitting the debugger (BdbQuit). A KeyboardInterrupt
-    or a BdbQuit counts as the user's request only if the current thread is the main thread and SIGINT does not have its
-    default action. SIGINT has its default action in the child processes of guards, but not in the driver.
+    or a BdbQuit counts as the user's request to stop only if the current thread is the main thread and SIGINT does not
+    have its default action. SIGINT has its default action in the child processes of guards, but not in the driver.
     """
     here = threading.current_thread() is threading.main_thread()
     stops = isinstance(error, KeyboardInterrupt | bdb.BdbQuit)

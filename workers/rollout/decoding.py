@@ -24,8 +24,8 @@ def grouped_attention(
 ) -> tuple[Tensor, Tensor | None]:
     """Compute the same attention as the `sdpa` function of transformers, without copying keys and values if Q is 1.
 
-    If each row has one query (Q = 1), the H / K query heads that share a key head are treated as H / K queries of that
-    key head, and no causal mask is needed.
+    If each row has one query (Q = 1), the query heads that share a key head are treated as several queries of one head,
+    and no causal mask is needed.
 
     Shapes: query (B, H, Q, D), key and value (B, K, W, D), where K divides H. The returned attention output has the
         shape (B, Q, H, D).
@@ -110,7 +110,8 @@ class Batch:
         log_probs: (B, W) float32 log-probabilities of sampled tokens, and 0 for all other tokens and padding.
         versions: For each column, the version of the weights that sampled the column's tokens. All tokens of one column
             are sampled in the same generation step.
-        rows: (B, 4) int64: first column of the prompt, first column of the answer, maximum tokens of the answer, seed.
+        rows: (B, 4) int64, for each row: first column of the prompt, first column of the answer, maximum tokens of the
+            answer, seed.
         temperatures: (B,) float32 sampling temperatures.
         live: (B,) bool, False for finished answers.
         cache: Keys and values of all columns, or of all columns except the last.

@@ -43,7 +43,8 @@ JOIN = 0.5  # Share of the batch that must be free before requests join, unless 
 class HFEngine:
     """Engine that generates in batches with a transformers model and a key-value cache.
 
-    Waiting requests join the batch when only few unfinished answers are left in the batch.
+    If `deterministic` is False, waiting requests join the batch when the batch has room for all of them, or when the
+    share `JOIN` of the places in the batch is free.
 
     Args:
         config: Rollout settings.
@@ -285,7 +286,7 @@ def _load(path: str, dtype: torch.dtype) -> PreTrainedModel:
         model.set_attn_implementation(GROUPED)
     except ConfigError:
         raise
-    except ValueError as error:  # An architecture with attention code of its own raises ValueError.
+    except ValueError as error:  # transformers raises ValueError for an architecture that has its own attention code.
         raise ConfigError(
             f"model.path={path}: does not load for rollout=hf ({one_line(str(error), 160)}); use a model of another "
             "architecture"

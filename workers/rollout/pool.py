@@ -21,7 +21,9 @@ from workers.sync.weight_sync import Sends, sync
 
 logger = logging.getLogger(__name__)
 
-REPLACEMENTS = 3  # The pool fails if more than 3 processes per replica die without any finished answer in between.
+# The pool fails if more processes than REPLACEMENTS times the number of replicas die without any finished answer in
+# between.
+REPLACEMENTS = 3
 
 
 class RolloutPool:
@@ -131,8 +133,8 @@ class RolloutPool:
         if not self.sleeps or self.asleep:
             return
         assert not self.pending, "engines with unfinished answers must not sleep"
-        # New weights would wake an engine. Setting `_source` to None prevents the pool from sending weights to
-        # replacement replicas.
+        # Sending new weights to a sleeping engine would wake the engine. Setting `_source` to None prevents the pool
+        # from sending weights to replacement replicas.
         async with self._syncing:
             source, self._source = self._source, None
         while True:
@@ -189,7 +191,9 @@ class RolloutPool:
                 ranks, version, check = self._source
                 try:
                     if await self._sync([replica], ranks, version, check=check):
-                        logger.warning("rollout replica %d serves again, with weights %d", replica.number, version)
+                        logger.warning(
+                            "rollout replica %d serves again, with weights of version %d", replica.number, version
+                        )
                 except WorkerLost:
                     if not any(rank.process.how_lost for rank in ranks):
                         raise

@@ -138,8 +138,8 @@ class Replica:
             try:
                 await results(self._sent)  # Every `submit` must reach the engine before the abort.
                 await self.role.call(RolloutWorker.abort)
-                # The running `poll` must end before further requests are submitted, so that the running `poll` does not
-                # return answers to the further requests.
+                # If new requests were submitted before the running `poll` has ended, the running `poll` could return
+                # answers to the new requests.
                 await results(self._open)
             except WorkerLost:
                 return  # The task that runs `live` will replace the lost process.

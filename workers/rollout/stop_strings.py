@@ -8,7 +8,9 @@ tokenizer. A tokenizer in vLLM might decode tokens differently than the tokenize
 from collections.abc import Sequence
 from typing import Any
 
-MARGIN = 8  # Number of extra tokens to decode, because decoders may change the start of a text.
+# Number of tokens that are decoded in addition to the tokens that can form a stop string, because decoders may change
+# the start of a text.
+MARGIN = 8
 INCOMPLETE = "\ufffd"  # Character that decoders write for an incomplete UTF-8 sequence.
 
 
@@ -48,7 +50,7 @@ class StopStrings:
         return self._found(self._tail(ids)) and self._found(ids)
 
     def may_end(self, token: int) -> bool:
-        """Return False if a token cannot complete a stop string after any preceding tokens, otherwise True.
+        """Return False if a token cannot complete a stop string, whatever tokens precede it; otherwise return True.
 
         A token that completes a stop string contains the string's last character, or a part of this character. If the
         last character of a stop string is a space, the result is always True, because decoders drop spaces at the start
@@ -64,8 +66,8 @@ class StopStrings:
     def _tail(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the last tokens of an answer, enough to contain any stop string that the last token completes.
 
-        Among the returned tokens, the number of tokens that add text to the answer is the number of bytes in the
-        longest stop string plus `MARGIN`. If fewer tokens of the answer add text, the whole answer is returned.
+        The number of returned tokens that add text to the answer is the number of bytes in the longest stop string plus
+        `MARGIN`. If the answer has too few tokens that add text, all tokens of the answer are returned.
         """
         missing = self.window
         for start in range(len(ids) - 1, -1, -1):

@@ -2,7 +2,8 @@
 
 The engine reads the answers from the tables of samples in the earlier run's output folder, with the tokens, log-probs
 and weight versions of that run. A run with the settings, data and seed of the earlier run repeats all updates of the
-earlier run. A run with another loss, reward or learning rate trains on the answers of the earlier run.
+earlier run. A run that differs from the earlier run in loss, reward or learning rate trains on the same answers as the
+earlier run.
 """
 
 import functools
@@ -52,8 +53,8 @@ class StoredEngine:
         """Return the stored answers to all queued requests.
 
         Raises:
-            ConfigError: The earlier run has stored no answer to a request, has stored an answer to another prompt, or
-                has stored an answer that is longer than the request allows.
+            ConfigError: The earlier run has stored no answer to a request, has stored an answer to a prompt other than
+                the request's prompt, or has stored an answer that is longer than the request allows.
         """
         requests, self.waiting = self.waiting, []
         return [self._answer(request) for request in requests]

@@ -37,7 +37,7 @@ class TurnServer:
         self.open: dict[tuple[int, ...], tuple[str, TurnResult]] = {}
         self.finished: dict[str, list[TurnResult]] = {}
         self._numbers = itertools.count()
-        self._renderers: dict[str, TurnRenderer] = {}  # Renderers for other tools than the tools of the run.
+        self._renderers: dict[str, TurnRenderer] = {}  # Renderers for requests that bring their own tools.
         # A lock is needed, because several threads call `begin` and the renderer has only one rendering process.
         self._rendering = threading.Lock()
 
@@ -79,7 +79,8 @@ class TurnServer:
                 observed = renderer.prompt_ids(messages)
             else:
                 observed = renderer.observation_ids(messages, turn.action_ids)
-        except Exception as error:  # A program may send messages and tools for which the template was not written.
+        # An agent program can send messages and tools for which the chat template was not written.
+        except Exception as error:
             refused = isinstance(error, ValueError)
             said = str(error) if refused else f"the messages cannot be rendered: {described(error)}"
             return TurnResult(turn.key, error=said, serial=turn.serial), [], 0
@@ -139,7 +140,7 @@ class TurnServer:
             self.store(client, [done])
 
     def has(self, client: str) -> bool:
-        """Return whether a client has finished turns."""
+        """Return whether there are finished turns that a client has not polled yet."""
         return bool(self.finished.get(client))
 
     def take(self, client: str) -> list[TurnResult]:

@@ -33,14 +33,14 @@ class TurnRequest:
             in the first turn.
         action_ids: Token ids of the context's last action; empty in a turn with a new context.
         messages: Chat messages that are added to the context. In a turn with a new context, `messages` is the whole
-            conversation. In other turns, `messages` contains, for instance, the results of tools.
+            conversation. In a turn that continues a context, `messages` contains, for instance, the results of tools.
         room: Maximum number of tokens in the new messages and the action together. In the first turn, `room` limits
             only the action.
         max_prompt_tokens: Maximum number of tokens in the prompt of the first turn.
         max_tokens: Maximum number of tokens in the action.
         max_message_tokens: Maximum number of tokens in the text of each new message after the first turn; longer texts
-            are cut off. Answers are never cut off. In a new context, the messages before the first answer are never cut
-            off, because they are the prompt of the context.
+            are cut off. Messages of the assistant are never cut off. In a new context, the messages before the
+            assistant's first message are never cut off, because these messages are the prompt of the context.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         seed: Seed of the random numbers with which the action is sampled.
         tools: Schemas of the tools that the prompt describes; None if the prompt describes the tools of the run.
@@ -79,7 +79,7 @@ class TurnResult:
         messages: The new messages as the model has seen them; long texts are cut off.
         full: Whether the new messages left no room for an action, so that no action was sampled.
         error: One line that says why the messages cannot be put into the context; "" if no error occurred.
-        serial: Field `serial` of the request.
+        serial: The field `serial` of the `TurnRequest` that this result answers.
     """
 
     key: tuple[int, int, int]

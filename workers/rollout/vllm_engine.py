@@ -183,7 +183,7 @@ class Growing:
 class InProcessVLLM:
     """Rollout engine that runs vLLM in the current process.
 
-    On a CPU, `InProcessVLLM` starts faster than AsyncLLM and has a lower cost of communication than AsyncLLM.
+    On a CPU, `InProcessVLLM` starts faster and spends less time on communication between processes than `AsyncVLLM`.
 
     Args:
         config: Rollout settings.
@@ -304,7 +304,7 @@ class InProcessVLLM:
 
 
 class Family:
-    """Monitor that records which of the processes that an engine has started dies first.
+    """Monitor of the processes that an engine has started, which records the process that dies first.
 
     Attributes:
         lost: Description of the process that died first, or "" while all processes live.
@@ -344,7 +344,7 @@ class Family:
         """Return the error to raise after a failed engine call: WorkerLost if a process has died, otherwise `raised`.
 
         vLLM raises EngineDeadError only after it has noticed the death of a process. Before vLLM has noticed the death
-        of a process, calls of vLLM fail with other exceptions.
+        of a process, calls of vLLM fail with exceptions other than EngineDeadError.
         """
         deadline = time.monotonic() + PROOF_S
         while not self.lost and time.monotonic() < deadline:
@@ -534,9 +534,9 @@ def sleep_level(config: Config) -> int:
     """Return vLLM's sleep level, which says what the engine releases while the training ranks compute.
 
     The sleep level is 0 (the engine never sleeps) if the training ranks have their own devices. In a run without
-    low-rank adapters (LoRA), the engine drops its weights, because the weight sync that wakes the engine sends every
-    weight. In a run with low-rank adapters, the weights move to the host's memory, because the weight sync sends only
-    the adapters.
+    low-rank adapters (LoRA), a sleeping engine drops its weights, because the weight sync that wakes the engine sends
+    every weight. In a run with low-rank adapters, a sleeping engine moves its weights to the host's memory, because the
+    weight sync sends only the adapters.
     """
     return 0 if not config.takes_turns else TO_HOST if config.model.lora else DROPPED
 

@@ -112,7 +112,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 self._load(tensors_of(bucket, data))
                 keep_unfinished(self.model, data)
         finally:
-            verified.result()  # After the return, the sender is free to overwrite the bucket.
+            verified.result()  # As soon as `receive_weights` returns, the sender is free to overwrite the bucket.
         probes = bucket.probes()
         names = checkpoint_names(self.model, probes)
         self.probes |= {names[name]: value for name, value in probes.items() if name in names}
@@ -180,9 +180,9 @@ def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
 def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return a dictionary from the checkpoint name of each tensor to the name that vLLM gives to the tensor.
 
-    The parts of a layer that vLLM fuses keep separate names.
+    Checkpoint layers that vLLM fuses into one layer keep separate names.
 
-    Tensors that vLLM's name mapping drops are left out.
+    The dictionary does not contain tensors that vLLM's name mapping drops.
     """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
@@ -274,7 +274,7 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        # A layer that is a single tensor in the checkpoint has one part.
+        # If the layer is a single tensor in the checkpoint, its parts are joined.
         parts = [torch.cat(parts)] if len(names) == 1 else parts
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs
@@ -283,7 +283,7 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
 def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> list[Tensor]:
     """Combine a layer's output (or bias) over all ranks.
 
-    Return one whole output (or bias) for each checkpoint layer that was fused.
+    Return one whole output (or bias) for each checkpoint layer that is fused into this layer.
     """
     size = module.tp_size
     # In a row-parallel layer, each rank has a part of the inputs, and the whole bias.
@@ -294,7 +294,7 @@ def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> lis
     parts = list(output.split(_part_sizes(module)))
     whole = gather(parts, size)
     if isinstance(module, QKVParallelLinear) and (copies := module.num_kv_head_replicas) > 1:
-        # Ranks that share a key-value head hold copies of this head. Only one copy of each head is kept.
+        # Ranks that share a key-value head hold copies of this head. Only one copy of each key-value head is kept.
         whole[1:] = [part.unflatten(0, (size // copies, copies, -1))[:, 0].flatten() for part in whole[1:]]
     return whole
 

@@ -22,8 +22,9 @@ ENGINES = {
     "hf": "workers.rollout.hf_engine:make",
     "stored": "workers.rollout.stored_engine:make",
 }
-# After the first finished answer, `poll` waits for further answers if the engine is busy. The maximum wait is
-# LINGER_SHARE times the time since the last `submit`, but at least LINGER_S and at most LONGEST_LINGER_S seconds.
+# After the first finished answer, `poll` waits for further answers if the engine is busy. The longest time for which
+# `poll` waits for further answers is LINGER_SHARE times the time since the last `submit`, limited to the range from
+# LINGER_S to LONGEST_LINGER_S seconds.
 LINGER_S, LONGEST_LINGER_S, LINGER_SHARE = 0.02, 0.1, 0.02
 ENGINE_TRACK = "engine"  # Name of the timeline's row for the work of the engine's thread.
 T = TypeVar("T")
@@ -61,8 +62,8 @@ class RolloutWorker:
     """Worker that runs the engine of one rollout replica.
 
     A threaded engine has its own thread, which runs generation steps whenever the engine has unfinished requests. All
-    calls to a threaded engine run in the engine's thread, between two steps. An engine without its own thread generates
-    answers only during `poll`.
+    calls to a threaded engine run in the engine's thread, between two generation steps. An engine without its own
+    thread generates answers only during `poll`.
 
     Args:
         config: The run's whole config.
@@ -124,8 +125,8 @@ class RolloutWorker:
         """Return the answers that finished since the previous call of `poll`.
 
         Wait up to `timeout_s` seconds for the first answer. If a threaded engine has more work after its first answer,
-        `poll` waits briefly for further answers and returns all answers together. When the engine has no unfinished
-        requests left, `poll` returns without delay.
+        `poll` waits briefly for further answers and returns all answers together. The wait for further answers ends as
+        soon as the engine has no unfinished requests.
 
         Raises:
             SyncError: The last weight sync failed.
@@ -212,7 +213,8 @@ class RolloutWorker:
 
         Args:
             sync: Name of the weight sync.
-            before: Result of the previous call, which is passed only so that Ray runs the calls in order.
+            before: Result of the previous call of this weight sync, which is passed only so that Ray runs the calls in
+                order.
             parts: The parts of the bucket, one from each rank.
         """
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))

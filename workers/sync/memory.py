@@ -69,7 +69,7 @@ class SharedFile:
             if size is not None:
                 # If the memory were not preallocated and the folder became full, SIGBUS would kill the writing process.
                 os.posix_fallocate(descriptor, 0, max(size, 1))
-            # The memory map keeps the file open, and with it the file's advisory lock.
+            # The memory map keeps the file open, and the open file keeps its advisory lock.
             self.memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
         except BaseException:
             if size is not None:

@@ -27,7 +27,7 @@ class Loads(Protocol):
     def finish_load(self, version: int) -> None:
         """Make the engine compute with the loaded weights.
 
-        Raises SyncError if a layer of the engine still computes with other weights.
+        Raises SyncError if a layer of the engine does not compute with the loaded weights.
         """
 
 

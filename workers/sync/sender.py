@@ -181,7 +181,7 @@ class AdapterSender(Sender):
     def _proofs(self) -> Iterator[Piece]:
         """Yield pieces of a bucket that carry no weights, but only probes of the merged model.
 
-        A piece has the probe of the rows of one parameter that this rank holds.
+        Each piece carries the probe of this rank's rows of one parameter.
 
         All ranks must iterate over all pieces, because gathering the adapters is a collective operation.
 

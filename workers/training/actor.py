@@ -61,10 +61,10 @@ class ActorWorker:
         algorithm = config.algorithm
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
         # For the exact KL, the actor needs the output head of the reference model, because the reference model sends
-        # only hidden states. The actor's initial head can be copied, because the actor starts with the weights of the
-        # reference model. The copied head is rounded to the compute dtype of the reference model, so that the KL
+        # only hidden states. The actor copies its own initial output head, because the actor starts with the weights of
+        # the reference model. The copied head is rounded to the compute dtype of the reference model, so that the KL
         # divergence of a policy from itself is 0. If the reference model is updated, `set_reference_head` replaces the
-        # head.
+        # actor's copy of the reference model's output head.
         self.ref_head: Tensor | None = None
         self.teacher_heads: list[Tensor] = []  # output heads of the teachers, in the order of the config
         head = self.model.get_output_embeddings()
@@ -83,7 +83,7 @@ class ActorWorker:
         if config.model.lora:
             model = adapt(model, config.model.lora, seed=config.trainer.seed)
         self.model = shard(model, config)
-        self.model.eval()  # With dropout, another policy than the policy that generated the samples would be trained.
+        self.model.eval()  # With dropout, the trained policy would differ from the policy that generated the samples.
         self.optimizer = Optimizer(
             [p for p in self.model.parameters() if p.requires_grad],
             config.actor,
@@ -93,7 +93,8 @@ class ActorWorker:
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute the old log-probs, and further columns that the settings require, with the weights before the update.
+        """Compute the old log-probs, and other columns that the settings require, before the update changes the
+        weights.
 
         The rows of the returned batch are in the order of `microbatches`.
 
@@ -124,13 +125,14 @@ class ActorWorker:
     def add_teacher_head(self, head: Tensor) -> None:
         """Keep the output head (V', H') of the next teacher of the config, as returned by `TeacherWorker.output_head`.
 
-        The exact KL to the teacher needs the head, because the teacher sends only hidden states. If the teacher's
-        vocabulary is longer than the policy's, the teacher's distribution is restricted to the policy's vocabulary.
+        The exact KL to the teacher needs the teacher's output head, because the teacher sends only hidden states. If
+        the teacher's vocabulary is longer than the policy's, the teacher's distribution is restricted to the policy's
+        vocabulary.
         """
         words = self.model.get_output_embeddings().weight.size(0)
-        assert len(head) >= words, "the start of the run refuses a teacher with a smaller vocabulary"
-        # `policy_output` multiplies the teacher's logits by the policy's `logit_scale`. Dividing the teacher's head by
-        # the policy's `logit_scale` cancels this factor.
+        assert len(head) >= words, "the start of the run refuses a teacher with a smaller vocabulary than the policy's"
+        # The teacher's output head is divided by the policy's `logit_scale`, because `policy_output` multiplies the
+        # teacher's logits by the policy's `logit_scale`.
         scaled = head[:words] / logit_scale(self.model)
         self.teacher_heads.append(scaled.to(device(), getattr(torch, self.config.model.dtype)))
 
@@ -187,7 +189,7 @@ class ActorWorker:
     def _policy_gradient(
         self, batch: DataProto, minibatch: Minibatch, entropy_coef: float, *, first: bool
     ) -> UpdateResult:
-        """Add the gradient of a mini-batch of sampled answers, and return the results of the mini-batch.
+        """Accumulate the gradient of a mini-batch of sampled answers, and return the results of the mini-batch.
 
         In the first mini-batch of the update, also compare the log-probs of the tokens with the old log-probs.
         """
@@ -204,10 +206,11 @@ class ActorWorker:
         return part
 
     def _supervised_gradient(self, supervised: DataProto, minibatch: Minibatch, result: UpdateResult) -> None:
-        """Add `algorithm.sft_coef` times the gradient of the mean cross-entropy of a mini-batch's supervised answers.
+        """Accumulate the gradient of a mini-batch's supervised loss, multiplied by `algorithm.sft_coef`.
 
-        If the whole mini-batch has no supervised answers, no rank runs a forward pass. Every rank knows the number of
-        supervised tokens of the whole mini-batch, so all ranks make the same decision.
+        The supervised loss is the mean cross-entropy of the mini-batch's supervised answers. If the whole mini-batch
+        has no supervised answers, no rank runs a forward pass. Every rank knows the number of supervised tokens of the
+        whole mini-batch, so all ranks make the same decision whether to run a forward pass.
         """
         result.supervised_tokens = minibatch.num_tokens
         for rows in minibatch.microbatches if minibatch.num_tokens else ():
@@ -293,13 +296,13 @@ class ActorWorker:
         return len(weight_groups(self.model))
 
     def shards(self, number: int, to_host: bool, *_taken: None) -> list[Tensor]:
-        """Return this rank's float32 shards of a group of weights, without a copy unless `to_host` moves the shards.
+        """Return this rank's float32 shards of a group of weights.
 
         Args:
             number: index of the group of weights in the result of `weight_groups`.
-            to_host: whether the shards are returned in CPU memory.
-            _taken: results of the calls that took earlier groups. Ray runs `shards` only once the results in `_taken`
-                are available, so that few groups are in Ray's object store at a time.
+            to_host: whether the shards are returned in CPU memory. If `to_host` is False, the shards are not copied.
+            _taken: results of the calls of `shards` for earlier groups of weights. Ray runs `shards` only once the
+                results in `_taken` are available, so that few groups are in Ray's object store at a time.
         """
         tick()
         parameters = dict(self.model.named_parameters())
@@ -404,7 +407,8 @@ def actor_loss(
         statistics: statistics of the importance weights of the whole mini-batch, or None if the settings need no
             statistics.
         num_positive_tokens: number of trained tokens in correct answers of the whole mini-batch. If
-            `num_positive_tokens` is None, the trained tokens in correct answers of this micro-batch are counted.
+            `num_positive_tokens` is None, `actor_loss` counts the trained tokens in correct answers of this micro-batch
+            instead.
         counts: `num_tokens`, `num_sequences` and `max_response_length` of the whole mini-batch.
 
     Returns:
@@ -461,8 +465,8 @@ def policy_term(
     The setting `correction` multiplies token losses by weights and drops tokens, while the setting `rejection` only
     drops tokens. A dropped token has a policy loss of 0 but stays in `response_mask`, so the token keeps its KL and
     entropy terms. With `correction.normalize=kept`, a token that the correction drops does not count in the mean of the
-    policy loss; otherwise every token of `response_mask` counts. The metrics of the policy loss itself include dropped
-    tokens.
+    policy loss; otherwise every token of `response_mask` counts. The metrics that the policy loss function returns
+    include dropped tokens.
 
     Args:
         columns: padded columns (B, T) by name.

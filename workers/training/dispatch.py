@@ -47,8 +47,8 @@ class UpdateResult:
         losses: for each named term of the loss, its sum over the mini-batches. The loss of a mini-batch is normalized
             by the token or sequence count of the whole mini-batch.
         tokens: number of trained tokens on all ranks, in all mini-batches whose optimizer step was not skipped.
-        steps: metrics of each optimizer step, which are the same on all ranks. `skipped` is 1 if the step was skipped
-            because of non-finite values.
+        steps: metrics of each optimizer step, which are the same on all ranks. The metric `skipped` is 1 if the
+            optimizer step was skipped because of non-finite values.
         first: for each metric, a sum over this rank's trained tokens in the first mini-batch, computed before the first
             optimizer step.
         first_tokens: number of this rank's trained tokens in the first mini-batch.

@@ -185,7 +185,7 @@ def reason(error: BaseException) -> str:
     below: BaseException | None = error
     while below is not None and not isinstance(below, OSError):
         below = below.__cause__ or below.__context__
-    error = below or error  # On a full disk, only the OSError tells the cause.
+    error = below or error  # If the disk is full, only the OSError among the chained exceptions says so.
     if isinstance(error, OSError) and error.strerror:
         return f"{error.strerror}{f' ({error.filename})' if error.filename else ''}"
     text = described(error)

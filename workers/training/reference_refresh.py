@@ -5,8 +5,9 @@ only its own shards, so no tensor is gathered. If actor and reference are in one
 actor's shards in place. If actor and reference are in two processes, the actor's process sends its shards directly to
 the reference's process, in groups of limited size.
 
-With the exact KL, each rank of the actor also keeps the whole output head of the reference model. After an update, the
-ranks of the actor gather the new head from the shards of the reference.
+With the exact KL, each rank of the actor also keeps the whole output head of the reference model. After each update of
+the reference model, the ranks of the actor gather the reference model's new output head from the shards of the
+reference model's ranks.
 """
 
 from workers.cluster.processes import Pending, Role, results
@@ -21,8 +22,8 @@ async def refresh_reference(actor: WorkerGroup[ActorWorker], reference: WorkerGr
     """Update the weights of the reference model once with the current weights of the actor.
 
     Raises:
-        WorkerLost: the process of a rank died or hung. After this error, the weights of the reference model can be
-            partly updated.
+        WorkerLost: the process of a rank died or hung. When WorkerLost is raised, some weights of the reference model
+            can already be updated.
     """
     groups, *_ = await actor.call(ActorWorker.shard_groups)
     pairs = list(zip(actor.ranks, reference.ranks, strict=True))

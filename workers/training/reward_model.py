@@ -42,7 +42,8 @@ class RewardModelWorker:
         """
         scores = []
         with forward_only(self.model):
-            # If a micro-batch has no rows, a filler row runs, so that this rank joins all collectives.
+            # If a micro-batch has no rows, the model runs on a filler row, so that this rank joins all collective
+            # operations.
             for rows in microbatches:
                 tick()
                 packed = to_device(pack(batch[rows or stand_in(batch)]), device())

@@ -1,4 +1,4 @@
-"""Code that shares batch columns through Ray's object store, which gets each column of a step only once."""
+"""Code that shares batch columns through Ray's object store, which gets each column of a training step only once."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -54,7 +54,7 @@ class SharedColumns:
 
         Args:
             batch: the batch from which columns are taken.
-            columns: names of the wanted columns. Columns that the batch lacks are left out.
+            columns: names of the wanted columns. The returned batch leaves out columns that `batch` lacks.
             process: one of the processes that will read the columns. If `process` is the driver itself, the columns are
                 returned without a copy in Ray's object store.
         """

@@ -34,8 +34,8 @@ class WorkerGroup(Generic[W_co]):
         sequence_ranks: number of neighbouring ranks that split the tokens of each pack (sequence parallelism). The
             ranks that split a pack get the same rows and return the same results. A pack can hold up to
             `sequence_ranks` times as many tokens as one rank can process.
-        shared: registry of the columns in Ray's object store. Several groups can share a registry. If `shared` is None,
-            the group has its own registry.
+        shared: registry of the columns in Ray's object store. Several groups can share one registry of columns. If
+            `shared` is None, the group creates its own registry of columns.
     """
 
     def __init__(
@@ -107,11 +107,11 @@ class WorkerGroup(Generic[W_co]):
         Args:
             method: the role's method that trains one rank on its part of the mini-batches.
             batch: the batch whose rows the ranks process.
-            columns: names of the columns that the method reads. Columns that the batch lacks are left out.
+            columns: names of the columns that the method reads. Columns that the batch lacks are not passed on.
             minibatches: row indices of each mini-batch.
             max_tokens: maximum number of tokens of a micro-batch on one rank.
-            args: further arguments of the method.
-            kwargs: further keyword arguments of the method.
+            args: arguments that are passed to the method after the batches and mini-batches.
+            kwargs: keyword arguments that are passed to the method.
         """
         by_rank, overhead = self._minibatches(batch, minibatches, max_tokens)
         shared = self.shared.share(batch, columns, self.ranks[0].process)
@@ -134,14 +134,16 @@ class WorkerGroup(Generic[W_co]):
         The supervised answers are split over the ranks and into micro-batches separately from the sampled answers.
 
         Args:
-            method: the role's method that trains one rank on its part of the mini-batches and supervised answers.
+            method: the role's method that trains one rank on its parts of the mini-batches and of the supervised
+                answers.
             batch: the batch whose rows the ranks process.
-            columns: names of the columns of the batch that the method reads. Columns that the batch lacks are left out.
+            columns: names of the columns of the batch that the method reads. Columns that the batch lacks are not
+                passed on.
             minibatches: row indices of each mini-batch.
             supervised: batch of supervised answers, whose `uid` says to which prompt group of `batch` a row belongs.
             max_tokens: maximum number of tokens of a micro-batch on one rank.
-            args: further arguments of the method.
-            kwargs: further keyword arguments of the method.
+            args: arguments that are passed to the method after the batches and mini-batches.
+            kwargs: keyword arguments that are passed to the method.
         """
         by_rank, overhead = self._minibatches(batch, minibatches, max_tokens)
         uids, answered = batch.batch["uid"].tolist(), supervised.batch["uid"].tolist()

@@ -39,24 +39,24 @@ def gtpo(
         r_{i,t} = -(alpha_1 + alpha_2 h_t (1 / H_{i,t}) / sum_k (1 / H_{k,t}))  wrong answer i, eq. 5
 
     H_{i,t} is the entropy of the policy before the update at the t-th trained token of answer i, so tool-output tokens
-    are skipped. The sum over k in eq. 3 runs over the d_t correct answers of the group (same `uid`) that have a t-th
-    trained token. The sum over k in eq. 5 runs over the h_t wrong answers of the group that have a t-th trained token.
-    At each t, the mean reward of the correct answers is alpha_1 + alpha_2, and the mean reward of the wrong answers is
-    -(alpha_1 + alpha_2). Among correct answers, tokens with a higher entropy get larger rewards. Among wrong answers,
-    tokens with a lower entropy get more negative rewards. 1e-8 is added to each entropy, so that tokens whose entropies
-    are all 0 get equal rewards.
+    are skipped. In eq. 3 of the GTPO paper, the sum over k runs over the d_t correct answers of the group (same `uid`)
+    that have a t-th trained token. In eq. 5 of the GTPO paper, the sum over k runs over the h_t wrong answers of the
+    group that have a t-th trained token. At each t, the mean reward of the correct answers is alpha_1 + alpha_2, and
+    the mean reward of the wrong answers is -(alpha_1 + alpha_2). Among correct answers, tokens with a higher entropy
+    get larger rewards. Among wrong answers, tokens with a lower entropy get more negative rewards. 1e-8 is added to
+    each entropy, so that tokens whose entropies are all 0 get equal rewards.
 
     mean(r) and the unbiased std(r) are computed over all trained tokens of the group. With `separate`, mean(r) and
-    std(r) are computed separately for correct and wrong answers, as in eq. 6. With `separate`, the advantages have the
-    mean 0 over the correct answers and over the wrong answers, so the policy does not learn to prefer correct answers
-    to wrong ones.
+    std(r) are computed separately for correct and wrong answers, as in eq. 6 of the GTPO paper. With `separate`, the
+    advantages have the mean 0 over the correct answers and over the wrong answers, so the policy does not learn to
+    prefer correct answers to wrong ones.
 
     A group whose answers are all correct or all wrong gets advantages of exactly 0, and so does a group with only one
-    answer. The GTPO paper starts from DAPO, whose dynamic sampling drops groups with equal outcomes. `successes` is 1
-    for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the answer is correct. A row
-    that is not `valid`, or whose entry in `successes` is NaN, is excluded from all sums and statistics and gets an
-    advantage of 0. `gtpo` does not read `token_level_rewards`, so reward shaping and KL penalties in the reward have no
-    effect.
+    answer. The GTPO paper builds on DAPO, whose dynamic sampling drops groups in which all answers have the same
+    outcome. `successes` is 1 for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the
+    answer is correct. A row that is not `valid`, or whose entry in `successes` is NaN, is excluded from all sums and
+    statistics and gets an advantage of 0. `gtpo` does not read `token_level_rewards`, so reward shaping and KL
+    penalties in the reward have no effect.
 
     token_level_rewards, response_mask and entropies are (B, T); uid, valid and successes are (B,). The advantages and
     the returns are (B, T) and 0 in masked slots. The returned `returns` hold the rewards r_{i,t}.
@@ -98,10 +98,10 @@ def grpo_s(
         r_i =   beta_1 + beta_2 n H_i / sum_k H_k                   correct answer i, eq. 9
         r_i = -(beta_1 + beta_2 m (1 / H_i) / sum_k (1 / H_k))      wrong answer i, eq. 9
 
-    H_i is the entropy of the policy before the update, averaged over the trained tokens of answer i, eq. 8. For a
-    correct answer, the sum over k runs over the n correct answers of the group (same `uid`). For a wrong answer, the
-    sum over k runs over the m wrong answers of the group. mean(r) and the unbiased std(r) are computed over the answers
-    of the group, and each answer counts once. 1e-8 is added to each H_i.
+    H_i is the entropy of the policy before the update, averaged over the trained tokens of answer i (eq. 8 of arXiv
+    2508.04349). For a correct answer, the sum over k runs over the n correct answers of the group (same `uid`). For a
+    wrong answer, the sum over k runs over the m wrong answers of the group. The mean and the unbiased std of r are
+    computed over the answers of the group, and each answer counts once. The number 1e-8 is added to each entropy H_i.
 
     A group whose answers are all correct or all wrong gets advantages of exactly 0, and so does a group with only one
     answer. `successes` is 1 for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the
@@ -145,7 +145,7 @@ def _learning_rows(response_mask: Tensor, uid: Tensor, valid: Tensor, successes:
 
 
 def _by_outcome(uid: Tensor, correct: Tensor) -> Tensor:
-    """Return one number per row (B,), which is equal for two rows of the same group and the same outcome."""
+    """Return one number per row (B,); rows have equal numbers if and only if their group and outcome are equal."""
     return 2 * group_index(uid) + correct.long()
 
 
@@ -153,8 +153,8 @@ def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correc
     """Compute n w / sum(w), with w = entropy for correct and w = 1 / entropy for wrong answers: (B, T) -> (B, T).
 
     For each slot, sum(w) is the sum over the n `counted` slots (B, T) in the same column whose rows have the same
-    `outcome` (B,). The mean of the result over the n slots of a sum is 1. The values of the result outside `counted`
-    are meaningless.
+    `outcome` (B,). The mean of the result over all n slots that share one sum(w) is 1. The values of the result outside
+    `counted` are meaningless.
     """
     # An entropy is clamped to at least 0, because rounding can make an entropy slightly negative.
     entropies = entropies.clamp(min=0) + EPS

@@ -15,8 +15,8 @@ def maxrl(token_level_rewards: Tensor, response_mask: Tensor, uid: Tensor, valid
     r_i is the sum of the rewards over the trained tokens of row i. A group is the set of valid rows with the same
     `uid`. The rewards in the MaxRL paper are 1 for a correct answer and 0 for a wrong one. With k correct answers among
     the N answers of a group, a correct answer gets the advantage (N - k) / k, and a wrong answer gets the advantage -1.
-    A prompt that is rarely solved therefore weighs more under MaxRL than under GRPO. In expectation, MaxRL's policy
-    gradient is the gradient of a truncated power series of log p, where p is the probability of a correct answer.
+    A prompt that is rarely solved weighs more under MaxRL than under GRPO. In expectation, MaxRL's policy gradient is
+    the gradient of a truncated power series of log p, where p is the probability of a correct answer.
 
     The formula of MaxRL has no meaning for a group whose mean reward is below 0. A group whose mean reward is 0 or
     below gets advantages of exactly 0, and so does a group that has only one row, or whose rewards are all equal. A row

@@ -1,6 +1,6 @@
 """Advantages with a baseline for each token.
 
-The baseline weights each row by the row's accumulated squared gradient.
+The baseline is a weighted mean over the rows of a group; the weight of a row is its accumulated squared gradient.
 """
 
 import torch
@@ -27,8 +27,8 @@ def optimal_token_baseline(
     The return G_{i,t} is the undiscounted sum of the rewards of row i from token t on. The weight W_{i,t} is the sum of
     the energies e_{i,j} of the tokens up to t, and approximates the squared gradient of log pi(y_1..t). The index t
     counts the trained tokens of a row, so tool-output tokens are skipped. The two sums over i in B_t run over the valid
-    rows of the group (same `uid`) that have a t-th trained token. If the energy of every row is 0 (for example, under a
-    deterministic policy), B_t is the plain mean of the G_{i,t}.
+    rows of the group (same `uid`) that have a t-th trained token. If the weights W_{i,t} of all rows are 0 (for
+    example, under a deterministic policy), the baseline B_t is the plain mean of the G_{i,t}.
 
     A_{i,t} is exactly 0 at every t at which all G_{i,t} of the group are equal. If only one row of the group has a t-th
     trained token, the baseline at t is that row's own return. The advantages of a group's longest row are exactly 0 at

@@ -14,9 +14,9 @@ def reinforce_plus_plus_baseline(
 ) -> tuple[Tensor, Tensor]:
     """Compute A_{i,t} = (d_i - mean(d)) / (std(d) + 1e-6), d_i = r_i - mean(r_group).
 
-    The formula of A_{i,t} comes from REINFORCE++ with baseline, arXiv 2501.03262. r_i is the sum of the rewards over
-    the trained tokens of row i. A group is the set of valid rows with the same `uid`. mean(d) and the unbiased std(d)
-    are computed over all trained tokens of the valid rows of the batch.
+    The formula of A_{i,t} comes from REINFORCE++ with baseline, arXiv 2501.03262. The reward r_i is the sum of the
+    rewards over the trained tokens of row i. A group is the set of valid rows with the same `uid`. The mean and the
+    unbiased std of d are computed over all trained tokens of the valid rows of the batch.
 
     In a group that has only one row, or whose rewards are all equal, every deviation d_i is exactly 0. The advantages
     of a group whose deviations d_i are 0 can still differ from 0, because mean(d) over all tokens may not be 0 if

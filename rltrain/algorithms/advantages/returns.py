@@ -9,7 +9,9 @@ from rltrain.algorithms.ratio import as_float, as_mask, masked
 def check_discount(name: str, value: float) -> None:
     """Raise ValueError if the discount is outside [0, 1]."""
     if not 0 <= value <= 1:
-        raise ValueError(f"{name}={value} must be in [0, 1], or later rewards count more; use 1.0 for no discount")
+        raise ValueError(
+            f"{name}={value} must be in [0, 1], or later rewards count more than earlier ones; use 1.0 for no discount"
+        )
 
 
 def returns_to_go(token_level_rewards: Tensor, response_mask: Tensor, *, gamma: float = 1.0) -> Tensor:

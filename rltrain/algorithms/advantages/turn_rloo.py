@@ -40,7 +40,7 @@ def turn_rloo(
     turns, counted = Turns(response_mask, turn_index), counted_rows(response_mask, valid)
     to_go = turns.returns_to_go(token_level_rewards, gamma)
     number = torch.arange(to_go.shape[1], device=to_go.device)
-    group = (group_index(uid)[:, None] * len(number) + number).flatten()  # Turns with equal numbers are compared.
+    group = (group_index(uid)[:, None] * len(number) + number).flatten()  # Each pair (uid, turn number) is a group.
     rows = counted[:, None].expand(to_go.shape).flatten()
     found = normalize_rewards(to_go.flatten(), group, rows, mean_level="group", std_level=None, leave_one_out=True)
     advantages = turns.at_tokens(turns.out_of_order(found.view(to_go.shape)))

@@ -8,7 +8,7 @@ from rltrain.algorithms.ratio import as_float, as_mask, masked
 
 
 class Turns:
-    """The turns of each row, in matrices (B, K), where K is the largest number of turns in a row.
+    """The turns of each row; a matrix (B, K) holds one value per turn, where K is the largest number of turns in a row.
 
     A turn without a trained token counts as absent: the turns before and after an absent turn are neighbours.
 
@@ -60,8 +60,8 @@ class Turns:
     def returns_to_go(self, token_level_rewards: Tensor, gamma: float) -> Tensor:
         """Compute the return G_k = sum_l gamma^l r_{k+l} over the present turns from the k-th turn on.
 
-        r_k is the sum of the rewards of the turn's trained tokens. The return G is 0 after the last turn of a row. The
-        result (B, K) is in the order of `in_order`: the present turns of each row come first.
+        r_k is the sum of the rewards of the trained tokens of turn k. The return G is 0 after the last turn of a row.
+        The result (B, K) is in the order of `in_order`: the present turns of each row come first.
 
         Raises:
             ValueError: `gamma` is outside [0, 1].

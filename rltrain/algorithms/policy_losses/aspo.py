@@ -36,13 +36,14 @@ def aspo(
 
     r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). As in PPO, the
     clip range of r decides which tokens have a gradient. For a good token (A > 0) inside the clip range, the loss is -A
-    / r and the gradient is -(A / r) grad log pi, because a part of the weight is detached. A good token (A > 0) gets a
-    larger weight if its probability has fallen, and a smaller weight if its probability has risen. PPO's weight r, in
-    contrast, is smaller for a token whose probability has fallen.
+    / r and the gradient is -(A / r) grad log pi, because the factor 1 / pi^2 of the loss is detached. A good token (A >
+    0) gets a larger weight if its probability has fallen, and a smaller weight if its probability has risen. PPO
+    weights tokens by r, which is below 1 for a token whose probability has fallen.
 
-    The dual clip of good tokens is soft: the value and the weight of the gradient are bounded by c, and the token keeps
-    its gradient. A bad token (A < 0) with r > c has no gradient, as in PPO's dual clip (arXiv 1912.09729). In the
-    program of ASPO's authors, by contrast, a bad token with r > c keeps the gradient -c A grad log pi.
+    The dual clip of good tokens (A > 0) is soft: `clip_ratio_c` bounds the token's weight in the loss and in the
+    gradient, but the token keeps its gradient. A bad token (A < 0) with r > c has no gradient, as in PPO's dual clip
+    (arXiv 1912.09729). In the program of ASPO's authors, a bad token (A < 0) with r > c keeps the gradient -c A grad
+    log pi.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. log r is clamped to [-20, 20], and the
     gradient is 0 where log r is outside of this range. The returned metric sums are `clip_fraction` (tokens clipped by

@@ -60,11 +60,11 @@ def select_clip_cov(
 
         selected = floor(clip_cov_ratio N) tokens, at least 1, drawn where lb <= (log pi - mean) (A - mean) <= ub
 
-    N is the number of trained tokens, and each mean is over the N trained tokens. Among the tokens with a covariance in
-    [lb, ub], the selector takes the tokens with the smallest `random_draws`. The `random_draws` are uniform numbers
-    that the caller assigns to tokens, not to positions in the batch, so the order of rows does not matter. A token
-    whose draw equals the largest selected draw is also selected. If no token has a covariance in [clip_cov_lb,
-    clip_cov_ub], no token is selected.
+    N is the number of trained tokens, and the means of log pi and of A are computed over the N trained tokens. Among
+    the tokens with a covariance in [lb, ub], the selector takes the tokens with the smallest `random_draws`. The
+    `random_draws` are uniform numbers that the caller assigns to tokens, not to positions in the batch, so the order of
+    rows does not matter. A token whose draw equals the largest selected draw is also selected. If no token has a
+    covariance in [clip_cov_lb, clip_cov_ub], no token is selected.
 
     Unlike the implementation by the authors of Clip-Cov, the selector uses log pi of the old policy, because the
     selection precedes the update. Unlike the authors' implementation, the selector can select tokens that PPO's ratio

@@ -21,9 +21,9 @@ def dro(
         l = -(A rho - beta/2 rho^2),    rho = log(pi(y_t) / pi_old(y_t)), clamped to [-20, 20]
 
     The loss equals the squared loss of the DRO paper, (A - beta rho)^2 / (2 beta), up to the constant A^2 / (2 beta).
-    The gradient is -(A - beta rho) grad log pi, which is 0 where rho = A / beta. The loss in the DRO paper has one term
-    for each response, with the reward of the response and a learnt value. `dro` has one term for each token, with the
-    advantage A in place of reward minus value.
+    The gradient is -(A - beta rho) grad log pi, which is 0 where the log-ratio rho equals A / beta. The loss in the DRO
+    paper has one term for each response, with the reward of the response and a learnt value. `dro` has one term for
+    each token, with the advantage A in place of reward minus value.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (always 0), `ratio_mean` and `ppo_kl`.

@@ -23,16 +23,16 @@ def m2po(
 
         l = 0 where selected, else -min(r A, clip(r, 1-low, 1+high) A)
 
-    `m2po` has the formula of the loss `clip_cov`, but the selectors of the two losses choose different tokens. r =
-    pi(y_t) / pi_old(y_t), and A is the advantage. pi_old is the actor's policy before the update, not the policy that
-    sampled the answer. The M2PO paper has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping. The ratio of the M2PO
-    paper is r times pi_old / pi_rollout, and pi_old / pi_rollout is the weight of `algorithm.correction` at level
-    token. If `algorithm.correction` is used at level token, the loss l has the ratio of the M2PO paper, except where
-    the weight exceeds its upper bound.
+    `m2po` has the formula of the loss `clip_cov`, but the selectors of the two losses choose different tokens. The
+    ratio r is pi(y_t) / pi_old(y_t), and A is the advantage. The policy pi_old is the actor's policy before the update,
+    not the policy that sampled the answer. The M2PO paper has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping.
+    The ratio of the M2PO paper is r times pi_old / pi_rollout, and pi_old / pi_rollout is the weight of
+    `algorithm.correction` at level token. If `algorithm.correction` is used at level token, the loss l has the ratio of
+    the M2PO paper, except where the weight exceeds its upper bound.
 
     The selection is made before the update and therefore limits only the distance from the sampling policy to pi_old.
-    The clip range limits how far the update moves the policy away from pi_old. AReaL's implementation of M2PO also
-    separates the distance between the sampling policy and pi_old from the distance between pi_old and the current
+    The clip range limits how far the update moves the policy away from pi_old. Like `m2po`, AReaL's implementation of
+    M2PO separates the distance between the sampling policy and pi_old from the distance between pi_old and the current
     policy. In the first mini-batch after pi_old is recomputed, r is 1 and the clip has no effect.
 
     A selected token has no loss and no gradient, but still counts in the denominators of the aggregation, as in the
@@ -60,16 +60,16 @@ def select_m2po(
         selected = the candidates with the largest x_t^2, as few as possible, such that the mean of x_t^2 over the
                    remaining candidates is at most m2_threshold
 
-    A candidate is a token whose probability has already moved in the direction of its advantage. PPO's clipping also
-    affects only tokens whose probability has moved in the direction of their advantage. A token that is not a candidate
-    is never dropped. The mean of x_t^2 is computed over the candidates of the whole mini-batch. If the smallest x_t^2
-    is above the threshold, all candidates are dropped. A candidate whose x_t^2 equals the x_t^2 of a dropped token is
-    also dropped, so the order of rows does not matter.
+    A candidate is a token whose probability has already moved in the direction of its advantage. Like M2PO, PPO's
+    clipping affects only tokens whose probability has moved in the direction of their advantage. A token that is not a
+    candidate is never dropped. The mean of x_t^2 is computed over the candidates of the whole mini-batch. If even the
+    smallest squared log-ratio x_t^2 of the candidates is above `m2_threshold`, all candidates are dropped. A candidate
+    whose squared log-ratio x_t^2 equals that of a dropped token is dropped, too, so the order of rows does not matter.
 
-    The selector runs once before the update. x_t therefore compares the policy before the update, pi_old, with the
-    policy that sampled the tokens. In the M2PO paper, x_t has the current policy in place of pi_old; pi_old and the
-    current policy agree in the first mini-batch after pi_old is recomputed. In a synchronous run, x_t is 0 except for
-    the numerical differences between engine and actor, so few tokens are dropped.
+    The selector runs once before the update, so the log-ratio x_t compares the policy before the update, pi_old, with
+    the policy that sampled the tokens. In the M2PO paper, the log-ratio x_t has the current policy in place of pi_old;
+    pi_old and the current policy agree in the first mini-batch after pi_old is recomputed. In a synchronous run, the
+    log-ratio x_t is 0 except for the numerical differences between engine and actor, so few tokens are dropped.
 
     All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
 

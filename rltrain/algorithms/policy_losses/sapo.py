@@ -22,8 +22,8 @@ def sapo(
         l = -f(r) A,    f(r) = sigmoid(tau (r - 1)) 4 / tau,    tau = tau_pos where A > 0, else tau_neg
 
     r = pi(y_t) / pi_old(y_t), and A is the advantage. The gradient is -w r A grad log pi with the gate w = 4 p (1 - p),
-    p = sigmoid(tau (r - 1)). The gate w is 1 at r = 1 and decreases on both sides of r = 1. A larger tau makes the gate
-    decrease faster.
+    p = sigmoid(tau (r - 1)). The gate w is 1 at r = 1 and decreases on both sides of r = 1. The larger tau is, the
+    faster the gate w decreases as r moves away from 1.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (always 0), `gate_mean` (of w), `ratio_mean` and `ppo_kl`.

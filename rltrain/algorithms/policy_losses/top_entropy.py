@@ -20,13 +20,13 @@ def top_entropy(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss `vanilla` on selected tokens, else 0; arXiv 2506.01939 (Beyond the 80/20 Rule).
+    """Compute the loss `vanilla` on selected tokens, and 0 on all others; arXiv 2506.01939 (Beyond the 80/20 Rule).
 
         l = 1[H_t >= tau] (-min(r A, clip(r, 1-low, 1+high) A)), with the dual clip of `vanilla`
 
     r = pi(y_t) / pi_old(y_t), and A is the advantage. H_t is the entropy of the distribution that y_t was sampled from,
-    and tau is the threshold of the selector. Tokens that are not selected have a loss of exactly 0 and no gradient, but
-    still count in the denominators of the aggregation, as in the objective of arXiv 2506.01939.
+    and tau is the entropy threshold of the selector. Tokens that are not selected have a loss of exactly 0 and no
+    gradient, but still count in the denominators of the aggregation, as in the objective of arXiv 2506.01939.
 
     All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
     metric sums are `clip_fraction` and `clip_fraction_c` over the selected tokens, `selected_fraction`, and

@@ -31,15 +31,15 @@ def topr(
         s = prod_t pi(y_t) / pi_old(y_t) over the trained tokens of the row
 
     The gradient is -w A_t grad log pi(y_t). A good answer (A_t >= 0) is learnt with full weight, however unlikely the
-    answer has become. A bad answer loses its weight as its probability falls, so the update needs no KL term. In the
-    TOPR paper, the denominator of s is the policy that sampled the answer; set `algorithm.old_log_probs=rollout` to use
-    the same denominator.
+    answer has become. A bad answer (A_t < 0) loses weight as its probability falls, so the update needs no KL term. In
+    the TOPR paper, the denominator of the sequence ratio s is the policy that sampled the answer; set
+    `algorithm.old_log_probs=rollout` to use the same denominator.
 
-    s is a product over all tokens, without normalisation by the length. The sum of the log-ratios is clamped to [-20,
-    20]. Every row must be complete: under sequence parallelism, gather the log-probs of a row before the loss is
-    called. If a row is one turn of a longer trajectory, the ratio s of the row covers only that turn. `topr` computes
-    log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is outside of [-20,
-    20].
+    The sequence ratio s is a product over all trained tokens of the row, without normalisation by the length. The sum
+    of the log-ratios is clamped to [-20, 20]. Every row must be complete: under sequence parallelism, gather the
+    log-probs of a row before the loss is called. If a row is one turn of a longer trajectory, the ratio s of the row
+    covers only that turn. `topr` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient
+    is 0 where log r is outside of [-20, 20].
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction`, `weight_clip_fraction`, `weight_mean`, `ratio_mean` and `ppo_kl`. `clip_fraction` is always 0,

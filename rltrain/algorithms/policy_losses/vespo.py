@@ -36,13 +36,13 @@ def vespo(
 
     The weight phi is 1 at W = 1, has its maximum at W = k / lambda, and falls to 0 for small and for large W. With the
     default values, the weight phi has its maximum at W = 0.67 where A_t >= 0, and at W = 1.5 where A_t < 0. In the
-    VESPO paper, the denominator of W is the policy that sampled the answer; set `algorithm.old_log_probs=rollout` to
-    use the same denominator.
+    VESPO paper, the denominator of the sequence ratio W is the policy that sampled the answer; set
+    `algorithm.old_log_probs=rollout` to use the same denominator.
 
-    W is a product over all tokens, without normalisation by the length. The sum of the log-ratios is clamped to [-20,
-    20]. Every row must be complete: under sequence parallelism, gather the log-probs of a row before the loss is
-    called. `vespo` computes log pi as log pi_old + log r, with the token's log r clamped to [-20, 20]. The gradient is
-    0 where log r is outside of [-20, 20].
+    The sequence ratio W is a product over all trained tokens of the row, without normalisation by the length. The sum
+    of the log-ratios is clamped to [-20, 20]. Every row must be complete: under sequence parallelism, gather the
+    log-probs of a row before the loss is called. `vespo` computes log pi as log pi_old + log r, with the token's log r
+    clamped to [-20, 20]. The gradient is 0 where log r is outside of [-20, 20].
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (always 0, because no gradient is removed), `weight_mean` (of phi), `ratio_mean` (of the tokens) and

@@ -24,7 +24,7 @@ SMALL_SAMPLE = 0.5
 def _gaps(history: History) -> Points:
     """Return the pairs (step, mean gap between the log-probs of engine and actor).
 
-    A run reports the gap either as `rollout/log_prob_gap` or as `actor/engine_gap`.
+    A run reports the mean log-prob gap of engine and actor either as `rollout/log_prob_gap` or as `actor/engine_gap`.
     """
     return history.points("rollout/log_prob_gap") or history.points("actor/engine_gap")
 
@@ -34,7 +34,9 @@ def _asynchronous(history: History) -> bool:
 
 
 def _above(history: History) -> Points:
-    """Return the pairs (step, log-prob gap) at the end of the run whose gaps exceed the limit; [] if fewer than 3."""
+    """Return the pairs (step, log-prob gap) of the consecutive last steps whose gaps exceed the limit; [] if there are
+    fewer than 3 such steps.
+    """
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     return final_streak(_gaps(history), lambda value: value > limit, ENOUGH_STEPS)
 
@@ -136,7 +138,7 @@ def answers_too_old(history: History) -> Finding | None:
     return Finding(
         next(step for step, value in sizes if value < SMALL_SAMPLE),
         [
-            f"the effective sample size of the last {WINDOW_STEPS} steps is {last_mean(sizes):.0%} of the tokens",
+            f"the effective sample size of the last {WINDOW_STEPS} steps is {last_mean(sizes):.0%} of the token count",
             f"answers are up to {oldest:.0f} weight versions old",
         ],
         ["the policy changes faster than the engine delivers answers"],

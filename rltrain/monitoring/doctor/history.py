@@ -1,4 +1,4 @@
-"""Input and output of the doctor's rules: the history of a run, and findings about the run."""
+"""Data types of the doctor: the history of a run, which the rules read, and the findings, which the rules report."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

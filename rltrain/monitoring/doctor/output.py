@@ -39,7 +39,7 @@ def nothing_found(run: RunFiles) -> str:
             "no cause found: no training step has ended, so there is nothing to judge; if the run stopped, the last "
             "line that it printed says why"
         )
-    return f"no cause found: no rule of the doctor applies to the run's {_steps(run)}"
+    return f"no cause found: no rule of the doctor found a problem in the run's {_steps(run)}"
 
 
 def _steps(run: RunFiles) -> str:

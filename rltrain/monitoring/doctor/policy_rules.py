@@ -13,7 +13,8 @@ from rltrain.monitoring.doctor.history import (
 )
 
 HEALTHY_KL = 0.1  # The updates of one step usually move the policy by a KL of at most 0.1 nats per token.
-# A KL of at least 0.3 nats per token between the policies before and after a step is too large if it occurs in 3 steps.
+# A KL of at least 0.3 nats per token between the policies before and after a step is too large if it occurs in at least
+# 3 steps.
 LARGE_KL = 0.3
 # A KL of at least 0.5 nats per token between the policies before and after a step is too large if the reward then
 # falls.
@@ -39,8 +40,8 @@ def learning_rate_too_high(history: History) -> Finding | None:
     step moved the policy by a KL of at least 0.5 nats per token, and the mean reward then fell. Second condition: the
     updates of at least 3 steps each moved the policy by a KL of at least 0.3 nats per token. Third condition: the
     entropy changed by a factor of at least 3 within two steps, the mean reward then fell, and the run measured no KL
-    above 0, as is normal with one update per step. A fall of the mean reward counts only if it is at least half the
-    standard deviation of single rewards. The fall of the mean reward is the difference between two means: the mean
+    above 0, as is normal with one update per step. The mean reward counts as fallen only if the fall is at least half
+    the standard deviation of single rewards. The fall of the mean reward is the difference between two means: the mean
     reward of the step with the large update and the 4 steps before it, minus the mean reward of the last 5 steps.
     """
     kl = history.points("actor/ppo_kl")

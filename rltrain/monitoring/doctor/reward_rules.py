@@ -41,7 +41,8 @@ def reward_fails(history: History) -> Finding | None:
         step = next(step for step, value in points if value > 0)
         worst = max(points, key=lambda point: point[1])
         evidence.append(
-            f"on average {mean(points):.0%} of the rewards failed, and at most {worst[1]:.0%}, in step {worst[0]}"
+            f"on average {mean(points):.0%} of a step's rewards failed; the largest share was {worst[1]:.0%}, in step "
+            f"{worst[0]}"
         )
     if stopped:
         evidence.append(f"the run stopped at step {stopped[-1].step} because too many rewards failed")
@@ -223,7 +224,8 @@ def worse_evaluation(history: History) -> Finding | None:
             "the reward function of training rewards something that the evaluation does not reward",
         ],
         [
-            "stop earlier: trainer.keep_best keeps the best checkpoint, with trainer.eval_every and trainer.save_every",
+            "end the run earlier, and keep the best checkpoint with trainer.keep_best, trainer.eval_every and "
+            "trainer.save_every",
             "use more prompts in data.train, or a KL term (algorithm.kl_loss.kl_loss_coef)",
             "make the functions in reward.functions stricter",
         ],

@@ -23,7 +23,7 @@ class Command:
 
     Attributes:
         arguments: arguments of the command line.
-        presets: those arguments that choose a file of a config group, such as `algorithm=dapo`.
+        presets: the arguments that each choose a file of a config group, as `algorithm=dapo` does.
         values: the config that results from the presets alone, as nested values; {} if the config of the presets is
             unknown.
     """
@@ -59,7 +59,7 @@ def read_command(text: str) -> Command:
 
 
 def differences(config: Mapping[str, Any], presets: Mapping[str, Any]) -> list[tuple[str, str | None, str | None]]:
-    """Return (key, preset value, run value) for each config key to which run and presets give different values.
+    """Return (key, preset value, run value) for each config key to which a run and its presets give different values.
 
     The preset value and the run value are JSON text. The preset value is None if the presets lack the key, and the run
     value is None if the run's config lacks the key.

@@ -93,8 +93,8 @@ def _started(folder: Path) -> "subprocess.Popen[str]":
         stderr=subprocess.PIPE,
         text=True,
         errors="replace",
-        # In a new session, the report process does not receive terminal signals such as Ctrl-C; the driver ends the
-        # report process.
+        # The report process runs in a new session, so terminal signals such as Ctrl-C do not reach the report process.
+        # The driver ends the report process.
         start_new_session=True,
     )
 

@@ -6,8 +6,8 @@ samples are shown or searched.
 
 Each real number x, such as a log-prob or an advantage, is stored as the 16-bit integer round(k asinh(x / s)) with two
 constants k and s. Stored numbers x have a resolution of about s / k near 0, and of about |x| / k for |x| much larger
-than s, where k and s are the constants of the encoding. Smaller values of the constant k make the page smaller and the
-stored real numbers less exact.
+than s, where k and s are the constants of the encoding. A smaller k in round(k asinh(x / s)) makes the page smaller and
+the stored real numbers less exact.
 """
 
 import gzip
@@ -30,13 +30,15 @@ from rltrain.monitoring.report.run_files import RunFiles
 
 # A real number x is stored as round(k asinh(x / s)) with s = 0.001, so the resolution of numbers near 0 is s / k.
 SMALLEST = 1e-3
-# BYTES_OF_NUMBER maps each value of the constant k, from the finest to the coarsest rounding, to the compressed size of
-# a real number in bytes. The sizes in BYTES_OF_NUMBER were measured on log-probs of real runs. With the constant k, the
-# relative rounding error of a stored real number is at most about 1 / (2 k).
+# Each key of BYTES_OF_NUMBER is a possible constant k of the encoding round(k asinh(x / s)), from the finest to the
+# coarsest rounding. Each value of BYTES_OF_NUMBER is the compressed size of a real number in bytes. The sizes in
+# BYTES_OF_NUMBER were measured on log-probs of real runs. If a real number is stored as round(k asinh(x / s)), the
+# relative rounding error is at most about 1 / (2 k).
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
-# About 300,000 tokens are encoded first, and their actual size is used to correct the estimated size of all samples.
+# If the samples of a run may be too large for the page, about 300,000 tokens are encoded first, and the size of the
+# encoded tokens corrects the estimated size of all samples.
 PROBED_TOKENS = 300_000
 MISSING = -(1 << 15)  # The 16-bit integer -32768 stands for NaN and for infinity.
 # Each response token has one of three states: observed (tool output), sampled but not trained on, or trained on.
@@ -90,7 +92,8 @@ class Samples:
         chunks: the chunks, which are encoded tables of samples, as base64 text.
         index: columns with the score, the length and other facts of each sample; the page reads these columns without
             decompressing a chunk.
-        vocabulary: ids and texts of the tokens on the page, and the page's numbers of the special tokens.
+        vocabulary: ids and texts of the tokens on the page, and the numbers by which the page refers to the special
+            tokens.
         shown: number of samples on the page.
         total: number of samples in all readable tables of the run.
         rounding: largest relative rounding error of a stored real number.
@@ -338,7 +341,7 @@ class Chunk:
         return {name: values for name, values in found.items() if values is not None}
 
     def _prompts(self) -> tuple[list[dict[str, Any]], list[int]]:
-        """Return a list of the distinct prompts, and a list with the index of the prompt of each row."""
+        """Return a list of the distinct prompts, and for each row the index of the row's prompt in that list."""
         texts = self.table["prompt"].to_pylist()
         keys = list(zip(self.table["uid"].to_pylist(), texts, strict=True))
         ids = self.table["prompt_ids"].to_pylist() if "prompt_ids" in self.table.column_names else [[]] * len(keys)
@@ -387,7 +390,8 @@ class Chunk:
             "uid": table["uid"].to_pylist(),
             "score": [number(score) for score in column("score", math.nan)],
             "valid": [int(bool(valid)) for valid in column("valid", True)],
-            # The stop reason of a conversation is more specific than the finish reason "stop" or "length".
+            # For a conversation, the page shows the stop reason, because the stop reason is more specific than the
+            # finish reason "stop" or "length".
             "finish": column("stop_reason" if "stop_reason" in names else "finish_reason", ""),
             "conversation": {name: column(name, 0) for name in ("turns", "contexts", "tool_calls") if name in names},
             "errors": {row: error for row, error in enumerate(errors) if error},

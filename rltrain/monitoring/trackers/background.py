@@ -38,8 +38,8 @@ class BackgroundSink:
 
     Only the method `close` of `BackgroundSink` waits for the wrapped sink. None of the methods of `BackgroundSink`
     raises an exception. If a call of the wrapped sink raises an exception, later calls of the wrapped sink are still
-    made. If `restore` fails, the wrapped sink has no run in its service to write to, so the wrapped sink gets no calls
-    until the next `restore`.
+    made. If `restore` fails, the wrapped sink has no open run in its service, so the wrapped sink gets no calls until
+    the next `restore`.
 
     Args:
         name: name of the wrapped sink in the text of alarms.
@@ -78,7 +78,7 @@ class BackgroundSink:
             self._put(partial(self.sink.log_samples, step, rows))
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Make the wrapped sink discard all metrics and samples after the training step `step`.
+        """Make the wrapped sink discard the metrics and samples of all training steps after `step`.
 
         A call of `restore` is never dropped, however many earlier calls are still waiting.
         """
@@ -112,8 +112,8 @@ class BackgroundSink:
             if isinstance(self.sink, GivesUp):
                 self.sink.give_up()
             self._alarms.put(
-                f"trainer.trackers: {self.name} was not done after {CLOSE_TIMEOUT_S:.0f} s, with {waiting} calls still "
-                "waiting; the run ends without waiting any longer, and metrics.jsonl has all metrics"
+                f"trainer.trackers: {self.name} had not finished after {CLOSE_TIMEOUT_S:.0f} s, with {waiting} calls "
+                "still waiting; the run ends without waiting any longer, and metrics.jsonl has all metrics"
             )
 
     def alarms(self) -> list[str]:
@@ -145,7 +145,7 @@ class BackgroundSink:
     def _try(self, call: _Call) -> None:
         try:
             call()
-        except BaseException as error:  # BaseException includes SystemExit, which would otherwise end the thread.
+        except BaseException as error:  # An uncaught SystemExit would end the thread.
             logger.debug("%s failed", self.name, exc_info=True)
             if not self._failed:
                 self._failed = True

@@ -17,8 +17,8 @@ from rltrain.rewards.loading import load_function
 
 KEY = "trainer.trackers"
 TENSORBOARD = "tensorboard"
-# LIBRARIES maps the name of a tracker to its class. The name of a tracker is also the name of its Python library and of
-# an optional extra of the package rltrain.
+# LIBRARIES maps the name of a tracker to the tracker's sink class. The name of a tracker is also the name of its Python
+# library and of an optional extra of the package rltrain.
 LIBRARIES: dict[str, Callable[[Path], Sink]] = {
     "wandb": WandbTracker,
     "mlflow": MlflowTracker,

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 PROJECT = "rltrain"
 # The timeout of 20 seconds for finishing a W&B run is less than the 30 seconds that `BackgroundSink` waits. The library
-# wandb also applies its finish timeout when the run's process exits.
+# wandb applies its finish timeout in `Run.finish` and again at the exit of the run's process.
 FINISH_TIMEOUT_S = 20.0
 SERVICE = "wandb-core"  # The process `wandb-core` of the library wandb sends the data that was passed to `Run.log`.
 _WITHOUT_SERVER = ("offline", "disabled", "dryrun")

@@ -142,7 +142,7 @@ def test_processes_are_counted_for_each_placement():
 def test_what_overlaps_is_said_where_it_may():
     assert "behind" not in row("processes")
     assert row("processes", "trainer.max_staleness=2").endswith(
-        "; engines generate while ranks train, at most 2 weight versions behind"
+        "; engines generate while ranks train, at most 2 weight versions behind training"
     )
     assert row("processes", "placement=inprocess", "rollout=hf", "trainer.max_staleness=1").endswith(
         "; answers may be 1 weight version old, but this saves no time in one process: with "
@@ -153,7 +153,7 @@ def test_what_overlaps_is_said_where_it_may():
 def test_it_says_how_prompts_are_sampled_and_what_is_trained_on_again():
     assert row("run", "data.difficulty={}").split("; ")[2] == (
         "builtin:median: 8,192 prompts in pools by difficulty, and each step samples 50% normal, 30% unseen, 10% "
-        "hard (success <= 0) and 10% easy (success >= 1)"
+        "hard (success rate <= 0) and 10% easy (success rate >= 1)"
     )
     again = ["trainer.max_staleness=2", "trainer.reuse.groups=16"]
     assert row("reuse", *again) == (
@@ -163,7 +163,7 @@ def test_it_says_how_prompts_are_sampled_and_what_is_trained_on_again():
     assert "are repeated from the last step;" in row("reuse", *again, "trainer.reuse.steps=1")
     assert "answers up to 2 weight versions old have token importance weights" in row("off-policy", *again)
     assert "behind" not in row("processes", *again)
-    assert row("processes", *again, "trainer.reuse.steps=1").endswith("at most 1 weight version behind")
+    assert row("processes", *again, "trainer.reuse.steps=1").endswith("at most 1 weight version behind training")
 
 
 def facts_of(loss_mode):
@@ -269,7 +269,12 @@ def test_a_loss_without_a_ratio_is_not_corrected_by_the_engines_log_probs():
         (1, 1.0, 60, "KL in loss 0.1 (k3), reference becomes a copy of the actor every step;"),
         (10, 1.0, 60, "KL in loss 0.1 (k3), reference becomes a copy of the actor every 10 steps;"),
         (2, 0.6, 60, ", reference moves by 0.6 of its distance to the actor every 2 steps;"),
-        (60, 1.0, 60, ", reference becomes a copy of the actor every 60 steps, which has no effect in 60 steps;"),
+        (
+            60,
+            1.0,
+            60,
+            ", reference becomes a copy of the actor every 60 steps, which has no effect in a run of 60 steps;",
+        ),
     ],
 )
 def test_updates_of_the_reference_are_said(every, coef, steps, said):
@@ -402,7 +407,7 @@ def test_stop_strings_are_shown_as_python_writes_them():
 def test_reward_functions_of_other_trainers_are_named():
     facts = Facts(path="m", signatures={"accuracy": "TRL", "compute_score": "verl"})
     assert row("rewards", facts=facts) == (
-        "reward function accuracy: taken with TRL's signature; reward function compute_score: taken with verl's "
+        "reward function accuracy: called with TRL's signature; reward function compute_score: called with verl's "
         "signature"
     )
     assert "rewards" not in dict(plan_rows(config_of(), FACTS))

@@ -193,7 +193,7 @@ def cut(answer):
         ({"answer": lambda answer: {"object": "error"}}, "the endpoint gave no prompt_logprobs for "),
         (
             {"max_model_len": 32},
-            "the endpoint accepts 32 tokens (max_model_len), but a row may have 32 and one more is ",
+            "the endpoint accepts 32 tokens (max_model_len), but a row may have 32 tokens and one more token is ",
         ),
         ({"decode": lambda token: chr(token + 1)}, "has another tokenizer than the policy (token 61 is "),
         ({"models": lambda: {"object": "list", "data": []}}, "has no model None; its models are none"),

@@ -205,8 +205,8 @@ def test_a_loss_that_reads_the_references_log_probs_needs_a_term_that_brings_the
     with registered(POLICY_LOSSES, "towards_reference", towards_reference):
         loss = "loss_mode=towards_reference"
         assert refusal(loss) == (
-            "algorithm.loss_mode=towards_reference reads ref_log_probs: without a KL term there is no reference; set "
-            "algorithm.kl_loss.kl_loss_coef"
+            "algorithm.loss_mode=towards_reference reads ref_log_probs: without a KL term there is no reference model; "
+            "set algorithm.kl_loss.kl_loss_coef"
         )
         assert "reads ref_log_probs" in refusal(loss, "kl_loss.kl_loss_coef=0.1", "kl_loss.kl_estimator=full")
         accepted(loss, "kl_loss.kl_loss_coef=0.1")

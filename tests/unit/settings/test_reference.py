@@ -141,8 +141,9 @@ GENERATED = """\
 # They are small.
 
 actor_ranks: 2  # Number of processes that train the actor together.
-# Number of ranks over which one copy of a model is sharded. If a run has more ranks, each group of shard_ranks ranks
-# holds one copy. shard_ranks must divide placement.actor_ranks. null: one copy is sharded over all ranks.
+# Number of ranks over which one copy of a model is sharded. If placement.actor_ranks is larger than shard_ranks, each
+# group of shard_ranks ranks holds one copy. shard_ranks must divide placement.actor_ranks. null: one copy is sharded
+# over all ranks.
 shard_ranks: null
 
 # Way in which workers are run. ray: Ray starts a process for each worker. inprocess: all workers are objects in one

@@ -118,8 +118,8 @@ def test_groups_are_reused_for_the_whole_staleness_bound_unless_the_engines_run_
         ),
         (
             [STALE, "trainer.reuse={groups:4,steps:3}"],
-            "trainer.reuse.steps=3 with max_staleness=2: in its last step, a group would be older than the staleness "
-            "bound allows; use at most 2",
+            "trainer.reuse.steps=3 with max_staleness=2: in the last step that trains on it, a group would be older "
+            "than the staleness bound allows; use at most 2",
         ),
         (
             [STALE, "trainer.reuse={groups:64}"],

@@ -233,7 +233,7 @@ def test_the_error_of_a_reward_function_is_quoted(tmp_path):
     (finding,) = diagnose(read_run(folder, texts=False))
     assert (finding.name, finding.step) == ("reward function fails", 7)
     assert finding.evidence == [
-        "on average 2% of the rewards failed, and at most 50%, in step 7",
+        "on average 2% of a step's rewards failed; the largest share was 50%, in step 7",
         "in step 7, 2 of 2 failures have this error: TypeError: no number",
     ]  # fmt: skip
 

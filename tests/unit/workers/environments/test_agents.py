@@ -563,7 +563,7 @@ def test_a_request_that_ends_with_an_answer_is_refused():
     [
         ({"n": 2}, "n=2: a request gets one answer"),
         ({"stop": ["x"]}, "stop strings are not supported"),
-        ({"tool_choice": "required", "tools": [PRICE]}, "the model chooses itself"),
+        ({"tool_choice": "required", "tools": [PRICE]}, "the model decides whether to call a tool"),
         ({"response_format": {"type": "json_object"}}, "'json_object' is not supported"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "something other than text"),
         ({"messages": []}, "at least one message"),
