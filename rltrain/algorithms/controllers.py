@@ -43,7 +43,7 @@ class AdaptiveKLController(FixedKLController):
         if not (kl_coef > 0 and target > 0 and horizon > 0):
             raise ValueError(
                 f"kl_coef={kl_coef}, target={target}, horizon={horizon}: each must be > 0, because the adaptive "
-                "controller multiplies by their ratios; set them, or use a fixed coefficient"
+                "controller computes kl / target and n_steps / horizon; set positive values, or use a fixed coefficient"
             )
         self.target, self.horizon = float(target), horizon
 

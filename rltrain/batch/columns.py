@@ -128,7 +128,7 @@ def same(left: Column, right: Column) -> bool:
 
 
 def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[str, Column]:
-    """Concatenate all rows, or selected rows, of several batches (parts) into new columns.
+    """Return the columns of a batch that has all rows, or the selected rows, of several batches one after the other.
 
     Args:
         parts: for each part (batch), a mapping from column names to columns. All batches in `parts` have the same

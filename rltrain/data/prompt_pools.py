@@ -24,8 +24,9 @@ pool with fraction f is chosen about m * f times, with a small deviation.
 If the chosen pool is empty, the draw takes a prompt from the normal pool. If the chosen pool and the normal pool are
 both empty, the draw takes a prompt from the unseen pool. If the chosen pool, the normal pool and the unseen pool are
 all empty, the draw takes a random prompt from the hard and easy pools. If all prompts are in the hard and easy pools,
-the sampling is almost the same as shuffled passes through all prompts. If the draws took only hard prompts while the
-normal and the unseen pool are empty, the policy would be trained only on prompts that it fails to solve.
+and the fractions of these pools are small, the sampling is almost the same as shuffled passes through all prompts. If
+the draws took only hard prompts while the normal and the unseen pool are empty, the policy would be trained only on
+prompts that it fails to solve.
 
 Within a pool, prompts are drawn without replacement: each pass through a pool is a random permutation of the prompts in
 the pool. A drawn prompt can be drawn again in the next pass through the pool at the earliest. A prompt is *in flight*

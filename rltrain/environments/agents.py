@@ -5,12 +5,13 @@ rltrain starts the agent program once for each trajectory:
 
     run(base_url, api_key, **columns) -> float | dict[str, float] | None
 
-An agent function gets only the arguments that its signature names. The possible arguments of an agent function are
-`base_url` and `api_key` for an OpenAI client, `model` (a model name for the client), `messages` (the prompt as chat
-messages), `seed`, and the columns of the data by name. If the agent function returns a number, the number is the reward
-of the trajectory. If the agent function returns a dict, the dict maps the id of an answer to the reward of that
-answer's turn. An agent function can be a coroutine function. The docstring of the class
-`workers.environments.agent_program.CommandProgram` describes what an agent program that is a command gets as its input.
+An agent function gets only the arguments that its signature names, or all possible arguments if its signature has
+`**kwargs`. The possible arguments of an agent function are `base_url` and `api_key` for an OpenAI client, `model` (a
+model name for the client), `messages` (the prompt as chat messages), `seed`, and the columns of the data by name. If
+the agent function returns a number, the number is the reward of the trajectory. If the agent function returns a dict,
+the dict maps the id of an answer to the reward of that answer's turn. An agent function can be a coroutine function.
+The docstring of the class `workers.environments.agent_program.CommandProgram` describes what an agent program that is a
+command gets as its input.
 """
 
 import inspect

@@ -1,7 +1,7 @@
 """Fingerprints of the data, functions and weights that a config names.
 
-A fingerprint is a number that a hash function computes from the content of a source. A run can be resumed only while
-the fingerprints of its sources are unchanged.
+A fingerprint is a number that a hash function computes from the content of a file or data set. A run can be resumed
+only if its data, reward functions and models still have the fingerprints that the run started with.
 """
 
 import zlib

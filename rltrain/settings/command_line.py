@@ -30,7 +30,7 @@ FLAG_MEANINGS = (
     ("-h, --help", "print this text"),
 )
 EXAMPLES = (
-    ("algorithm=ppo trainer.total_steps=60", "another algorithm, half as many training steps"),
+    ("algorithm=ppo trainer.total_steps=60", "train with PPO, and for 60 steps in place of 120"),
     ("algorithm.loss.clip_ratio_high=0.28", "a parameter of the loss"),
     ("data=sort rollout=hf", "another task, answers without vLLM"),
     ("placement=inprocess rollout=hf", "one process, no Ray: breakpoint() works anywhere"),

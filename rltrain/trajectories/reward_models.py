@@ -39,8 +39,8 @@ class RewardModel:
         longest: maximum length of a batch row that the reward model can read, in tokens; None for no limit.
         pad: id of the padding token. The reward model scores a row at the row's last non-padding token, which is also
             the rule of the library transformers.
-        max_tokens: maximum number of tokens in one forward pass. A row with more tokens than `max_tokens` gets a
-            separate forward pass.
+        max_tokens: maximum number of tokens in one forward pass. If a row of the batch has more tokens than
+            `max_tokens`, the length of the longest row is the maximum for this batch.
     """
 
     def __init__(

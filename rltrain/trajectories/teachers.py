@@ -293,7 +293,7 @@ def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Co
 
 
 def several_contexts(batch: DataProto) -> list[str]:
-    """Return for each row "" if the row has one context, and otherwise the reason why a teacher cannot score the row.
+    """Return, for each row, the reason why a teacher cannot score it; the reason is "" for a row with a single context.
 
     A row with several contexts can be scored only by a teacher that runs on the training ranks and reads the policy's
     prompts.

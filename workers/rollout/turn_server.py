@@ -45,8 +45,8 @@ class TurnServer:
         """Render the messages of the given turns.
 
         Returns:
-            The engine's requests, and the results of turns without an action. A turn has no action if its messages
-            leave no room for an action or cannot be rendered.
+            The requests to send to the engine, and the results of turns without an action. A turn has no action if its
+            messages leave no room for an action or cannot be rendered.
         """
         requests, ended = [], []
         for turn in turns:

@@ -390,7 +390,10 @@ CONTRADICTIONS = [
     ([], "with grpo: this estimator has no critic"),
     (["advantage_estimator=gae", "suppress_truncated=true"], "with suppress_truncated=true: bootstrap_truncated cre"),
     (["advantage_estimator=gae", "mask_truncated=true"], "with mask_truncated=true: no token of a cut answer is train"),
-    (["advantage_estimator=gae", "advantage={gamma:0.0}"], "with algorithm.advantage.gamma=0: the value is multiplied"),
+    (
+        ["advantage_estimator=gae", "advantage={gamma:0.0}"],
+        "with algorithm.advantage.gamma=0: the critic's value is multiplied",
+    ),
 ]
 
 
