@@ -141,14 +141,16 @@ def _require_working_directory() -> None:
 
 
 def set_threads(config: Config) -> None:
-    """Set the number of OpenMP threads of the driver process; call this function before torch is imported.
+    """Set the environment variables of the driver process; call this function before torch is imported.
 
-    With `placement=inprocess`, the driver process itself trains the model. With Ray, each worker process sets its own
-    number of OpenMP threads.
+    With `placement=inprocess`, the driver process itself trains the model, so it gets the number of OpenMP threads and
+    the variables in `placement.env_vars`. With Ray, worker processes get both.
     """
     settings = openmp_settings(config.placement.threads_per_worker)
     if config.placement.launcher == "ray":
         del settings["OMP_NUM_THREADS"]
+    else:
+        settings |= config.placement.env_vars
     os.environ.update(settings)
 
 
@@ -212,7 +214,8 @@ def _traceback() -> str:
 def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     """Load the data, print the plan of the run, train, print a summary, and return the exit status.
 
-    If the command line asks only for the plan of the run, no workers are started and no files are written.
+    If the command line asks only for the plan of the run or for a check of the nodes, no workers are started and no
+    files of the run are written.
     """
     from rltrain.monitoring.console import summary
     from rltrain.run.resume import beginning, require_usable
@@ -230,9 +233,13 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if start.over:
         return 0
-    local = config.placement.launcher == "ray" and config.placement.address == "local"
-    if config.placement.launcher == "ray" and not local:
+    on_cluster = config.placement.on_cluster
+    if on_cluster:
         join_cluster(config)
+    if on_cluster or args.action == "check":
+        check_each_node(config, console, show=args.action == "check")
+    if args.action == "check":
+        return 0
     began = time.perf_counter()
     plan(config, args, console, prompts, evaluations)
     if warning := sandbox_warning(config):
@@ -241,7 +248,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
         return 0
     output_dir = locked_folder(config, args, lock, tokenizer)
     try:
-        if local:
+        if config.placement.launcher == "ray" and not on_cluster:
             join_cluster(config)
         tracker, curve, status = train(
             with_all_knobs(config),
@@ -673,6 +680,19 @@ def join_cluster(config: Config) -> None:
     resources = connect(config)
     if config.placement.address != "local":
         check_cluster(config, resources)
+
+
+def check_each_node(config: Config, console: Console, *, show: bool) -> None:
+    """Check that each node can take part in the run, and print the results if `show` is true.
+
+    Raise ConfigError if a check fails.
+    """
+    from rltrain.run.preflight import check_nodes, report, require_passed
+
+    found = check_nodes(config)
+    for line in report(found) if show else ():
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    require_passed(found)
 
 
 if __name__ == "__main__":

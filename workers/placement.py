@@ -30,6 +30,7 @@ from rltrain.settings.schema import REWARD_MODEL, Config
 from workers.cluster import ray_daemons
 from workers.cluster.hangups import hangups_ignored
 from workers.cluster.liveness import Liveness
+from workers.cluster.node_settings import Sharing
 from workers.cluster.processes import LocalProcess, Pending, RayProcess, Role, WorkerProcess, recorded_by, results
 from workers.cluster.ray_daemons import Daemons
 from workers.cluster.ray_guard import Guard
@@ -298,6 +299,8 @@ def connect(config: Config) -> dict[str, float]:
     options: dict[str, Any] = {"log_to_driver": config.verbose, "configure_logging": config.verbose}
     if local:
         options |= {"include_dashboard": False, "num_cpus": cpu_cores()} | _short_temporary_folder()
+    if config.placement.env_vars:
+        options["runtime_env"] = {"env_vars": config.placement.env_vars}
     if not config.verbose:
         _no_reports()
     _connection.guard = Guard(secrets.token_hex(8) if local else "")
@@ -652,23 +655,26 @@ def spawner(
     beside = (
         count if not config.trainer.steps_ahead else config.placement.actor_ranks + config.placement.rollout_replicas
     )
-    threads = config.placement.threads_per_worker or max(1, cpu_cores() // beside)
-    has_gpus = _has_gpus()
+    has_gpus, local = _has_gpus(), config.placement.address == "local"
     # If an engine and a training rank share a GPU, the engine and the training rank each request half of the GPU.
     share = 0.5 if config.placement.share_ranks else 1.0
-    resources: dict[str, Any] = {"num_cpus": 0 if config.placement.address == "local" else share}
+    resources: dict[str, Any] = {"num_cpus": 0 if local else share}
     if has_gpus and name != ENVIRONMENT:
         resources["num_gpus"] = share * (config.rollout.devices if engines else 1)
     environment = {
-        **openmp_settings(threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     } | ({} if has_gpus else {"TORCHDYNAMO_DISABLE": "1"})
-    if config.placement.address == "local":
-        environment |= LOOPBACK
+    threads = config.placement.threads_per_worker
+    if local:
+        environment |= LOOPBACK | openmp_settings(threads or max(1, cpu_cores() // beside))
+    sharing = None
+    if not local:
+        gpus = resources.get("num_gpus")
+        sharing = Sharing("GPU", gpus, beside, threads) if gpus else Sharing("CPU", share, beside, threads)
     # A training rank runs one call at a time, in the order of the calls. An engine must accept further calls while the
     # engine generates, and each environment worker may have one pending call to each engine.
     calls = 8 + config.placement.environment_workers if concurrent else 1
@@ -677,7 +683,7 @@ def spawner(
 
     def spawn(number: int) -> RayProcess:
         actor, label = remote.options(**devices.options(number)) if devices else remote, f"{name} {number}"
-        host = actor.remote(environment | trace.environment(label), verbose=config.verbose)
+        host = actor.remote(environment | trace.environment(label), verbose=config.verbose, sharing=sharing)
         return RayProcess(host, label, liveness)
 
     return spawn

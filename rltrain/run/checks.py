@@ -4,6 +4,7 @@ All checks of the config run before any worker process starts. Cheap checks come
 functions, so that most mistakes are reported immediately.
 """
 
+import dataclasses
 import difflib
 import importlib.util
 import inspect
@@ -328,6 +329,22 @@ def _check_engine(rollout: RolloutConfig) -> None:
         _is_installed("vllm"),
         "rollout=vllm: vLLM is not installed; use rollout=hf, or install rltrain[cpu] (on GPUs rltrain[gpu])",
     )
+    assert rollout.vllm is not None  # required above
+    if rollout.vllm.arguments:
+        _check_engine_arguments(rollout.vllm.arguments)
+
+
+def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
+    """Check that vLLM has all the given engine arguments. Importing vLLM takes seconds."""
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    known = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))
+    for name in arguments:
+        if name not in known:
+            near = difflib.get_close_matches(str(name), known, n=1, cutoff=0.0)[0]
+            raise ConfigError(
+                f"rollout.vllm.arguments.{name}: vLLM has no such engine argument; the nearest is '{near}'"
+            )
 
 
 def check_stop_strings(stops: Sequence[str], tokenizer: Any) -> None:

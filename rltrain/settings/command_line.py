@@ -11,7 +11,7 @@ from typing import Literal
 from rltrain.base.errors import ConfigError
 from rltrain.settings.config_groups import choices, group_names
 
-Action = Literal["run", "plan", "config", "sweep", "help"]
+Action = Literal["run", "plan", "check", "config", "sweep", "help"]
 
 FLAGS = {  # Maps each flag that takes no value to the action that the flag selects.
     "--help": "help",
@@ -19,12 +19,14 @@ FLAGS = {  # Maps each flag that takes no value to the action that the flag sele
     "--cfg": "config",
     "--cfg=job": "config",
     "--plan": "plan",
+    "--check": "check",
     "--multirun": "sweep",
     "-m": "sweep",
 }
 FLAG_MEANINGS = (
     ("--config FILE.yaml", "read settings from a file of your own"),
     ("--plan", "check everything, print the plan, and stop"),
+    ("--check", "check everything, and each node of the cluster, and stop"),
     ("--cfg", "print every key and its value, and stop"),
     ("-m, --multirun", "train once for each combination of KEY=A,B values"),
     ("-h, --help", "print this text"),
@@ -43,8 +45,8 @@ class Args:
     """The flags and settings parsed from the command line.
 
     Attributes:
-        action: what the program does: train, print the plan, print the resolved config, train once for each combination
-            of the given values (a sweep), or print the help.
+        action: what the program does: train, print the plan, check the nodes, print the resolved config, train once for
+            each combination of the given values (a sweep), or print the help.
         overrides: the settings `GROUP=CHOICE` and `KEY=VALUE`.
         files: paths of the user's config files, in the order in which the files are applied.
     """
@@ -56,7 +58,7 @@ class Args:
 
 def parse_args(argv: Sequence[str]) -> Args:
     """Split the command line into flags and config settings. If the flags select several actions, the action that comes
-    first in the order help, sweep, config, plan is taken.
+    first in the order help, sweep, config, check, plan is taken.
 
     Raises:
         ConfigError: a flag is unknown, or `--config` is given without a file.
@@ -76,12 +78,12 @@ def parse_args(argv: Sequence[str]) -> Args:
             files.append(value)
         elif word.startswith("-"):
             raise ConfigError(
-                f"unknown flag '{word}': the flags are --help, --cfg, --plan, --config FILE and --multirun; settings "
-                "are written KEY=VALUE"
+                f"unknown flag '{word}': the flags are --help, --cfg, --plan, --check, --config FILE and --multirun; "
+                "settings are written KEY=VALUE"
             )
         elif not (word == "job" and found and found[-1] == "config"):
             overrides.append(word)
-    actions: tuple[Action, ...] = ("help", "sweep", "config", "plan")
+    actions: tuple[Action, ...] = ("help", "sweep", "config", "check", "plan")
     return Args(next((action for action in actions if action in found), "run"), overrides, files)
 
 

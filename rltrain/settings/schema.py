@@ -8,7 +8,7 @@ files, registries or the number of CPU cores are checked in `rltrain.run.checks`
 """
 
 import re
-from typing import Literal
+from typing import Any, Literal
 
 from rltrain.settings.algorithm_config import AlgorithmConfig
 from rltrain.settings.key import key, section
@@ -425,6 +425,28 @@ class DataConfig:
         return main | {name: (f"val_sets.{name}", source) for name, source in self.val_sets.items()}
 
 
+# Maps each engine argument of vLLM that rltrain sets by itself to what a user can do instead.
+ENGINE_ARGUMENTS = {
+    "model": "model.path",
+    "dtype": "model.dtype",
+    "trust_remote_code": "a model whose code is part of transformers",
+    "load_format": "a model in the format of transformers",
+    "seed": "trainer.seed",
+    "max_model_len": "rollout.max_prompt_length and rollout.max_response_length",
+    "max_num_seqs": "rollout.max_concurrent_sequences",
+    "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
+    "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
+    "kv_cache_memory_bytes": "rollout.vllm.kv_cache_mb",
+    "logprobs_mode": "the log-probs as they are, because training compares them with the actor's",
+    "generation_config": "rollout.temperature, rollout.top_p and rollout.top_k",
+    "skip_tokenizer_init": "the tokenizer of rltrain",
+    "weight_transfer_config": "the weight sync of rltrain",
+    "worker_extension_cls": "the weight sync of rltrain",
+    "distributed_executor_backend": "rollout.vllm.process",
+    "enable_sleep_mode": "placement.share_ranks",
+}
+
+
 @section
 class VLLMConfig:
     """Settings that only the inference engine vLLM uses."""
@@ -443,8 +465,17 @@ class VLLMConfig:
         above=0,
         at_most=1,
     )
+    arguments: dict[str, Any] = key(
+        "Further engine arguments of vLLM, such as max_num_batched_tokens or kv_cache_dtype.",
+        values="mapping from vLLM's names of engine arguments to values",
+    )
 
     def __post_init__(self) -> None:
+        for name in self.arguments:
+            require(
+                name not in ENGINE_ARGUMENTS,
+                f"arguments.{name}: rltrain sets this engine argument itself; use {ENGINE_ARGUMENTS.get(name, '')}",
+            )
         require(
             self.process != "inprocess" or self.tensor_parallel_size == 1,
             f"process=inprocess with tensor_parallel_size={self.tensor_parallel_size}: one process holds one shard; "
@@ -684,6 +715,14 @@ class PlacementConfig:
     start_timeout_s: float = key(
         "Time limit within which a worker process must start and load its model.", unit="seconds", above=0
     )
+    env_vars: dict[str, str] = key(
+        "Environment variables of all worker processes, such as NCCL_DEBUG.", values="mapping from names to text"
+    )
+
+    @property
+    def on_cluster(self) -> bool:
+        """Whether the run joins a running Ray cluster."""
+        return self.launcher == "ray" and self.address != "local"
 
     def __post_init__(self) -> None:
         require(
@@ -696,6 +735,15 @@ class PlacementConfig:
             f"sequence_ranks={self.sequence_ranks} does not divide actor_ranks={self.actor_ranks}: ranks share the "
             "tokens of a pack in groups of equal size; use a divisor, or 1",
         )
+        for name, value in self.env_vars.items():
+            require(
+                isinstance(name, str) and bool(name) and not set("=\0") & set(name),
+                f"env_vars: {name!r} is not the name of an environment variable; write NAME: VALUE",
+            )
+            require(
+                isinstance(value, str) and "\0" not in value,
+                f"env_vars.{name}={value!r}: must be text; write {name}: '{value}'",
+            )
         for name in ("actor_ranks", "rollout_replicas", "reward_workers"):
             require(
                 self.launcher == "ray" or getattr(self, name) == 1,

@@ -19,7 +19,7 @@ from typing import Any
 from rltrain.base import trace
 from rltrain.base.home_folder import ensure_home
 from rltrain.base.secret_values import hide_in_logs
-from workers.cluster import progress
+from workers.cluster import node_settings, progress
 
 OFFLINE = "HF_HUB_OFFLINE"  # Environment variable that keeps huggingface_hub from using the network.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # Option numbers of the C function mallopt.
@@ -63,11 +63,15 @@ class Host:
     Args:
         environment: Environment variables to set before any large package, such as torch, is imported.
         verbose: Whether libraries may print log messages below the level of errors.
+        sharing: How processes share the cores of a node of a cluster. If `sharing` is None, the environment variables
+            do not depend on the node.
     """
 
-    def __init__(self, environment: dict[str, str], *, verbose: bool = False) -> None:
+    def __init__(
+        self, environment: dict[str, str], *, verbose: bool = False, sharing: node_settings.Sharing | None = None
+    ) -> None:
         self.offline = os.environ.get(OFFLINE)
-        os.environ.update(environment)
+        os.environ.update(environment | ({} if sharing is None else node_settings.settings_here(sharing)))
         trace.start_from(environment)
         ensure_home()
         keep_freed_memory()

@@ -43,6 +43,7 @@ T = TypeVar("T")
 # Each request has its own sampling parameters, which are never modified, so vLLM does not need to copy them. In
 # versions of vLLM that have the option `skip_clone`, the option avoids a copy of the sampling parameters.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
+GPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a GPU; vLLM's own default for this class is 2,048.
 CPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a CPU, unless a single sequence can have more tokens.
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the two kinds of memory that a sleeping engine releases.
 LOOK_S = 1.0  # Seconds between two checks that the engine's processes are alive, while a call waits.
@@ -82,15 +83,18 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         "disable_log_stats": True,
     }
     if torch.cuda.is_available():
-        return arguments | {
+        arguments |= {
             "gpu_memory_utilization": config.vllm.gpu_memory_utilization,
             "enable_sleep_mode": sleeps,
+            "max_num_batched_tokens": GPU_PREFILL_TOKENS,
         }
+        return arguments | config.vllm.arguments
     cache = config.vllm.kv_cache_mb << 20
     # If a prompt is processed in chunks, vLLM rewinds the request's random generator, which is impossible on a CPU.
     arguments["enable_chunked_prefill"] = False
     arguments["max_num_batched_tokens"] = max(arguments["max_model_len"], CPU_PREFILL_TOKENS)
-    return arguments | {"enforce_eager": True, "block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache}
+    arguments |= {"enforce_eager": True, "block_size": CPU_BLOCK, "kv_cache_memory_bytes": cache}
+    return arguments | config.vllm.arguments
 
 
 def sampling_params(request: Request, stop_ids: Sequence[int], config: RolloutConfig) -> SamplingParams:

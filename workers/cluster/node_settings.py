@@ -1,0 +1,72 @@
+"""Environment variables of a worker process in a Ray cluster that depend on the node on which the process runs."""
+
+import os
+import socket
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import psutil
+
+from rltrain.base.cpu_threads import cpu_cores, openmp_settings
+
+# Environment variables that name the network interface of gloo and NCCL, and the address of vLLM's processes.
+_INTERFACES, _ADDRESS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "VLLM_HOST_IP"
+
+
+@dataclass(frozen=True)
+class Sharing:
+    """How many processes share the CPU cores of a node.
+
+    Attributes:
+        resource: Resource of Ray that limits the number of processes on a node.
+        amount: Amount of `resource` that one process requests.
+        active: Number of processes in the whole cluster that compute at the same time.
+        threads: Number of threads of each process that the user has set, or None to divide the cores of the node.
+    """
+
+    resource: Literal["GPU", "CPU"]
+    amount: float
+    active: int
+    threads: int | None
+
+    def threads_on(self, amount: float) -> int:
+        """Return the number of threads of a process on this node.
+
+        Args:
+            amount: Amount of `resource` that the node offers to Ray.
+        """
+        processes = max(1, min(self.active, int(amount / self.amount)))
+        return self.threads or max(1, cpu_cores() // processes)
+
+
+def settings_here(sharing: Sharing) -> dict[str, str]:
+    """Return the environment variables of a worker process of this node. This process must be connected to Ray.
+
+    Without these variables, gloo would listen at the address to which the hostname resolves, which may be a loopback
+    address such as 127.0.1.1.
+    """
+    import ray
+
+    node = ray.get_runtime_context().get_node_id()
+    resources = next(one["Resources"] for one in ray.nodes() if one["NodeID"] == node)
+    address = ray.util.get_node_ip_address()
+    interface = interface_of(address)
+    network = {_ADDRESS: address} | (dict.fromkeys(_INTERFACES, interface) if interface else {})
+    # An interface or address that the user has chosen on this node takes precedence.
+    network |= {name: os.environ[name] for name in network if name in os.environ}
+    return network | openmp_settings(sharing.threads_on(resources.get(sharing.resource, 0.0)))
+
+
+def interface_of(address: str) -> str:
+    """Return the name of this machine's network interface with the given IP address, such as "eth0".
+
+    Returns:
+        The name, or "" if no interface of this machine has the address.
+    """
+    interfaces: dict[str, list[Any]] = psutil.net_if_addrs()
+    for name, addresses in interfaces.items():
+        for one in addresses:
+            # The address of an IPv6 interface may end with "%" and the name of the interface.
+            if one.family in (socket.AF_INET, socket.AF_INET6) and one.address.partition("%")[0] == address:
+                return name
+    return ""
