@@ -155,7 +155,7 @@ def set_threads(config: Config) -> None:
 
 
 def show(text: str) -> int:
-    """Print a text to stdout, and return the exit status.
+    """Print a text to stdout, and return the exit status of the program.
 
     If the reader of stdout, such as `head`, closes the pipe early, the exit status is still 0.
     """
@@ -530,7 +530,7 @@ def tokenizer_of(config: Config) -> tuple[Any, list[int]]:
 
 
 def end_ids_of(config: Config, tokenizer: Any) -> list[int]:
-    """Return the ids of the tokens that end an answer. For the built-in model, the tokenizer is not used."""
+    """Return the ids of the tokens that end an answer. For the built-in model, the argument `tokenizer` is not used."""
     from rltrain.data.model_directory import end_token_ids
     from rltrain.data.model_weights import BUILTIN_MODEL
 

@@ -58,7 +58,7 @@ def parse(words: Sequence[str]) -> tuple[list[Path], Path]:
 
 
 def write(folders: Sequence[Path], output: Path) -> list[str]:
-    """Write the HTML page, and return a list with one text for each file, table or line that could not be read."""
+    """Write the HTML page, and return a list with one message for each file, table or line that could not be read."""
     from rltrain.monitoring.report.config_differences import COMMAND
     from rltrain.monitoring.report.page import write_report
 

@@ -77,7 +77,7 @@ class Trainer:
         checkpoints: saves and reads the checkpoints of the run.
         val_prompts: maps the name of each evaluation set to the prompts of the set; the evaluation set of `data.val`
             has the name "".
-        tasks: the run's background tasks. An interruption of the run ends a wait for results only if no results can be
+        tasks: the run's background tasks. An interrupted run stops waiting for results only where no results can be
             lost.
         restart: function that ends all processes of the training ranks and starts new processes; None if the ranks
             cannot be restarted.

@@ -273,7 +273,7 @@ def connect(config: Config) -> dict[str, float]:
         WorkerError: Ray does not start.
     """
     local, address = config.placement.address == "local", config.placement.address
-    if address == "auto":  # given the address "auto", Ray could join the private cluster of another run
+    if address == "auto":  # With the address "auto", Ray could join the private cluster of another run.
         address = os.environ.get("RAY_ADDRESS", "")
         if not address:
             raise ConfigError(
@@ -348,7 +348,7 @@ def _require_answer(address: str) -> None:
     """Raise ConfigError at once if no program listens at the address; Ray itself would try to connect for minutes."""
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
-        if int(port) > _LAST_PORT:  # the C library would silently reduce a higher port number modulo 65,536
+        if int(port) > _LAST_PORT:  # the C library silently reduces port numbers modulo 65,536
             raise _no_cluster(address, OverflowError(f"the highest port number is {_LAST_PORT}"))
         try:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
@@ -583,7 +583,7 @@ _Started = tuple[RewardPool, RolloutPool, Training, Liveness | None]
 
 
 def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> WorkerGroup[Any]:
-    """Return a new worker group for a role. The caller must assign the ranks of the worker group.
+    """Return a new worker group for a role. The group has no ranks yet: the caller must set `WorkerGroup.ranks`.
 
     Reward models do not use sequence parallelism, so each rank of a reward model gets different rows. The batches of a
     reward model have no columns in common with the batches of other roles. The batches of all roles except reward

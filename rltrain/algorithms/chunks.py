@@ -25,8 +25,8 @@ def default_chunk_size(device: torch.device) -> int:
 
 
 def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield pairs of slices (rows, columns) that split a (positions, words) matrix into chunks of at most `size`
-    logits.
+    """Yield pairs of slices (rows, columns) that split a matrix of logits (positions, vocabulary) into chunks of at
+    most `size` logits.
 
     All chunks of one block of columns are yielded before the chunks of the next block, so that each row of the
     language-model head is read only once.

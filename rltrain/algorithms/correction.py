@@ -36,9 +36,10 @@ def rollout_correction(
     """Compute importance weights w = pi_old / pi_rollout and the mask of the tokens that keep their policy-loss term.
 
     The knob `level` defines the importance weight w of a token. At the level "token", the weight w is pi_old(y_t) /
-    pi_rollout(y_t). At the level "sequence", the weight w is the product of the token ratios over the row's trained
-    tokens. At the level "geometric", the weight w is the geometric mean of the token ratios over the row's trained
-    tokens. The knob `mode` defines what happens to tokens whose importance weight w is outside of [lower, upper]:
+    pi_rollout(y_t). At the level "sequence", the weight w is the product of the ratios pi_old(y_t) / pi_rollout(y_t)
+    over the row's trained tokens. At the level "geometric", the weight w is the geometric mean of the ratios
+    pi_old(y_t) / pi_rollout(y_t) over the row's trained tokens. The knob `mode` defines what happens to tokens whose
+    importance weight w is outside of [lower, upper]:
 
         truncate  w is clamped to the bounds and no token is dropped; lower=0 gives TIS (truncated importance sampling)
         mask      tokens whose w is out of bounds are dropped; other tokens keep w (IcePop, arXiv 2510.18855). At levels
@@ -47,7 +48,7 @@ def rollout_correction(
     A value of None for `lower` or `upper` means no bound. If `advantages` A are given, the mode "mask" drops only
     tokens with A < 0. Tokens that have a negative advantage and are unlikely under the trained policy destabilise
     training. If the importance weight w of a token is outside of [lower, upper] but the token is not dropped, w is
-    clamped to [lower, upper]. To drop tokens or rows without weighting the kept tokens, use `rollout_rejection`.
+    clamped to [lower, upper]. To drop tokens or rows without weighting the remaining tokens, use `rollout_rejection`.
 
     The policy-loss term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate the policy-loss term
     over the whole `response_mask`, so that a dropped token still counts in every denominator and keeps its KL and
@@ -111,8 +112,8 @@ def rollout_rejection(
                   mean of pi_rollout / pi); a row whose mean is outside of the bounds is dropped
         max       each token's value is compared; a row is dropped if the value of any token is outside of the bounds
 
-    If `advantages` A are given, only tokens with A < 0 are dropped at level token, and only rows whose mean A over
-    their trained tokens is < 0 are dropped at the levels sequence and max.
+    If `advantages` A are given, the level "token" drops only tokens with A < 0. If `advantages` A are given, the levels
+    "sequence" and "max" drop only rows whose trained tokens have a mean A below 0.
 
     `rollout_rejection` must be called again in each update, because each update changes the policy pi. With the
     estimator k1, the level "sequence", the bound `upper` and `advantages`, `rollout_rejection` computes DeepSeek-V3.2's

@@ -43,10 +43,10 @@ def sampled_teacher_kl(log_probs: Tensor, old_log_probs: Tensor, teacher_log_pro
         l_t = r_t d_t,   d_t = log(pi(y_t) / pi_T(y_t)),   r_t = pi(y_t) / pi_old(y_t)
         grad l_t = r_t d_t grad log pi(y_t)
 
-    For tokens that were sampled from pi_old, the mean of l_t is the reverse KL divergence, and the mean of grad l_t is
-    the gradient of the reverse KL divergence (arXiv 2601.02780 eqs. 5 and 6). The importance ratio r_t is 1 in the
-    first optimizer step on the answers. The log-ratios d_t and log r_t are clamped to [-20, 20], both in the value of
-    l_t and in its gradient.
+    For tokens that were sampled from pi_old, the mean of the estimates l_t is the reverse KL divergence, and the mean
+    of the gradients grad l_t is the gradient of the reverse KL divergence (arXiv 2601.02780 eqs. 5 and 6). The
+    importance ratio r_t is 1 in the first optimizer step on the answers. The log-ratios d_t and log r_t are clamped to
+    [-20, 20], both in the value of l_t and in its gradient.
 
     `taught` is True at the tokens of answers that a teacher has scored. At all tokens that are not `taught`, the
     estimate is exactly 0 and has no gradient, whatever the log-probs are.

@@ -28,15 +28,15 @@ def full_kl(
     which gets no gradient. The returned KL has the shape (N,) and is never negative. The module `kl` contains
     estimators that need only log-probs of sampled tokens.
 
-    A vocabulary entry of probability 0 under the policy adds exactly 0 to the KL and has no gradient. The policy and
-    the reference can have logits of -inf for the same vocabulary entries. If only the reference has a logit of -inf for
-    a vocabulary entry, the KL is inf.
+    A vocabulary entry of probability 0 under the policy adds exactly 0 to the KL and has no gradient. If both models
+    have a logit of -inf for a vocabulary entry, the entry adds 0 to the KL. If only the reference has a logit of -inf
+    for a vocabulary entry, the KL is inf.
 
     At most `chunk_size` logits (positions times vocabulary entries) of each model are in memory at a time. The backward
     pass recomputes the logits, with at most `chunk_size` logits of each model in memory. If `chunk_size` is None,
     `full_kl` uses a chunk size that suits the device. The chunk size does not change the computed KL. Each matrix
-    product is computed in the dtype of its factors, as in the models. All operations other than the matrix products use
-    float64 if the products are float64, and float32 otherwise.
+    product is computed in the dtype of its factors, as in the forward passes of the two models. All other operations of
+    `full_kl` use float64 if the matrix products are float64, and float32 if the matrix products have a narrower dtype.
 
     `full_kl` takes no mask, so the caller must pass the hidden states of only the trained positions. The KL covers the
     whole distribution at a position, so the mean of the KL over sampled contexts needs no importance ratio for the
@@ -80,7 +80,8 @@ class _FullKL(torch.autograd.Function):
                 ref_chunk = logits(ref_hidden[rows], ref_head[columns], None, temperature)
                 policy.add(rows, chunk, chunk - ref_chunk)
                 reference.add(rows, ref_chunk)
-        # Subtract reference.log_sum from policy.log_sum in a form that avoids the rounding of each `log_sum`.
+        # Compute policy.mean - (policy.log_sum - reference.log_sum) from the parts of the two log-sums, which avoids
+        # the rounding of each `log_sum`.
         kl = policy.mean - (policy.top - reference.top) - (policy.total / reference.total).log()
         ctx.save_for_backward(hidden, head, ref_hidden, ref_head, policy.log_sum, reference.log_sum, kl)
         ctx.temperature, ctx.size = temperature, size

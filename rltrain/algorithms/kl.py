@@ -1,8 +1,8 @@
 """KL divergence: estimators from samples, and the KL penalty in the reward.
 
-In the docstrings of the module `kl`, d is log pi - log pi_ref of a sampled token. An estimator's value can estimate one
-quantity while the estimator's gradient minimises another quantity. The docstring of each KL estimator states the
-estimator's expected gradient for tokens that are sampled from pi itself.
+In the docstrings of the module `kl`, d is log pi - log pi_ref of a sampled token. The value of an estimator can
+estimate one quantity while gradient descent on the estimator minimises another quantity. The docstring of each KL
+estimator states the estimator's expected gradient for tokens that are sampled from pi itself.
 """
 
 import functools
@@ -15,8 +15,8 @@ from torch import Tensor
 from rltrain.algorithms.ratio import MAX_LOG_RATIO, as_float, as_mask, k3_unbounded, masked, safe_log_ratio
 from rltrain.algorithms.registry import KL_ESTIMATORS
 
-# Bound of the estimate k3 in nats. The estimate k3 reaches the bound of 10 nats where pi is 1/14 of pi_ref, and where
-# pi is 60,000 times pi_ref.
+# Upper bound of the KL estimate k3, in nats. The estimate k3 reaches its upper bound of 10 nats where pi is 1/14 of
+# pi_ref, and where pi is 60,000 times pi_ref.
 MAX_K3 = 10.0
 
 
@@ -46,8 +46,8 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 
     d is log pi - log pi_ref. As long as the estimate of every token is below the bound of 10 nats, the mean of k3 is
     the reverse KL, and the expected gradient of k3 is the gradient of the forward KL. The estimate k3 reaches the bound
-    of 10 nats at d = -2.6 and at d = 11. A token at the bound of k3 has no gradient. Without the bound of k3, a token
-    at d = -12 would have a gradient of 1.6e5 and dominate the whole update.
+    of 10 nats at d = -2.6 and at d = 11. A token whose estimate k3 is at the bound of 10 nats has no gradient. Without
+    the bound of k3, a token with d = -12 would have a gradient of 1.6e5 and dominate the whole update.
     """
     negative = (ref_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return k3_unbounded(negative).clamp(max=MAX_K3)
@@ -84,18 +84,19 @@ for _name in KL_ESTIMATORS.names():
 def kl_estimate(
     log_probs: Tensor, ref_log_probs: Tensor, kl_estimator: str, *, old_log_probs: Tensor | None = None
 ) -> Tensor:
-    """Estimate the KL divergence from pi_ref at each sampled token: (B, T), or any other shape shared by the inputs.
+    """Estimate the KL divergence between pi and pi_ref at each sampled token.
 
-    `old_log_probs` are the log-probs of the policy that sampled the tokens. If `old_log_probs` is given, the estimate
-    is multiplied by r = pi / pi_old, so that the mean of the multiplied estimate over samples from pi_old equals the
-    mean of the original estimate over samples from pi. Gradients also flow through the importance ratio r:
+    All tensors have one shape, for example (B, T). `old_log_probs` are the log-probs of the policy that sampled the
+    tokens. If `old_log_probs` is given, the estimate is multiplied by r = pi / pi_old, so that the mean of the
+    multiplied estimate over samples from pi_old equals the mean of the original estimate over samples from pi.
+    Gradients flow not only through the estimate but also through the importance ratio r:
 
     * The products r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. The
       product r k3 is the unbiased KL estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
     * The products r k2 and r |d| have the gradients of the means of k2 and |d| over samples from pi.
-    * A "+" estimator, such as k3+, already has the complete gradient of the KL, so a gradient through the importance
-      ratio r would add the gradient of the KL a second time. For a "+" estimator, r is detached and only reweights the
-      estimate.
+    * An estimator whose name ends with "+", such as k3+, already has the complete gradient of the KL, so a gradient
+      through the importance ratio r would add the gradient of the KL a second time. For an estimator whose name ends
+      with "+", the importance ratio r is detached and only reweights the estimate.
 
     At a token where k3 is at its bound of 10, no gradient flows through the ratio r. While k3 is at its bound, the
     estimate is r times a constant, whose gradient would drive log pi further away from the reference. The bound of 10
@@ -131,7 +132,8 @@ def apply_kl_in_reward(
     kl_coef: float | Tensor,
     kl_estimator: str,
 ) -> Tensor:
-    """Compute the token rewards score_t - kl_coef * kl_t; arXiv 1909.08593 eq. 2 with `kl_estimator` = "k1".
+    """Compute the token rewards score_t - kl_coef * kl_t, which are the rewards of arXiv 1909.08593 eq. 2 if
+    `kl_estimator` is "k1".
 
     All tensors have the shape (B, T). The result has no gradient. Masked slots have reward 0, so with `kl_coef` 0 the
     rewards of a row sum to the row's score.

@@ -77,7 +77,9 @@ class _Levels(NamedTuple):
 
 
 def _normalized(raw: Tensor, group: Tensor, counted: Tensor, levels: _Levels) -> Tensor:
-    """Compute (raw - mean) / (std + eps) for all values of 1-D tensors, with mean and std over the counted values."""
+    """Compute (raw - mean) / (std + eps) for all values of 1-D tensors, with mean and std over the values marked in
+    `counted`.
+    """
     members = {"group": group, "batch": torch.zeros_like(group)}
     result = raw
     if levels.mean is not None:
@@ -189,14 +191,14 @@ def combine_rewards(
 
 
 def _gated(scores: Tensor, applies: Tensor, gates: Tensor) -> Tensor:
-    """Set a component of a row to 0 if another component is a closed gate (a gate with a score <= 0)."""
+    """Set a reward component of a row to 0 if another component of the same row is a gate with a score <= 0."""
     shut = gates & applies & (scores <= 0)
     shut_by_others = shut.sum(-1, keepdim=True) - shut.long() > 0
     return scores.masked_fill(shut_by_others, 0)
 
 
 def _normalized_columns(scores: Tensor, applies: Tensor, uid: Tensor | None, valid: Tensor | None) -> Tensor:
-    """Normalise each of the K columns separately, with (component, uid) as the group."""
+    """Normalise each of the K reward components separately, within each group of rows with the same `uid`."""
     if uid is None:
         raise ValueError("uid=None: 'normalize_then_sum' normalises in groups; pass uid, or use aggregation='sum'")
     rows, columns = scores.shape
@@ -238,9 +240,9 @@ def normalize_advantages(
 
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
     enter the statistics; None means all rows. Tokens of rows that are not `counted` are normalised by the statistics of
-    the counted tokens. Some estimators, such as `gae`, also train on rows that are not counted. The advantages of a row
-    that is not counted are on the same scale as the advantages of counted rows. To keep the advantages of a row at 0,
-    leave the tokens of the row out of `response_mask`.
+    the counted tokens. Some advantage estimators, such as `gae`, train on the counted rows and on rows that are not
+    counted. The advantages of a row that is not counted are on the same scale as the advantages of counted rows. To
+    keep the advantages of a row at 0, leave the tokens of the row out of `response_mask`.
 
     A population has no spread if it has fewer than two counted tokens, or if all counted tokens have equal advantages.
     If the population of `mean_level` has no spread, the deviations of its counted tokens from the mean are exactly 0,
@@ -265,8 +267,8 @@ def normalize_advantages(
     rows = torch.ones_like(uid, dtype=torch.bool) if counted is None else as_mask(counted)
     trained = as_float(advantages.detach())[mask]
     group, member = (row[:, None].expand(mask.shape)[mask] for row in (uid, rows))
-    # Number only the groups that have trained tokens, because `group_sum` needs group numbers below the number of
-    # tokens, and the batch may have more groups than trained tokens.
+    # Only the groups that have trained tokens get a number, because `group_sum` needs group numbers below the number of
+    # tokens, and a batch can have more groups than trained tokens.
     group = group_index(group)
     result = _normalized(trained.double(), group, member, levels).to(trained.dtype)
     return torch.zeros_like(mask, dtype=trained.dtype).masked_scatter(mask, result)

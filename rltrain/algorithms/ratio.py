@@ -1,4 +1,4 @@
-"""Helpers for all losses: masking that is safe for NaN and inf, safe log-ratios, clipped ratios, and metric sums."""
+"""Helpers for all losses: masking that is safe for NaN and inf, clamped log-ratios, clipped ratios, and metric sums."""
 
 import math
 
@@ -43,7 +43,8 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
 
 
 def row_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Sum the safe log-ratios of each row, as (B, 1), clamped to [-20, 20] and without gradient.
+    """Sum the log-ratios of each row, which `safe_log_ratio` computed, as (B, 1), clamped to [-20, 20] and without
+    gradient.
 
     The exponential of the returned sum is the ratio of the whole row, pi(y) / pi_old(y).
     """
@@ -51,7 +52,7 @@ def row_log_ratio(log_ratio: Tensor) -> Tensor:
 
 
 def safe_log_prob(log_ratio: Tensor, old_log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Compute log pi (B, T) as log pi_old + the safe log-ratio.
+    """Compute log pi (B, T) as log pi_old + `log_ratio`, where `log_ratio` is the result of `safe_log_ratio`.
 
     The computed log pi is finite even where pi is 0. The computed log pi has a gradient exactly where `log_ratio` has a
     gradient.

@@ -79,8 +79,8 @@ def suppress_truncated(scores: Tensor, truncated: Tensor, nothing: Tensor) -> Te
     """Compute min(score, `nothing`) where `truncated` is True, else the score: (B,) -> (B,).
 
     `nothing` (B,) is the score that a row would have if every reward function gave the row 0. A truncated row gets the
-    lower of `nothing` and the row's own score. Truncation never improves the score of an answer, whether the answer is
-    right or wrong.
+    smaller of two values: `nothing`, and the score of the row. Truncation never improves the score of an answer,
+    whether the answer is right or wrong.
 
     `truncated` (B,) must come from the engine's finish reason, not from the length of the answer. A score of NaN, which
     means that the row has no score, stays NaN. `suppress_truncated` does not decide which rows enter the statistics or

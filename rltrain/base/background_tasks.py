@@ -106,7 +106,7 @@ class Changes:
 
 @contextlib.contextmanager
 def outside_event_loop() -> Iterator[None]:
-    """Run the `with` block as if no event loop were running in the thread, so that the block may run a new event loop.
+    """Run the `with` block as if no event loop were running in the thread, so that the block can run a new event loop.
 
     User code that runs in the driver's process needs `outside_event_loop`, because asyncio refuses nested event loops.
     """

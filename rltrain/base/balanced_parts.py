@@ -97,7 +97,8 @@ def _exchange(
     """Make the sums of two parts as equal as possible: move one index from `heavy` to `light`, or swap two indices.
 
     Returns:
-        The new indices of the heavy and the light part, or None if no move or exchange brings the two sums closer.
+        The new indices of the heavy and the light part, or None if no move or exchange brings the two sums closer
+        together.
     """
     gap = sum(weights[index] for index in heavy) - sum(weights[index] for index in light)
     room_heavy, room_light = (room - sum(sizes[index] for index in part) for part in (heavy, light))

@@ -89,16 +89,16 @@ class _Recorder:
 
     def clear(self) -> None:
         self.events: list[Event] = []
-        # Maps a track to the index of its latest event. A track whose latest event must not be merged with later events
-        # has no entry.
+        # Maps a track to the index of its latest event. A track has no entry in `latest` if the latest event of the
+        # track must not be merged with later events.
         self.latest: dict[str, int] = {}
         self.lost = 0
 
     def add(self, event: Event, *, merged: bool = False) -> None:
         """Add an event to the recorder, or merge the event into the latest event of the event's track.
 
-        A new event is merged if `merged` is true, and if the latest event of the track was also added with `merged`,
-        has the same name, and ends at most 5 ms before the new event starts.
+        The new event is merged into the latest event of its track if `merged` is true for both events, both events have
+        the same name, and the latest event ends at most 5 ms before the new event starts.
         """
         with self.lock:
             latest = self.latest.pop(event.track, None)

@@ -76,9 +76,9 @@ class Column:
         return self.tensor
 
     def in_family(self, offsets: Tensor | None) -> "Column":
-        """Return a column with the same values that uses the tensor `offsets` instead of its own offsets.
+        """Return a column with the same values that uses the tensor `offsets` instead of this column's offsets.
 
-        The tensor `offsets` must hold the same numbers as the column's own offsets.
+        The tensor `offsets` must hold the same numbers as this column's offsets.
         """
         return self if offsets is self.offsets else Column(self.values, offsets)
 
@@ -128,7 +128,7 @@ def same(left: Column, right: Column) -> bool:
 
 
 def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[str, Column]:
-    """Return the columns of a batch that has all rows, or the selected rows, of several batches one after the other.
+    """Return the columns of one new batch that consists of all rows, or of selected rows, of several batches.
 
     Args:
         parts: for each part (batch), a mapping from column names to columns. All batches in `parts` have the same

@@ -46,7 +46,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
         "response",
         "(N, H): the teacher's last hidden state at the position that predicts the token; undefined if `teacher` is -1",
     ),
-    "teacher": ("row", "int64, number of the row's teacher in the config; -1 = no teacher has scored the row"),
+    "teacher": ("row", "int64, index of the row's teacher in the config; -1 = no teacher has scored the row"),
     "selected": ("response", "bool; True = the loss's token selector selected the token in the token's mini-batch"),
     "random_draws": (
         "response",
@@ -64,7 +64,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     ),
     "turn_states": (
         "response",
-        "int64, hash of the observation before the token's turn; 0 at tokens that were not sampled",
+        "int64, hash of the observation of the token's turn; 0 at tokens that were not sampled",
     ),
     "turn_rewards": ("response", "reward that the environment gave for a turn, on the turn's last token; 0 elsewhere"),
     "token_level_rewards": ("response", "reward of each token, after shaping, normalisation and KL-in-reward"),

@@ -20,7 +20,7 @@ def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step
     Each epoch shuffles the prompt groups anew, with (seed, step, epoch) as the random seed.
 
     Args:
-        uids: number of each row's prompt group, (B,).
+        uids: for each row, the number that identifies its prompt group, (B,).
         count: number of mini-batches per epoch.
         epochs: number of passes over the batch.
         seed: random seed of the run.
@@ -43,9 +43,11 @@ def rows_of_same_groups(uids: Sequence[int], chosen: Sequence[Rows], others: Seq
     """Return, for each mini-batch, those rows of another batch whose prompt group occurs in the mini-batch.
 
     Args:
-        uids: number of each row's prompt group, (B,), in the batch that is divided into mini-batches.
+        uids: for each row of the batch that is divided into mini-batches, the number that identifies its prompt group,
+            (B,).
         chosen: for each mini-batch, the indices of its rows in the batch that is divided into mini-batches.
-        others: number of each row's prompt group in the other batch, from which rows are returned.
+        others: for each row of the other batch, from which rows are returned, the number that identifies its prompt
+            group.
     """
     groups = [{uids[row] for row in rows} for rows in chosen]
     return [[row for row, uid in enumerate(others) if uid in members] for members in groups]
@@ -65,7 +67,8 @@ def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
 def microbatches(
     lengths: Sequence[int], rows: Rows, max_tokens: int, *, work: Sequence[int] | None = None, count: int = 0
 ) -> list[Rows]:
-    """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, sorted by decreasing work.
+    """Split `rows` into micro-batches of at most `max_tokens` tokens and nearly equal work, in order of decreasing
+    work.
 
     The default number of micro-batches is the number that results from first-fit packing of the rows in order of
     decreasing length. If `count` is above the default number of micro-batches, `rows` are split into `count`

@@ -27,7 +27,7 @@ from typing import Any, Self, TypeVar
 NOT_SAMPLED = -1  # The value of `policy_version` at a response token that belongs to an observation.
 # Values of `Trajectory.stop_reason` which mean that a limit cut the trajectory off.
 LIMITS = ("max_turns", "max_response_length", "deadline")
-STOP_REASONS = ("answer", "done", "error", *LIMITS)  # All values of `Trajectory.stop_reason` in environments.
+STOP_REASONS = ("answer", "done", "error", *LIMITS)  # Values of `Trajectory.stop_reason` with an environment.
 
 _Value = TypeVar("_Value", int, float)
 
@@ -83,8 +83,8 @@ class Trajectory:
     a new context, the context begins with the prompt.
 
     Attributes:
-        uid: number of the prompt group.
-        sample: number of the sample in its group.
+        uid: number that identifies the prompt group of the sample.
+        sample: number that identifies the sample within its prompt group.
         turns: the turns of the trajectory, in order; at least one turn.
         stop_reason: why a trajectory in an environment ended: "answer" (the policy called no tool), "done" (the
             environment ended the trajectory), "error" (the environment failed), or one of `LIMITS`. A single answer

@@ -24,7 +24,7 @@ from rltrain.data.template_process import OUT_OF_MEMORY
 
 # A rendering request is complete when it holds `_CHATS` chats, or when its pickled chats exceed `_BYTES` bytes.
 _CHATS, _BYTES = 256, 1 << 23
-# Seconds that the rendering process may take to answer a request, including the start of the process.
+# Time limit, in seconds, for the answer of the rendering process to a request, including the start of the process.
 _SILENCE_S = 240.0
 _TRIES = 3  # After `_TRIES` rendering processes have died or stopped responding, no further process is started.
 _FIX = "use text prompts, or another template (chat_template in the tokenizer's files)"

@@ -54,7 +54,7 @@ def _cached(
     """Return a split that an earlier run has downloaded and prepared, or None if the cache does not contain the split.
 
     If the data set's name has a configuration, a split and a commit, no network is needed. If the data set's name has
-    no revision, the cache is used only in offline mode, and any cached version is accepted.
+    no revision, the cache is used only in offline mode, in which any cached version of the data set is accepted.
     """
     from datasets.packaged_modules.cache.cache import Cache
     from huggingface_hub import is_offline_mode

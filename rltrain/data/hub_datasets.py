@@ -129,7 +129,7 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
 def dataset_rows(source: str, where: str, *, key: str) -> Rows:
     """Return the rows of a data set.
 
-    The values of the rows stay on disk until a row is read. The arguments `where` and `key` and the raised errors are
+    The values of each row stay on disk until the row is read. The arguments `where` and `key` and the raised errors are
     the same as those of `fetch_dataset`.
     """
     name = dataset_name(source)

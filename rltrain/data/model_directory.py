@@ -108,16 +108,16 @@ def longest_row(path: str | Path) -> int | None:
 
 
 def check_limits(config: Config, model: Mapping[str, Any]) -> None:
-    """Raise an error if the config's length limits or numbers of shards do not fit the model, or if the model has
-    layers that cannot be trained.
+    """Raise an error if the length limits or numbers of shards in the run's config do not fit the model, or if the
+    model has layers that cannot be trained.
 
     Args:
-        config: the complete config.
+        config: the complete config of the run.
         model: the model's own config, as returned by `model_config`.
 
     Raises:
-        ConfigError: the config exceeds a limit of the model, or the model has layers that cannot be trained. The error
-            message names the exceeded limit, or the layers that cannot be trained.
+        ConfigError: the run's config exceeds a limit of the model, or the model has layers that cannot be trained. The
+            error message names the exceeded limit, or the layers that cannot be trained.
     """
     rollout = config.rollout
     longest = rollout.max_prompt_length + rollout.max_response_length
@@ -152,7 +152,7 @@ def check_teacher(config: Config, path: str, key: str) -> None:
     """Raise an error unless the directory holds a language model that can score the policy's answers.
 
     Args:
-        config: the complete config.
+        config: the complete config of the run.
         path: the teacher's directory.
         key: the config key that holds `path`, for the start of error messages.
 

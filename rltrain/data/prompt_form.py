@@ -75,7 +75,7 @@ class Derived:
 
 @dataclass(frozen=True, kw_only=True)
 class PromptForm:
-    """The way in which the rows of one source become prompts.
+    """The way in which the rows of one data source, such as a file, become prompts.
 
     Attributes:
         reads: names of the columns that are read to make the prompts.
@@ -144,7 +144,7 @@ class PromptForm:
 def prompt_form(
     columns: Sequence[str], options: PromptOptions, *, where: str, has_template: bool, sample: Sequence[Row]
 ) -> PromptForm:
-    """Decide how the rows of a source become prompts.
+    """Decide how the rows of a data source become prompts.
 
     Args:
         columns: names of the data's columns.
@@ -189,8 +189,8 @@ def _require_template(options: PromptOptions, has_template: bool) -> None:
 
 
 def _reader(columns: Sequence[str], prompt: str | None, where: str) -> tuple[tuple[str, ...], Reader, str]:
-    """Return the names of the columns to read, a function that makes a prompt from a row, and a description, for
-    messages to the user, of what a prompt is made of.
+    """Return three values: the names of the columns to read, a function that returns the prompt of a row, and a text
+    that tells the user what a prompt is made of.
     """
     if prompt is None:
         prompt = _recognised(columns, where)

@@ -16,22 +16,23 @@ interval contains the point u(n):
 
     u(n) = frac(u(0) + n * 0x9E3779B97F4A7C15 / 2^64)
 
-The intervals of the pools, in the order normal, unseen, hard, easy, have the lengths of the configured fractions. The
-point u(0), which selects the pool of the first draw, depends on the seed. The points u(n) are spread evenly over
-[0, 1), because the factor of n in the formula for u(n) is the golden ratio minus 1. Among any m consecutive draws, a
-pool with fraction f is chosen about m * f times, with a small deviation.
+The length of a pool's interval is the pool's configured fraction, and the intervals lie in the order normal, unseen,
+hard, easy. The point u(0), which selects the pool of the first draw, depends on the seed. The points u(n) are spread
+evenly over [0, 1), because the factor of n in the formula for u(n) is the golden ratio minus 1. A pool whose configured
+fraction is f is chosen for about m * f of any m consecutive draws, with a small deviation.
 
 If the chosen pool is empty, the draw takes a prompt from the normal pool. If the chosen pool and the normal pool are
 both empty, the draw takes a prompt from the unseen pool. If the chosen pool, the normal pool and the unseen pool are
 all empty, the draw takes a random prompt from the hard and easy pools. If all prompts are in the hard and easy pools,
-and the fractions of these pools are small, the sampling is almost the same as shuffled passes through all prompts. If
-the draws took only hard prompts while the normal and the unseen pool are empty, the policy would be trained only on
-prompts that it fails to solve.
+and the configured fractions of these two pools are small, the sampling is almost the same as shuffled passes through
+all prompts, because most draws then take a random prompt. Random draws from the hard and easy pools include easy
+prompts, because draws of only hard prompts would train the policy only on prompts that the policy fails to solve.
 
 Within a pool, prompts are drawn without replacement: each pass through a pool is a random permutation of the prompts in
-the pool. A drawn prompt can be drawn again in the next pass through the pool at the earliest. A prompt is *in flight*
-from its draw until the training step of its prompt group ends. A prompt in flight is in no pool, so a step never has
-two groups of one prompt. In a pool with n prompts and fraction f, each prompt is drawn once in n / f draws on average.
+the pool. A prompt that was drawn in one pass through a pool can be drawn again only in a later pass. A prompt is called
+*in flight* from its draw until the training step of its prompt group ends. While a prompt is in flight, the prompt is
+in no pool, so a training step never has two groups of the same prompt. In a pool with n prompts and a configured
+fraction f, each prompt is drawn once in n / f draws on average.
 
 The success rate of a prompt changes only at the end of a training step, when the prompts of the step are returned to
 the pools in the order of their draws. Which prompts are drawn depends on the seed and on the outcomes of finished
@@ -55,16 +56,16 @@ from rltrain.settings.typed import require
 # empty.
 POOLS = ("normal", "unseen", "hard", "easy")
 _GOLDEN, _BITS = 0x9E3779B97F4A7C15, 64
-_LARGEST = 2**16 - 1  # Largest number of answers in a group, because counts of answers are stored in 16 bits.
+_LARGEST = 2**16 - 1  # A group has at most this many answers, because counts of answers are stored in 16 bits.
 
 
 class _Pool:
-    """One pool: the indices of the pool's prompts that are not in flight. A prompt is in flight from its draw until the
+    """The indices of the prompts that are in one pool and not in flight. A prompt is in flight from its draw until the
     training step of its prompt group ends.
 
     Attributes:
         passes: number of passes through the pool that have begun.
-        left: prompt indices that the current pass has not drawn yet. The index at the end of `left` is drawn next.
+        left: prompt indices that the current pass has not drawn yet. The next draw takes the last index of `left`.
         returned: prompt indices of the next pass, in the order in which they were returned to the pool.
     """
 
@@ -113,7 +114,7 @@ class PromptPools:
         self._correct, self._judged = (array("H", bytes(2 * size)) for _ in range(2))
         self._pools = {name: _Pool(name, seed) for name in POOLS}
         self._pools["unseen"].returned.extend(range(size))
-        self._in_flight: dict[int, int] = {}  # Maps the position of a draw to its prompt index.
+        self._in_flight: dict[int, int] = {}  # Maps a draw's position to the drawn prompt's index.
         self._sizes = Counter({"unseen": size})
 
     def next(self, count: int) -> list[int]:
@@ -121,11 +122,11 @@ class PromptPools:
         return [self._draw() for _ in range(count)]
 
     def at(self, position: int) -> int:
-        """Return the prompt index of the draw at `position`; the prompt must still be in flight."""
+        """Return the prompt index of the draw at `position`, whose training step must not have ended yet."""
         return self._in_flight[position]
 
     def give_back(self, outcomes: Mapping[int, tuple[int, int]]) -> None:
-        """Return the prompts of a finished training step to the pools, with their outcomes.
+        """Put the prompts of a finished training step back into the pools, and store the outcomes of the prompts.
 
         If the new group of a prompt has no judged answer, the prompt keeps the success rate of its previous group.
 
@@ -147,9 +148,9 @@ class PromptPools:
     def metrics(self) -> dict[str, float]:
         """Return the share of all prompts in each pool, and the share of draws for which the chosen pool was empty.
 
-        A prompt that was drawn and not yet returned counts for the pool from which the prompt was drawn. The metric
-        `difficulty/fallback_fraction` covers only the draws since the end of the previous step, and gives the share of
-        draws for which the chosen pool was empty.
+        The share of a pool includes the prompts that were drawn from the pool and have not yet been returned to a pool.
+        The metric `difficulty/fallback_fraction` covers only the draws since the end of the previous step, and gives
+        the share of draws for which the chosen pool was empty.
         """
         shares = {f"difficulty/{name}_fraction": self._sizes[name] / self._size for name in POOLS}
         return shares | {"difficulty/fallback_fraction": self._fallbacks / max(1, self._drawn_in_step)}
@@ -229,9 +230,9 @@ class PromptPools:
 
 
 def _ends(difficulty: DifficultyConfig) -> list[tuple[str, float]]:
-    """Return the name of each pool with the end of the pool's interval within [0, 2^64).
+    """Return the name of each pool, with the upper end of the pool's interval multiplied by 2^64.
 
-    The end of the last pool's interval is infinite, to allow for rounding errors.
+    The upper end of the last pool's interval is infinite, to allow for rounding errors.
     """
     ends, end = list[tuple[str, float]](), 0.0
     for name in POOLS:
@@ -246,14 +247,14 @@ def most_in_flight(prompts_per_step: int, steps_ahead: int, dynamic_sampling: in
     Args:
         prompts_per_step: number of prompt groups of a training step.
         steps_ahead: number of training steps for which groups are generated in advance.
-        dynamic_sampling: value of `algorithm.dynamic_sampling`: a step generates at most `dynamic_sampling` *
-            `prompts_per_step` groups.
+        dynamic_sampling: value of `algorithm.dynamic_sampling`, with which a step generates at most `dynamic_sampling`
+            * `prompts_per_step` groups.
     """
     return prompts_per_step * (steps_ahead + max(1, dynamic_sampling))
 
 
 def _encoded(numbers: "array[int]") -> str:
-    """Return the little-endian bytes of the numbers in base64."""
+    """Encode the numbers as little-endian bytes, and return the bytes as base64 text."""
     if sys.byteorder == "big":
         numbers = array(numbers.typecode, numbers)
         numbers.byteswap()

@@ -1,8 +1,8 @@
 """Loading of prompts: the rows of a source are read, checked and tokenized.
 
-Loaded prompts consist of token ids and data columns. An error in the prompt data raises a one-line `ConfigError` while
-the prompts are loaded, before any worker starts. This module does not import torch: its functions get the tokenizer as
-an argument.
+Loaded prompts consist of token ids and data columns. An error in the prompt data raises a `ConfigError` with a one-line
+message while the prompts are loaded, before any worker starts. This module does not import torch, because its functions
+get the tokenizer as an argument.
 """
 
 import itertools
@@ -67,7 +67,7 @@ class PromptSet(Sequence[Prompt]):
         filtered: number of prompts that were left out because they are too long.
         notes: one-line messages for the user about the prompts.
         own_splits: whether the same source gives different rows for training and for evaluation.
-        described: one line for the user that describes the source and how rows became prompts.
+        described: one-line description, for the user, of the source and of how rows became prompts.
         supervised: the supervised answers to the prompts; None if the run has no supervised loss.
     """
 
@@ -123,8 +123,8 @@ class PromptSet(Sequence[Prompt]):
         return self._kept[:count].tolist()
 
     def values(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Yield for each prompt the location of the prompt's row, for error messages, and the row's values that reward
-        functions get.
+        """Yield a pair for each prompt: the location of the prompt's row (a text for error messages), and a dict of the
+        row's column values that reward functions get.
         """
         for row in self._kept:
             yield self._rows.place(row), self._form.values(self._rows.row(row))
@@ -161,10 +161,10 @@ def load_prompts(
         source: name of a built-in task, file, folder, function or data set of the hub, as `rltrain.data.row_sources`
             describes.
         tokenizer: a Hugging Face tokenizer.
-        split: purpose of the prompts: `train`, or `val` for evaluation. Built-in tasks have different prompts for
+        split: `train` for training prompts, or `val` for evaluation prompts. Built-in tasks have different prompts for
             training and for evaluation.
-        key: the config key under `data` that names the source, for error messages. If `key` is "", the value of `split`
-            is the config key.
+        key: the config key under `data` that names the source, for error messages. If `key` is "", error messages name
+            the config key `data.train` or `data.val`, according to `split`.
         seed: random seed for the prompts of a built-in task, and for a user's function with a parameter `seed`.
         max_prompt_length: maximum number of tokens in a prompt.
         overlong: what happens to prompts with more than `max_prompt_length` tokens. With `overlong`="refuse", a prompt
@@ -248,8 +248,8 @@ def _encode(
 
 
 def _prompts(rows: Rows, form: PromptForm, start: int) -> tuple[dict[int, Any], set[int]]:
-    """Return a dict that maps row numbers to prompts for a batch of rows, and the numbers of the rows that hold chat
-    messages.
+    """Read the batch of rows that begins at row number `start`. Return a dict that maps the number of each row to the
+    row's prompt, and the set of the numbers of rows whose prompts are chat messages.
     """
     found, chats = {}, set()
     for index, row in zip(itertools.count(start), rows.read(start, start + _BATCH, form.reads), strict=False):
@@ -264,7 +264,7 @@ def _prompts(rows: Rows, form: PromptForm, start: int) -> tuple[dict[int, Any], 
 
 
 def _require_round_trips(rows: Rows, form: PromptForm, kept: Sequence[int], tokenizer: Any) -> None:
-    """Raise ConfigError if the tokenizer loses a part of a prompt in one of the rows `kept`."""
+    """Raise ConfigError if the tokenizer loses a part of the prompt of any row whose number is in `kept`."""
     control = ControlTokens(tokenizer)
     prompts = [(row, form.finished(form.read(rows.row(row)))) for row in kept]
     texts = [

@@ -16,7 +16,7 @@ MAX_ROWS = 1_000_000
 ARGUMENTS = ("split", "seed")
 _ROW_HELP = 'return or yield dicts such as {"prompt": "2+2=", "answer": "4"}'
 _VALUE_HELP = "use text, numbers, lists and dicts, which are the same in every process and every run"
-# `datetime` is not listed, because `datetime` is a subclass of `date`.
+# The types in `_PLAIN` include `datetime`, because `datetime` is a subclass of `date`.
 _PLAIN = (bool, int, float, str, bytes, date, time, timedelta, Decimal)
 _MAX_BITS = 10_000  # By default, Python cannot convert integers with more than 4,300 digits to text.
 

@@ -1,7 +1,8 @@
 """Supervised answers: answers in the training data that the supervised loss trains on, as token ids.
 
-The config key `data.sft_response` names the column with the answers, or is a template of columns such as
-`{solution} #### {answer}`. A row that has no value in a column that `data.sft_response` names has no supervised answer.
+The config key `data.sft_response` names the column with the answers, or is a template of columns, for example
+`{solution} #### {answer}`. A row has no supervised answer if the row lacks a value for any column that
+`data.sft_response` names.
 
 The token ids of a supervised answer are ids that the model itself could sample after the prompt. The text of a
 supervised answer is encoded alone and never together with the prompt, just as the text of a sampled answer is decoded
@@ -92,7 +93,9 @@ class SupervisedAnswers:
 
     @property
     def arrays(self) -> tuple[bytes, bytes]:
-        """The token ids of all answers and the ends of the answers, as bytes for a checksum."""
+        """The token ids of all answers, and the positions at which the answers end in the list of token ids, as bytes
+        for a checksum.
+        """
         return self._ids.tobytes(), self._ends.tobytes()
 
     def largest_id(self) -> int:
@@ -127,7 +130,7 @@ class AnswerForm:
     Args:
         response: name of a column, or a template with columns in braces.
         columns: names of the data's columns.
-        form: the way in which rows become prompts. The form can compute columns that the data lacks, such as
+        form: the way in which rows become prompts. A `PromptForm` can compute columns that the data lacks, such as
             `completion`.
         where: the config key and the source of the data, for error messages.
 
@@ -264,8 +267,9 @@ class AnswerEncoder:
         early = next((stop for stop, end in ends.items() if end < len(text)), None)
         require(
             early is None,
-            f"{place}: the supervised answer contains {early!r} of rollout.stop before its end, but a sampled answer "
-            "would end at this string; remove the rest of the answer, or leave the string out of rollout.stop",
+            f"{place}: the supervised answer contains the stop string {early!r} (rollout.stop) before its end, but a "
+            "sampled answer would end at this string; remove the rest of the answer, or leave the string out of "
+            "rollout.stop",
         )
         ids = ids if ends else [*ids, self._end_of_chat if chat else self._end_of_text]
         return Overlong(len(ids), exact=True) if len(ids) > self._options.max_length else ids
@@ -273,8 +277,8 @@ class AnswerEncoder:
     def _chat_end(self, templates: ChatTemplates) -> int:
         """Return the end token that the chat template writes after an assistant's message.
 
-        If the template writes no end token after the message, return the end token that follows answers to text
-        prompts.
+        If the template writes no end token after an assistant's message, return the end token that follows answers to
+        text prompts.
         """
         if not self._tokenizer.chat_template:
             return self._end_of_text
@@ -342,8 +346,9 @@ def load_answers(
 def _texts(
     rows: Rows, numbers: Sequence[int], form: PromptForm, answers: AnswerForm
 ) -> tuple[dict[int, str], dict[int, bool]]:
-    """Return two dicts whose keys are row numbers: the first dict holds the texts of the answers, and the second dict
-    holds whether the prompts of the rows are chat messages.
+    """Return two dicts with row numbers as keys. The first dict maps a row number to the text of the row's answer. The
+    second dict maps a row number to True if the row's prompt consists of chat messages, and to False if the prompt is
+    text.
     """
     texts, chats = {}, {}
     for number in numbers:

@@ -26,7 +26,7 @@ from typing import Any
 
 from rltrain.base.process_limits import limit_memory
 
-# At the end of chat i (counted from 0) of a request, the request as a whole may have used at most chat_seconds + i *
+# When chat i (counted from 0) of a rendering request ends, the whole request must have used at most chat_seconds + i *
 # MEAN_SECONDS seconds of processor time.
 MEAN_SECONDS = 0.02
 OUT_OF_MEMORY = 77  # Exit status of a rendering process that runs out of memory.

@@ -60,7 +60,7 @@ class TokenBound:
     def least(self, text: str) -> int:
         """Return a lower bound on the number of tokens in a text.
 
-        The lower bound is 0 if the text has at most `SHORT` characters, or if no better bound is known for the
+        The lower bound is 0 if the text has at most `SHORT` characters, or if no positive bound is known for the
         tokenizer.
         """
         counting = self._counting if len(text) > SHORT else None

@@ -23,9 +23,9 @@ def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
         tokenizer: the Hugging Face tokenizer to check.
 
     Returns:
-        The index of the damaged text and the difference, or None if the tokenizer damages no text.
+        A pair (index of the damaged text, description of the damage), or None if the tokenizer damages no text.
     """
-    gone: tuple[int, str] | None = None  # Index and difference of the first text that lost all its white space.
+    gone: tuple[int, str] | None = None  # Index and damage of the first text that lost all its white space.
     kept = False  # True if any text still had white space after the round trip.
     for number, text in enumerate(text[:_LONGEST] for text in texts):
         ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]

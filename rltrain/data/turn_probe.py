@@ -144,8 +144,8 @@ def _thought(renderer: "TurnRenderer", turn: _Turn) -> str:
 def _sampled_end(renderer: "TurnRenderer", messages: "Sequence[Message]") -> list[int]:
     """Return the control token with which the policy ends an answer.
 
-    The control token is the template's end token, or the opener of the next message if the template has no end token.
-    The returned list is empty if the template writes only ordinary text.
+    The control token is the template's end token. If the template has no end token, the control token is the token that
+    opens the next message. The returned list is empty if the template writes only ordinary text.
 
     Raises:
         _FaultError: the engine does not stop at the control token.

@@ -1,9 +1,10 @@
 """Rendering of conversations with several turns, without decoding and re-encoding sampled token ids.
 
 The token ids of a context grow only at the end: the prompt's ids are followed by the ids that the policy sampled, the
-ids of an *observation*, the next sampled ids, and so on. An observation is the text that the chat template writes
-between two answers of the assistant. An observation consists of three parts: the rest of the earlier answer's end, if
-the policy did not sample all of it; the new messages; and the text that opens the next answer.
+ids of an *observation*, the next sampled ids, and so on. The text of an observation is everything that the chat
+template writes between two answers of the assistant, except for text that the policy has already sampled. An
+observation consists of the unsampled rest of the earlier answer's end, the new messages, and the text that opens the
+next answer.
 
 To find the text of an observation, a short conversation is rendered: a user's message, an *anchor*, and the new
 messages. The anchor is an answer of the assistant that ends with a known word. The observation is the rendered text
@@ -123,14 +124,14 @@ class TurnRenderer:
         The returned ids start with the part of the answer's end that the policy did not sample: for example, the end
         token and a newline if the answer was cut, and only the newline if the policy sampled the end token. If the
         policy ended the answer with a token of `stop_ids` other than the template's end token, the sampled token
-        replaces the template's end token. If the template has no end token, the opener of the next message ends an
-        answer. If the policy has already sampled the opener of the next message, the opener is not added again. If the
-        policy has sampled the opener of a message with another role than the next message, the opener of the next
-        message is added.
+        replaces the template's end token. If the template has no end token, an answer ends with the control token that
+        opens the next message. If the policy has already sampled the control token that opens the next message, the
+        returned ids do not repeat this token. If the policy has sampled a control token that opens a message of another
+        role than the next message, the returned ids still contain the control token that opens the next message.
 
         Args:
-            messages: the new messages: results of tools, or messages of a user. Tool results at the start belong to the
-                calls in the sampled answer.
+            messages: the new messages: results of tools, or messages of a user. Tool results at the start of `messages`
+                belong to the calls in the sampled answer.
             action_ids: token ids of the sampled answer; only the last id affects the result.
 
         Raises:
@@ -241,7 +242,7 @@ class TurnRenderer:
         return text
 
     def _usable(self, messages: Sequence[Message]) -> Any:
-        """Return the messages in a form that can be encoded.
+        """Return the messages without characters that cannot be encoded as token ids.
 
         U+FFFD replaces invalid characters, and also private-use characters if the messages contain the name of a
         control token.
@@ -271,8 +272,8 @@ class TurnRenderer:
         return after[len(anchor.markup) :]
 
     def _call_anchor(self, calls: Sequence[tuple[str, str]]) -> Anchor:
-        """Return an anchor (placeholder message for a sampled answer) with tool calls in the first form that the
-        template accepts.
+        """Return an anchor (placeholder message for a sampled answer) with tool calls, in the first of several possible
+        forms that the template accepts.
 
         Most templates expect the arguments of a tool call as an object, and some templates expect the JSON text of the
         object. Some templates refuse several calls in one message, but write several tool results.
@@ -335,7 +336,7 @@ def _call_messages(calls: Sequence[tuple[str, str]], mark: str) -> Iterator[Mess
 
 
 def _replaced(value: Any, unusable: re.Pattern[str]) -> Any:
-    """Return the messages with each character that matches `unusable` replaced by U+FFFD."""
+    """Return the messages with U+FFFD in place of each character that the pattern `unusable` matches."""
     if isinstance(value, str):
         return unusable.sub("\ufffd", value)
     if isinstance(value, Mapping):

@@ -24,7 +24,7 @@ _FUNCTION = re.compile(r"\S+:[A-Za-z_]\w*")
 
 
 def is_function(agent: str) -> bool:
-    """Return whether `rollout.agent` names a function, `package.module:function` or `file.py:function`.
+    """Return whether `rollout.agent` names a function, in the form `package.module:function` or `file.py:function`.
 
     A value of `rollout.agent` that does not have the form of a function's name is a command.
     """
@@ -32,7 +32,9 @@ def is_function(agent: str) -> bool:
 
 
 def arguments_of(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments in `offered` that a function's signature names, or all of `offered` if it has `**kwargs`."""
+    """Return the arguments in `offered` that a function's signature names, or all arguments in `offered` if the
+    signature has `**kwargs`.
+    """
     parameters = inspect.signature(function).parameters
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return dict(offered)

@@ -1,4 +1,4 @@
-"""Code that the two OpenAI-compatible HTTP APIs, chat completions and responses, share.
+"""Code shared by the two OpenAI-compatible HTTP APIs, the API for chat completions and the Responses API.
 
 The requests of both APIs are converted to the class `ModelRequest`, and objects of the class `ModelAnswer` are
 converted to the responses of both APIs. The JSON objects of requests and responses follow OpenAI's public API

@@ -39,7 +39,7 @@ def from_openenv(
             returns all fields of the action.
         observation: Name of the only field of the observation that the model sees, or a function that takes all fields
             of the observation and returns the text that the model sees. If `observation` is None, the model sees all
-            fields as JSON.
+            fields of the observation as JSON.
 
     Raises:
         ValueError: the URL does not start with http, https, ws or wss.
@@ -108,11 +108,12 @@ def from_verifiers(address: str) -> Callable[..., Coroutine[Any, Any, float]]:
 
 
 async def _verifiers_reward(address: str, request: Mapping[str, Any]) -> float:
-    """Let an environment server of verifiers run one conversation, and return the reward of the conversation.
+    """Let an environment server of the library verifiers run one conversation, and return the reward of the
+    conversation.
 
     A trace is the server's record of the conversation of one agent. The field `rewards` of a trace contains the score
-    and the weight of each reward. During the conversation, the server sends the changes of its traces. After the
-    conversation, the server sends a reply.
+    and the weight of each reward. During the conversation, the server sends the changes of its traces. When the
+    conversation has ended, the server sends one last message, the reply to the request.
 
     Raises:
         RuntimeError: the server reports an error.

@@ -5,10 +5,11 @@ A text can contain several tool calls. The parsers keep the order of the tool ca
 read. Tool calls are read as JSON and are never evaluated as code. A parser does not check whether the called tool
 exists. A text may begin with a thought in `<think>...</think>`, in which no tool calls are read.
 
-rltrain has its own parsers, because the parsers of other projects do not report malformed calls. Importing vLLM 0.32's
-Hermes parser takes 19 s and loads torch. If one call of a text is malformed, or if an argument contains `</tool_call>`,
-vLLM's Hermes parser returns none of the text's calls. The response parser of transformers takes 3 s to import, and
-needs a response template from the model's tokenizer. The tokenizers of most models have no response template.
+rltrain has its own parsers of tool calls, because the parsers of other projects do not report malformed calls.
+Importing vLLM 0.32's Hermes parser takes 19 s and loads torch. If one call of a text is malformed, or if an argument
+contains `</tool_call>`, vLLM's Hermes parser returns none of the text's calls. The response parser of transformers
+takes 3 s to import, and needs a response template from the model's tokenizer. Most models have a tokenizer without a
+response template, so the response parser of transformers cannot be used for these models.
 """
 
 import json
@@ -31,7 +32,7 @@ class ToolCall:
     Attributes:
         name: name of the tool. The tool that the call names need not exist.
         arguments: dict that maps the name of each argument to the value decoded from JSON.
-        id: nine letters or digits, unique among the calls of an action.
+        id: nine letters or digits, unique among the calls in one answer of the model.
     """
 
     name: str
@@ -46,7 +47,7 @@ class BrokenCall:
     Attributes:
         text: the malformed part of the model's text.
         error: one line that tells the model what is wrong with the call.
-        id: nine letters or digits, unique among the calls of an action.
+        id: nine letters or digits, unique among the calls in one answer of the model.
     """
 
     text: str
@@ -177,7 +178,7 @@ def _action(text: str, pieces: Callable[[str], Iterable[_Piece]]) -> ParsedActio
 
 
 def _unused(ids: set[str], wanted: str | None) -> str:
-    """Return the id `wanted` if it is not in `ids`, otherwise an unused id. Add the returned id to `ids`."""
+    """Return the id `wanted`, or a new id if `wanted` is None or already in `ids`. Add the returned id to `ids`."""
     made = (f"call{number:05d}" for number in range(len(ids) + 1))
     chosen = wanted if wanted is not None and wanted not in ids else next(id for id in made if id not in ids)
     ids.add(chosen)
@@ -359,8 +360,8 @@ def _enclosed(
         opening, closing: the marks before and after the call.
         read: function that converts the JSON value between the marks `opening` and `closing` to a tool call.
         reopening: mark with which the next call starts; None if the next call starts with `opening`.
-        fence: end of the fenced code block around the JSON value, which stands before the mark `closing`; "" if the
-            JSON value is not in a code block.
+        fence: mark that ends the fenced code block around the JSON value; "" if the JSON value is not in a code block.
+            The mark `fence` comes before the mark `closing`.
     """
     body = start + len(opening)
     try:
@@ -381,7 +382,8 @@ def _enclosed(
 def _end_of_broken(text: str, at: int, opening: str, closing: str) -> int:
     """Return the position at which a malformed call ends.
 
-    A malformed call ends after the next closing mark, before the next opening mark, or at the end of the text.
+    A malformed call ends after the next closing mark or before the next opening mark, whichever mark comes first. If no
+    mark follows, the malformed call ends at the end of the text.
     """
     closed, opened = text.find(closing, at), text.find(opening, at)
     if closed >= 0 and not 0 <= opened < closed:

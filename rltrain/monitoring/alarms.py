@@ -83,9 +83,9 @@ class Alarms:
     def _gap(self, metrics: Mapping[str, float]) -> str:
         """Return an alarm message if the log-probs of engine and actor differ too much; otherwise return "".
 
-        If some tokens of the batch were sampled with weights older than the actor's weights, the returned message is
-        "", because older weights give other log-probs than the actor's weights. With top-p or top-k sampling, the
-        returned message is always "", because the engine's log-probs then describe a truncated distribution.
+        No alarm is raised if some tokens of the batch were sampled with weights older than the actor's weights, because
+        older weights give other log-probs than the actor's weights. No alarm is raised with top-p or top-k sampling,
+        because the engine's log-probs describe the truncated distribution.
         """
         if self.config.rollout.is_restricted:
             return ""
@@ -119,10 +119,11 @@ class Alarms:
         )
 
     def _same_outcome(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if, for several steps, all answers to each prompt had equal rewards; else return "".
+        """Return an alarm message if, for several steps, all answers to each prompt had the same outcome; else return
+        "".
 
-        If each prompt has only one answer, there are no answers to compare, so the returned message is "". If the
-        policy learns only from teachers, equal outcomes are not a failure, so the returned message is "".
+        No alarm is raised if each prompt has only one answer, because there are no answers to compare. If the policy
+        learns only from teachers, equal outcomes are not a failure, so no alarm is raised.
         """
         all_flat = metrics.get("reward/same_outcome_fraction", 0.0) >= 1
         compared = self.config.rollout.samples_per_prompt > 1 and not self.config.algorithm.distillation.alone

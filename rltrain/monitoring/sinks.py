@@ -26,9 +26,9 @@ class Sink(Protocol):
     process of the same run, because only the method `restore` decides which metrics are kept. A sink may also
     implement the interfaces `TakesConfig` and `TakesSamples`.
 
-    The trainer calls `JsonLines` and `TensorBoard` directly, so an exception in `JsonLines` or `TensorBoard` ends the
-    run. Every sink except `JsonLines` and `TensorBoard` is called in a separate thread (`BackgroundSink`), and an
-    exception in the thread is reported as an alarm.
+    The trainer calls the methods of `JsonLines` and `TensorBoard` in the trainer's thread, so an exception in
+    `JsonLines` or `TensorBoard` ends the run. Every sink except `JsonLines` and `TensorBoard` is called in a separate
+    thread (`BackgroundSink`), and an exception in the thread is reported as an alarm.
     """
 
     def log_step(self, step: int, metrics: Metrics) -> None:
@@ -60,10 +60,10 @@ class Sink(Protocol):
 
         Args:
             step: last training step whose results are kept; 0 at the start of a run.
-            steps: one mapping with the metrics of each kept training step, oldest first. The key `step` of a mapping
-                gives the number of the training step. In `steps` and `evaluations`, infinite metric values are replaced
-                by NaN.
-            evaluations: metrics of each kept evaluation, in the same form as `steps`.
+            steps: one mapping with the metrics of each training step up to `step`, oldest first. In each mapping, the
+                value of the key `step` is the number of the training step. In `steps` and `evaluations`, infinite
+                metric values are replaced by NaN.
+            evaluations: metrics of each evaluation up to the training step `step`, in the same form as `steps`.
         """
 
     def close(self) -> None:
@@ -107,8 +107,8 @@ def replay(sink: Sink, rows: Iterable[Metrics]) -> None:
 
     Args:
         sink: the sink to which the metrics are sent, by calling its method `log_step` for each row.
-        rows: metrics of training steps and evaluations. In each row, the key `step` gives the number of the training
-            step.
+        rows: one row of metrics for each training step or evaluation. In each row, the key `step` gives the number of
+            the training step.
     """
     for row in rows:
         sink.log_step(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
@@ -139,7 +139,7 @@ class JsonLines:
         self.evaluations.append(line_of({"step": step, **metrics}))
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Rewrite `metrics.jsonl` and `evaluations.jsonl`, so that the files contain only the kept metrics."""
+        """Replace the content of `metrics.jsonl` by `steps`, and that of `evaluations.jsonl` by `evaluations`."""
         self.steps.replace(lines_of(steps))
         self.evaluations.replace(lines_of(evaluations))
 
@@ -181,7 +181,8 @@ class TensorBoard:
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
         """Make TensorBoard hide all events after the training step `step`.
 
-        If the run's TensorBoard folder has no events, write events for the kept training steps and evaluations.
+        If the run's TensorBoard folder has no events, write events for all metrics in the arguments `steps` and
+        `evaluations`.
         """
         self.writer.close()
         if self.has_events:

@@ -1,4 +1,8 @@
-"""Statistics of the samples of one training step: rewards, answer lengths, entropy, staleness and log-prob gaps."""
+"""Statistics of the samples of one training step.
+
+The statistics describe rewards, answer lengths, entropy, staleness, and the differences between the log-probs of the
+engine and the log-probs of the actor.
+"""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -11,10 +15,11 @@ from workers.training.dispatch import divergence
 
 
 def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, float]:
-    """Compute the metrics of a batch for rewards, answer lengths and finish reasons.
+    """Compute metrics of a batch: statistics of its rewards, answer lengths and finish reasons.
 
-    Means and standard deviations of rewards are taken over the rows that have a score (the column `valid`). Statistics
-    of lengths, and all fractions, are taken over all rows. The length of an answer is its number of sampled tokens.
+    Means and standard deviations of rewards are taken over the rows that have a score, that is, the rows whose value in
+    the column `valid` is True. Statistics of lengths, and the metrics whose name ends in `_fraction`, are taken over
+    all rows. The length of an answer is its number of sampled tokens.
 
     The metric `reward/accuracy` is the share of correct answers among the valid rows whose answer a reward function has
     judged as correct or wrong. The metric `reward/accuracy` is missing if no reward function has judged the answer of
@@ -73,7 +78,7 @@ def entropy_estimate(batch: DataProto) -> float:
 def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
     """Compute the mean and the maximum staleness of the sampled tokens.
 
-    The staleness of a token is `version` minus the version of the weights that sampled the token.
+    The staleness of a token is the weight version `version` minus the version of the weights that sampled the token.
     """
     behind = version - batch.values("policy_version")[sampled_tokens(batch)]
     return {

@@ -1,10 +1,11 @@
 """Writes a run's timeline to a file in Chrome's trace-event format, which https://ui.perfetto.dev can open.
 
-The trace file contains a JSON object whose list `traceEvents` holds the events. A complete event has the value "X" for
-the key `ph`, a start time `ts` and a duration `dur`, both in microseconds. A metadata event has the value "M" for the
-key `ph`, and names a process or a thread. Perfetto draws each thread as one row of the timeline, and requires that any
-two events of a thread are disjoint or nested. If two events of a process overlap without one event containing the
-other event, the writer puts the two events on different threads.
+The trace file contains a JSON object whose list `traceEvents` holds the events. In the trace-event format, an event
+with a start time `ts` and a duration `dur`, both in microseconds, is called a "complete event" and has the value "X"
+for the key `ph`. A metadata event has the value "M" for the key `ph`, and names a process or a thread. Perfetto draws
+each thread as one row of the timeline, and requires that any two events of a thread are disjoint or nested. If two
+events of a process overlap without one event containing the other event, the writer puts the two events on different
+threads.
 
 The trace-event format is described in the document "Trace Event Format"; see
 https://perfetto.dev/docs/getting-started/other-formats.

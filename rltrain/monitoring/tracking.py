@@ -1,4 +1,4 @@
-"""The tracker: receives the results of a run from the trainer, and passes them to sinks, files and the display."""
+"""The class `Tracker`, which passes the results of a run from the trainer to sinks, files and the display."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -98,7 +98,11 @@ class Tracker:
         return {name: FileStart(path, path.stat().st_size) for name, path in paths.items()}
 
     def metrics_of(self, step: int) -> dict[str, float]:
-        """Return those metrics of the last training step and the last evaluation that have the step number `step`."""
+        """Return the metrics of the training step `step` and of the evaluation after the training step `step`.
+
+        Only the most recent training step and the most recent evaluation are considered. The returned dict is empty if
+        neither of them has the step number `step`.
+        """
         rows = [row for row in (*self.history.last(), *self.evaluations[-1:]) if row["step"] == step]
         return {name: value for row in rows for name, value in row.items()}
 
@@ -118,7 +122,7 @@ class Tracker:
         dropped: Sequence[int] = (),
         reused: Sequence[int] = (),
     ) -> None:
-        """Record and show the results of a training step: the metrics, all samples and the ledger line.
+        """Record the metrics and samples of a training step, add a line to the ledger, and show the metrics.
 
         Args:
             step: number of the training step.

@@ -65,14 +65,14 @@ def code_tests(
             program reads the input from standard input, and must write the output to standard output and exit with code
             0. When the program's output is compared with the expected output, white space at the ends of lines and
             empty lines at the end are ignored.
-        timeout_s: wall-clock seconds for all tests together, without the start-up time of the interpreters. When
-            `timeout_s` is used up, tests that have already passed still count as passed.
+        timeout_s: limit on the wall-clock seconds of all tests together, without the start-up time of the interpreters.
+            When `timeout_s` is used up, tests that have already passed still count as passed.
         memory_mb: limit on the program's memory in MB, as in `sandbox.run`.
         sandbox: form of the sandbox, "auto", "required" or "limits", with the same meaning as `level` in `sandbox.run`.
         all_or_nothing: if True, the score is 1 if every test passes, else 0.
         entry_point: name of the program's function that is passed to `check`, the function that HumanEval tests define.
         reward_timeout_s: the config value `reward.timeout_s`, passed automatically; the tests may use at most 3/4 of
-            it.
+            `reward_timeout_s`.
 
     Returns:
         The number of passed tests divided by the number of all tests, unless `all_or_nothing` is set. Tests that have
@@ -96,9 +96,9 @@ def code_tests(
 def extract_program(response: str) -> str:
     """Return the program in a response: the last code block that is fenced as python.
 
-    If no code block is fenced as python, return the last code block without a language tag. If every code block has
-    another language tag, or if there is no code block, return the whole response. A code block that is never closed
-    extends to the end of the response.
+    If no code block is fenced as python, return the last code block without a language tag. If every code block has a
+    language tag other than python, or if there is no code block, return the whole response. A code block that is never
+    closed extends to the end of the response.
     """
     blocks: dict[str, str] = {}
     place = 0

@@ -37,7 +37,7 @@ def serve_program(program: str, reads: int, writes: int) -> None:
 def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) -> None:
     """Run the tests, which call functions of the tested program.
 
-    For each test, write 1 (passed) or 0 (failed) to standard output as soon as the test has ended.
+    For each test, write 1 (passed) or 0 (failed) to the original standard output as soon as the test has ended.
     """
     verdicts = os.dup(1)
     # Connect standard output to /dev/null, to discard what the tests print.

@@ -1,8 +1,8 @@
 """Load, check and call the reward functions that users name by import path or file path, without importing torch.
 
 A reward function is `def reward(prompt, response, **columns) -> float | None | RewardResult`, sync or async. A score of
-None means that the reward function does not apply to the sample. A reward function with the parameters `prompts` and
-`responses` is batched: it receives lists of prompts, responses and column values, and returns a list of scores. If a
+None means that the reward function does not apply to the sample. A batched reward function has the parameters
+`prompts` and `responses`, receives lists of prompts, responses and column values, and returns a list of scores. If a
 reward function has the signature of TRL, verl or OpenRLHF, `load_function` returns a wrapper with rltrain's own
 signature.
 """
@@ -117,8 +117,8 @@ def load_function(path: str) -> Callable[..., Any]:
 
     Raises:
         ConfigError: the module or file does not exist, cannot be imported or lacks the function, or `path` names an
-            object that is not a function. The message gives the reason of a failed import, or names the function whose
-            name is most similar.
+            object that is not a function. The message of the ConfigError gives the reason of a failed import, or
+            suggests the existing function whose name is most similar to the name in `path`.
     """
     where = f"reward function '{path}'"
     path = builtin_path(path)
@@ -249,7 +249,7 @@ def check_aggregation(path: str) -> None:
 
 
 def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyType({})) -> Bound:
-    """Inspect a reward function's signature once, and return a wrapper of the function that is cheap to call.
+    """Inspect a reward function's signature once, and return a wrapper that calls the function with little overhead.
 
     Args:
         function: a function from `load_function`.

@@ -17,8 +17,10 @@ _LONGEST = 500
 # Largest nesting depth of brackets in an expression; each level can double the parsing time.
 _DEEPEST = 10
 _HUGE = re.compile(
-    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"  # The first part of `_HUGE` matches a power in an exponent.
-    # The second part of `_HUGE` matches a large exponent, factorial or binomial coefficient.
+    # The first part of the regular expression `_HUGE` matches a power in an exponent.
+    r"(?:\^|\*\*)[\s{(\[\d]{0,40}(?:\^|\*\*)"
+    # The second part of the regular expression `_HUGE` matches a large exponent, a large factorial or a large binomial
+    # coefficient.
     r"|(?:\^|\*\*)[\s{(\[+-]{0,4}\d{5}|\d{4}[\s})]{0,4}!|binom\s?\{\s?\d{5}"
 )
 # The regular expression `_NESTED` matches a product, factorial or binomial in an exponent.

@@ -18,10 +18,10 @@ def multiple_choice(prompt: str, response: str, *, answer: str | int | None, cho
 
     A response states a choice as `the answer is (B)`, as `\boxed{B}`, as the word `Answer` with a colon and a letter,
     or as a line that contains only a letter. If a response states several choices, the last statement counts. A
-    statement that names several letters, such as `the answer is A or B`, chooses no letter. A response that states no
-    choice chooses the letter that the response writes in round brackets or at the start of a line, as in `(B) north` or
-    `B. north`. A response that states no choice and writes several letters in round brackets or at the start of a line
-    chooses no letter. A response that only lists all options scores 0.
+    statement that names several letters, such as `the answer is A or B`, chooses no letter. If a response contains no
+    statement of a choice, a letter in round brackets or at the start of a line, as in `(B) north` or `B. north`, counts
+    as the chosen letter. If a response contains no statement of a choice and has several different letters in round
+    brackets or at the start of a line, the response chooses no letter. A response that only lists all options scores 0.
 
     Args:
         prompt: unused.

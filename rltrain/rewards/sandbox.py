@@ -54,7 +54,8 @@ Status = Literal["ok", "error", "timeout", "killed", "output_limit"]
 LEVELS = ("auto", "required", "limits")
 # Time limit for starting a Python interpreter; the limit is generous because the machine may be busy.
 _START_LIMIT_S = 60.0
-# Time limit for the watcher (the supervising process) to kill all processes, after which the watcher itself is killed.
+# Time limit for the watcher (the supervising process) to kill all processes of the sandbox. If the watcher exceeds this
+# time limit, the watcher itself is killed.
 _END_LIMIT_S = 2.0
 # Time limit for reading the remaining output after the watcher has ended. The time limit `_DRAIN_LIMIT_S` is reached
 # only if a process keeps a pipe open.
@@ -343,7 +344,7 @@ def _verdict(code: int | None, last: str) -> tuple[Status, str]:
 def _read(source: Any) -> bytes:
     try:
         return os.read(source.fileno(), 1 << 16)
-    except ConnectionResetError:  # The supervising process was killed before it read the last message.
+    except ConnectionResetError:  # The watcher was killed before it had read all data from the control socket.
         return b""
 
 

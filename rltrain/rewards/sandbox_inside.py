@@ -174,7 +174,7 @@ def _others(*, alone: bool) -> list[int]:
                     children = [int(pid) for pid in file.read().split()]
                 found += children
                 fresh += children
-        except OSError:  # The process `parent` ended before its /proc files were read.
+        except OSError:  # The process with the id `parent` ended before its /proc files were read.
             continue
     return found
 

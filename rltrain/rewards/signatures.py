@@ -118,7 +118,8 @@ class Adapted:
                 raise ScoreError(
                     f"needs a value in one of the columns {', '.join(self.one_of)}, and this sample has none"
                 )
-            arguments.pop(self._truth, None)  # The function's default replaces a missing right answer.
+            # If the right answer is missing, the function uses the default value of its parameter for the right answer.
+            arguments.pop(self._truth, None)
         return {name: value for name, value in arguments.items() if self._takes_all or name in self._names}
 
 

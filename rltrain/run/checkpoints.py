@@ -236,7 +236,7 @@ class Checkpoints:
         self.last = checkpoint.step if checkpoint is not None and own else None
 
     def require_best(self, names: Collection[str]) -> None:
-        """Check that the metric of `trainer.keep_best` is one of the given names.
+        """Check that `names` contains the name of the metric that `trainer.keep_best` selects.
 
         Raises:
             ConfigError: the name of the metric is misspelt, or the run does not compute the metric.
@@ -269,7 +269,7 @@ class Checkpoints:
             state: state of the driver, as plain values.
             history: dict that maps the name of each of the run's JSON-lines files to the content that the
                 file has at the time of the call.
-            metrics: all metrics that were measured for the weights.
+            metrics: all metrics that were measured for the weights in the checkpoint.
         """
         await self.finish()
         metric = metrics.get(self.best) if self.best else None

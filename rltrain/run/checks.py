@@ -376,7 +376,7 @@ def _check_data(data: DataConfig) -> None:
 def _model_config(path: str) -> Mapping[str, Any]:
     """Return the Hugging Face config of the model.
 
-    For the built-in model, the config is known even before the model is trained.
+    The Hugging Face config of the built-in model is known even before the model is trained.
     """
     if path != BUILTIN_MODEL:
         return model_config(path)
@@ -408,7 +408,7 @@ def _check_rewards(config: Config) -> None:
         require(
             not of_tasks or not source.startswith(BUILTIN) or source.removeprefix(BUILTIN) in of_tasks,
             f"data.train={source} with the reward of task {' and '.join(of_tasks)}: every answer would be wrong; use "
-            f"data={source.removeprefix(BUILTIN)}, which sets its own reward",
+            f"data={source.removeprefix(BUILTIN)}, which also sets the matching reward",
         )
 
 
@@ -438,7 +438,9 @@ def _largest_demand(config: Config) -> int:
 
 
 def _demands(config: Config) -> list[tuple[str, int]]:
-    """Return each number of devices that the config requires, with a description of the keys that determine the number.
+    """Return a pair (description, number of devices) for each number of devices that the config requires.
+
+    The description names the config keys that determine the number of devices, and gives the values of the keys.
 
     With `placement.share_ranks`, the roles take turns on the same devices, so the numbers of devices of the roles are
     not added up.

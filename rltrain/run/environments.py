@@ -45,11 +45,12 @@ def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[st
     """Load the environment and the tools of a run, and connect once to each MCP server.
 
     Returns:
-        The sources of the environment and of the tools, with absolute paths, and the schemas of all tools.
+        The paths of the environment class and of the tools, and the addresses of the MCP servers, all with absolute
+        file paths; and the schemas of all tools.
 
     Raises:
-        ConfigError: the environment or a tool cannot be loaded or described, an MCP server cannot be reached, or two
-            tools have the same name.
+        ConfigError: the environment or a tool cannot be loaded, no schema can be made for a tool, an MCP server cannot
+            be reached, or two tools have the same name.
     """
     environment = load_environment(config)
     schemas = [_schema(_unbound(environment, name), name) for name in _tools_of(environment)]

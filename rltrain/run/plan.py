@@ -346,7 +346,7 @@ def _weights(correction: CorrectionConfig) -> str:
 
 
 def _bounds(lower: float | None, upper: float | None) -> str:
-    """Describe the range outside the given bounds, such as " below 0.5 or above 2"; "" if there are no bounds."""
+    """Return a text for the range outside the bounds, such as " below 0.5 or above 2", or "" if there are no bounds."""
     parts = [f"{word} {bound:g}" for word, bound in (("below", lower), ("above", upper)) if bound is not None]
     return f" {' or '.join(parts)}" if parts else ""
 

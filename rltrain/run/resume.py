@@ -379,7 +379,7 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
     kl_controller(config.algorithm.kl_in_reward).load_state_dict(state["kl_controller"])
     entropy_controller(config.algorithm).load_state_dict(state["entropy_controller"])
     if not isinstance(state["sources"], dict):
-        raise ValueError("the state has no fingerprints of the sources that the run has read")
+        raise ValueError("the state has no fingerprints of the data, functions and weights that the run has read")
     if state["step"] != checkpoint.step or state["incarnation"] != checkpoint.incarnation:
         raise ValueError("the step or the incarnation number in the state differs from the checkpoint's manifest")
     if not isinstance(state["engine_checked"], bool):

@@ -19,16 +19,18 @@ ENDS_BYTES = 1 << 20
 
 
 def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
-    """Compute the fingerprint of every source that a resumed run reads again and that affects what the model learns.
+    """Compute the fingerprints of the data, functions and weights that a resumed run reads again.
+
+    Only data, functions and weights that affect what the model learns get a fingerprint.
 
     Args:
         config: the whole config.
         prompts: training prompts, in the form in which they were loaded.
 
     Returns:
-        A dict that maps the name of each source (config key and path) to the fingerprint of the source. The sources
-        with a fingerprint are the training prompts, the files of the reward functions and of the reward aggregation,
-        and the weights of the reward models and of the teachers on the training ranks. The weights of `model.path` are
+        A dict that maps a name, which consists of a config key and a path, to a fingerprint. The dict contains the
+        fingerprints of the training prompts, of the files of the reward functions and of the reward aggregation, and of
+        the weights of the reward models and of the teachers on the training ranks. The weights of `model.path` are
         included if they are the base of LoRA adapters or a frozen reference model, because checkpoints contain neither
         base weights nor a frozen reference model.
     """

@@ -146,9 +146,9 @@ def _run(command: list[str]) -> int:
 
 
 def _objective(folder: Path) -> float:
-    """Return the last value that the run in `folder` measured of the metric by which the runs of a sweep are compared.
+    """Return the run's last value of the metric by which the runs of a sweep are compared.
 
-    Return NaN if the run has no value of the metric by which runs are compared.
+    Return NaN if the run has not measured the metric by which the runs of a sweep are compared.
     """
     best = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["trainer"]["keep_best"]
     rows = [row for name in (METRICS, EVALUATIONS) for row in rows_of((folder / name).read_bytes())[-1:]]

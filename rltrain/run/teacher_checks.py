@@ -65,7 +65,7 @@ def _check_tokenizer(config: Config, teacher: TeacherConfig, tokenizer: Any) -> 
 
 
 def _check_rows(config: Config, prompts: PromptSet) -> None:
-    """Raise ConfigError if a data row names no teacher, or lacks a value that the template of its teacher inserts."""
+    """Raise ConfigError if a data row names no teacher, or lacks a value that the teacher's prompt template inserts."""
     from rltrain.data.prompt_form import RowError, filled, template_parts
     from rltrain.trajectories.teachers import number_of
 

@@ -1,9 +1,9 @@
 """Defines the names, types and rules of the config keys under `algorithm`, which say what is learned from a batch.
 
-Each config class describes the settings of one feature of the algorithm. A feature of the algorithm is turned off by
-setting the feature's main key to 0, null or false. This module refuses settings under `algorithm` that contradict each
-other. The module `rltrain.settings.algorithm_rules` refuses settings that the selected loss or advantage estimator
-cannot use.
+Each config class describes the settings of one feature of the algorithm. A feature of the algorithm is off if its main
+key, such as `kl_loss_coef` for the KL term in the loss, is 0, null or false. This module refuses settings under
+`algorithm` that contradict each other. The module `rltrain.settings.algorithm_rules` refuses settings that the selected
+loss or advantage estimator cannot use.
 """
 
 from typing import Any, Literal
@@ -36,8 +36,8 @@ class RewardShapingConfig:
         above=0,
     )
     overlong_buffer: int = key(
-        "Number of last tokens before rollout.max_response_length over which the length penalty rises linearly. 0: no "
-        "length penalty. auto: a fifth of rollout.max_response_length.",
+        "Number of tokens over which the length penalty rises linearly from 0. The penalty reaches overlong_penalty at "
+        "rollout.max_response_length tokens. 0: no length penalty. auto: a fifth of rollout.max_response_length.",
         values="whole number >= 0, or `auto`",
     )
     overlong_penalty: float = key(
@@ -80,8 +80,8 @@ class NormalizationConfig:
     def __post_init__(self) -> None:
         require(
             not self.leave_one_out or (self.mean_level is not None and self.std_level is None),
-            "leave_one_out=true applies only to the mean, because no sample is left out of the std; set mean_level, "
-            "and std_level=null",
+            "leave_one_out=true needs a mean and no std, because a sample can be left out of the mean only; set "
+            "mean_level, and std_level=null",
         )
 
     @property
@@ -120,7 +120,7 @@ class KLInRewardConfig:
         require(
             self.controller == "fixed" or (self.kl_coef > 0 and self.target > 0),
             f"controller=adaptive with kl_coef={self.kl_coef}, target={self.target}: the adaptive controller "
-            "multiplies the coefficient, so both must be > 0; set them, or use controller=fixed",
+            "multiplies kl_coef by a function of KL / target, so both must be > 0; set both, or use controller=fixed",
         )
 
     @property
@@ -212,11 +212,11 @@ class CorrectionConfig:
     )
     batch_normalize: bool = key(
         "Rescale the importance weights of a mini-batch to a mean of 1 after the bounds are applied (self-normalised "
-        "importance sampling). With level=token, the mean weight is taken over tokens, and otherwise over answers; a "
-        "dropped token or answer counts with weight 0."
+        "importance sampling). The mean is taken over tokens if level=token, and over answers if level is sequence or "
+        "geometric. A dropped token or answer counts with weight 0."
     )
     normalize: Literal["all", "kept"] = key(
-        "Tokens that count in the mean of loss_agg_mode for the policy loss. all: all trained tokens, as in IcePop and "
+        "Tokens that loss_agg_mode counts when it averages the policy loss. all: all trained tokens, as in IcePop and "
         "INTELLECT-3. kept: only the tokens that mode=mask has not dropped, as with verl's rejection sampling."
     )
 
@@ -424,7 +424,7 @@ class AlgorithmConfig:
         require(
             target is None or self.entropy_coef <= most,
             f"entropy_coef={self.entropy_coef} with entropy_target={target}: the coefficient starts above "
-            f"algorithm.entropy_coef_max={most}; lower it, or raise the maximum",
+            f"algorithm.entropy_coef_max={most}; lower entropy_coef, or raise entropy_coef_max",
         )
         require(
             self.correction.level is None or self.old_log_probs == "actor",
@@ -433,8 +433,8 @@ class AlgorithmConfig:
         )
         require(
             self.correction.normalize == "all" or self.loss_agg_mode != "token-sum",
-            f"loss_agg_mode={self.loss_agg_mode} with correction.normalize={self.correction.normalize}: a sum is not "
-            "divided by a number of tokens; use another loss_agg_mode, or correction.normalize=all",
+            f"loss_agg_mode={self.loss_agg_mode} with correction.normalize={self.correction.normalize}: token-sum "
+            "does not divide by a number of tokens; use another loss_agg_mode, or correction.normalize=all",
         )
 
     @property

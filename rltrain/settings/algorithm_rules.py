@@ -205,7 +205,7 @@ def _check_kl(algorithm: AlgorithmConfig) -> None:
     require(
         algorithm.kl_in_reward.kl_coef == 0 or "reward_components" not in _columns(algorithm),
         f"algorithm.kl_in_reward.kl_coef={algorithm.kl_in_reward.kl_coef}: {algorithm.advantage_estimator} reads the "
-        "reward functions one by one and not the token rewards; use algorithm.kl_loss",
+        "score of each reward function and not the token rewards; use algorithm.kl_loss",
     )
     require(
         algorithm.kl_in_reward.kl_coef == 0 or "successes" not in _columns(algorithm),
@@ -226,8 +226,8 @@ def _check_reference(config: Config) -> None:
     require(
         every == 0 or not (distillation.full and any(teacher.path == REFERENCE for teacher in distillation.teachers)),
         f"algorithm.reference.refresh_every={every} with algorithm.distillation.kl=full and the teacher "
-        f"'{REFERENCE}': the actor keeps the teacher's first output head, which an update would make stale; use "
-        "algorithm.distillation.kl=sampled, or refresh_every=0",
+        f"'{REFERENCE}': the actor keeps a copy of the teacher's output head, which an update of the reference "
+        "model would make stale; use algorithm.distillation.kl=sampled, or refresh_every=0",
     )
     require(
         every == 0 or config.model.lora is None,
@@ -254,7 +254,7 @@ def _check_rejection(algorithm: AlgorithmConfig) -> None:
 def _check_groups(config: Config) -> None:
     """Raise ConfigError if a setting compares answers to the same prompt, although each prompt gets only one answer.
 
-    Dynamic sampling raises ConfigError if the estimator does not compare answers to the same prompt.
+    Raise ConfigError if dynamic sampling is on and the estimator does not compare answers to the same prompt.
     """
     algorithm, samples = config.algorithm, config.rollout.samples_per_prompt
     in_groups = "uid" in _columns(algorithm)
@@ -282,7 +282,7 @@ def _check_groups(config: Config) -> None:
     require(
         in_groups or not algorithm.dynamic_sampling,
         f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with {algorithm.advantage_estimator}: this "
-        "estimator also learns from groups with one outcome, which dynamic sampling drops; use "
+        "estimator also learns from groups whose answers all have the same outcome, which dynamic sampling drops; use "
         "algorithm.dynamic_sampling=0",
     )
 
@@ -309,13 +309,13 @@ def _check_distillation(config: Config) -> None:
         require(
             not teacher.is_endpoint or config.rollout.temperature == 1,
             f"rollout.temperature={config.rollout.temperature} with the endpoint {teacher.path}: an endpoint gives "
-            "log-probs at temperature 1, which are those of another distribution; use rollout.temperature=1, or the "
-            "directory of the teacher",
+            "log-probs at temperature 1, but the answers are sampled at another temperature; use "
+            "rollout.temperature=1, or set the teacher's path to a directory",
         )
     require(
         not (distillation.mode and algorithm.dynamic_sampling),
         f"algorithm.dynamic_sampling={algorithm.dynamic_sampling} with distillation: a teacher also teaches on groups "
-        "with one outcome, which dynamic sampling drops; use algorithm.dynamic_sampling=0",
+        "whose answers all have the same outcome, which dynamic sampling drops; use algorithm.dynamic_sampling=0",
     )
     if not distillation.alone:
         return
@@ -358,13 +358,13 @@ def _check_rewards_act(config: Config) -> None:
     gate = next((component.name for component in reward.components if component.gate), None)
     require(
         "reward_components" not in columns or gate is None,
-        f"gate=true of reward function '{gate}' with {estimator}: this estimator adds up the functions itself, "
-        "without gates; return 0 from the other functions where the gate fails",
+        f"gate=true of reward function '{gate}' with {estimator}: this estimator adds up the scores of the "
+        "functions itself, without gates; return 0 from the other functions where the gate fails",
     )
     require(
         "reward_components" not in columns or reward.aggregation == "sum",
-        f"reward.aggregation={reward.aggregation} with {estimator}: this estimator adds up the reward functions "
-        "itself, each normalised in its group; use reward.aggregation=sum",
+        f"reward.aggregation={reward.aggregation} with {estimator}: this estimator adds up the scores of the "
+        "functions itself, each normalised in its group; use reward.aggregation=sum",
     )
     require(
         "baseline_rewards" not in columns or reward.aggregation != "normalize_then_sum",
@@ -376,8 +376,8 @@ def _check_rewards_act(config: Config) -> None:
     changes_scores = changes_scores or shaping.group_length_weight
     require(
         "reward_components" not in columns or not (changes_scores or algorithm.reward_normalization.on),
-        f"algorithm.reward_shaping or reward_normalization with {estimator}: this estimator reads the reward "
-        "functions one by one, not their shaped sum; shape the scores in the functions",
+        f"algorithm.reward_shaping or reward_normalization with {estimator}: this estimator reads the score of "
+        "each reward function, not the shaped sum of the scores; shape the scores in the functions",
     )
     require(
         "baseline_rewards" not in columns or not shaping.group_length_weight,
@@ -398,7 +398,7 @@ def _check_rewards_act(config: Config) -> None:
         not _takes_scores_from_zero(estimator) or not _may_fall_below_zero(algorithm),
         f"algorithm.advantage_estimator={estimator} with reward_normalization, a KL penalty, or shaping that "
         "lowers or negates scores: the estimator divides by the mean score of the group, so scores must be >= 0; "
-        "remove this setting, or use algorithm.kl_loss for a KL term",
+        "turn off the settings that can make scores negative, or use algorithm.kl_loss for a KL term",
     )
     require(
         not algorithm.exclude_truncated or not algorithm.suppress_truncated,

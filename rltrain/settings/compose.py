@@ -71,9 +71,9 @@ def _with_profile(items: list[Item]) -> list[Item]:
     """Return the user's settings, with a profile added if the user's model or task needs a profile other than the
     default profile.
 
-    If the settings select no profile, `profile=instruct` is inserted before the settings for a model other than
-    `builtin`. If the settings select no profile, `profile=conversation` is inserted before the settings for the
-    built-in model with a built-in task that has several turns.
+    If the settings select no profile and `model.path` is not `builtin`, `profile=instruct` is inserted as the first
+    setting. If the settings select no profile, the model is `builtin`, and the task is a built-in task with several
+    turns, `profile=conversation` is inserted as the first setting.
     """
     if "profile" in chosen(items):
         return items
@@ -135,8 +135,8 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:
-    """Return settings that remove a preset's parameters of a loss or an estimator, if the user selects another loss or
-    estimator than the preset.
+    """Return settings that remove a preset's parameters of the loss or the estimator, if the user selects a different
+    loss or estimator than the preset selects.
 
     A preset's parameters are meant for the loss and the estimator that the preset selects. For example, `algorithm=dapo
     algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Parameters that the user sets are kept, because

@@ -35,15 +35,15 @@ def choices(group: str) -> list[str]:
 
 @functools.cache
 def composed_files(folder: Path, choices: tuple[tuple[str, str], ...]) -> Any:
-    """Return the YAML files of `folder` with the given choices of config groups as one `DictConfig`.
+    """Compose the YAML files of `folder`, with the given choices in the config groups, into one `DictConfig`.
 
     The result is cached, because a process composes the same files several times. Callers must not change the cached
     result, but may change a copy.
 
     Args:
         folder: the folder of rltrain's YAML config files, as returned by `config_dir`.
-        choices: pairs of the name of a config group and the name of the chosen file. A group without a pair has its
-            default choice.
+        choices: pairs of the name of a config group and the name of the chosen file. A config group that no pair names
+            has its default choice.
     """
     with initialize_config_dir(str(folder), version_base="1.3"):
         return compose("train", [f"{group}={choice}" for group, choice in choices])

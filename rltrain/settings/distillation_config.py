@@ -7,7 +7,7 @@ from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
 TEACHER = "teacher"  # The role name of a teacher on the training ranks is "teacher", a space, and the teacher's name.
-# Format string that names the config key `path` of a teacher in error messages; the field is the teacher's name.
+# Format string that names the config key `path` of a teacher in error messages; `{}` is replaced by the teacher's name.
 TEACHER_KEY = "algorithm.distillation.teachers: path of '{}'"
 REFERENCE = "reference"  # A teacher whose `path` is "reference" is the run's reference model.
 # Default prompt template of a teacher that is the reference model. Source: SDFT, arXiv 2601.19897 section 3.

@@ -18,7 +18,7 @@ from rltrain.settings.typed import require
 
 AUTO = "auto"
 # Upper bound of the importance weights if `algorithm.correction.level=auto` selects `token`. The preset `algorithm=tis`
-# also limits the importance weights to 2.
+# sets the upper bound of the importance weights to 2.
 STALE_UPPER = 2.0
 # Estimators whose critic is trained before the policy (VC-PPO and VAPO). With `critic.warmup_steps=auto`, the critic of
 # an estimator in PRETRAINED is warmed up for WARMUP_STEPS training steps. The papers on VC-PPO and VAPO warm up the

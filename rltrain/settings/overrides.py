@@ -26,9 +26,9 @@ from rltrain.settings.sampling_config import DifficultyConfig, ReuseConfig
 from rltrain.settings.schema import Config, LoRAConfig
 from rltrain.settings.typed import keys, require, unknown_key
 
-# Maps each section of function parameters to the config key that selects the function. The config schema does not
-# define the parameters of losses and estimators. `rltrain.settings.algorithm_rules` checks the names and values of the
-# parameters of losses and estimators.
+# Maps each config section that holds parameters of a loss or an estimator to the config key that selects the loss or
+# the estimator. The config schema does not define the parameters of losses and estimators.
+# `rltrain.settings.algorithm_rules` checks the names and values of the parameters of losses and estimators.
 KNOBS = {"algorithm.advantage": "algorithm.advantage_estimator", "algorithm.loss": "algorithm.loss_mode"}
 TEXT_KEYS = text_keys(Config)
 # Keys whose values are lists of texts, in which `\n` stands for a line break. Hydra parses lists of texts, but does not
@@ -133,8 +133,8 @@ def from_file(path: str) -> list[Item]:
     """Read a config file of the user: a YAML file whose keys may be nested or dotted names.
 
     In a config file, the value of a config group is either the name of a choice, as in `algorithm: ppo`, or a mapping
-    that sets keys of the group. A config file may also list choices of config groups under `defaults`, in the same way
-    as Hydra's own files. The file `config.yaml` in a run's output folder can also be used as a config file.
+    that sets keys of the group. A config file can list choices of config groups under `defaults`, in the same way as
+    Hydra's own files. The file `config.yaml` in a run's output folder can also be used as a config file.
 
     Raises:
         ConfigError: the file cannot be read, or a setting in it is invalid. The message of the ConfigError is one line
@@ -159,7 +159,7 @@ def from_file(path: str) -> list[Item]:
 
 def _load(path: Path, where: str) -> dict[str, Any]:
     try:
-        # The file is read with OmegaConf's YAML loader, which accepts only plain values.
+        # OmegaConf's YAML loader reads the user's config file, because this loader accepts only plain values.
         values = get_yaml_loader()(path.read_text("utf-8")).get_single_data()
     except FileNotFoundError:
         raise ConfigError(f"{where}: no such file; check the path (relative paths start at {Path.cwd()})") from None
@@ -286,7 +286,7 @@ def _set(composed: Any, setting: Setting) -> None:
 
 
 def set_text(values: dict[str, Any], items: list[Item]) -> None:
-    """Set the keys whose values are free text in a config of nested plain values."""
+    """In a config of nested plain values, set the keys that have free text as their values."""
     for item in items:
         if isinstance(item, Setting) and item.key in TEXT_KEYS:
             *sections, name = item.key.split(".")

@@ -6,7 +6,8 @@ from typing import Any, Literal
 from rltrain.settings.key import key, section
 from rltrain.settings.typed import require
 
-# Format string that names the config key `path` of a reward model in error messages; the field is the model's name.
+# Format string that names the config key `path` of a reward model in error messages; `{}` is replaced by the model's
+# name.
 REWARD_MODEL_KEY = "reward.models: path of '{}'"
 _LARGEST_WEIGHT = 3.4e38  # Largest finite float32 number, rounded down.
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
@@ -36,8 +37,8 @@ class RewardFunctionConfig:
         if_left_out="`true`; `false` for rltrain's own penalties",
     )
     success: float | None = key(
-        "Smallest score of this function at which an answer counts as correct in accuracies. null: the function's "
-        "score does not decide whether an answer is correct; RewardResult.success may decide.",
+        "This function judges an answer as correct if its score of the answer is at least this value. null: the "
+        "function's score does not decide whether an answer is correct; RewardResult.success can decide.",
         if_left_out="`null`; `1.0` for rltrain's functions that compare an answer with the right answer",
     )
     kwargs: dict[str, Any] = key(
@@ -81,8 +82,8 @@ class RewardModelConfig:
         if_left_out="`true`",
     )
     success: float | None = key(
-        "Smallest score of this reward model at which an answer counts as correct in accuracies. null: the reward "
-        "model does not decide whether an answer is correct.",
+        "This reward model judges an answer as correct if its score of the answer is at least this value. null: the "
+        "reward model does not decide whether an answer is correct.",
         if_left_out="`null`",
     )
     prompt_template: str | None = key(
@@ -157,8 +158,8 @@ class RewardConfig:
         )
         require(
             any(c.weight and c.outcome for c in self.components),
-            "functions, models: no function or model with a weight has outcome=true, so nothing says whether the "
-            "task was solved; set outcome=true for one",
+            "functions, models: no function or model with a nonzero weight has outcome=true, so nothing says "
+            "whether the task was solved; set outcome=true for one",
         )
         for component in self.components:
             name, weight = component.name, component.weight

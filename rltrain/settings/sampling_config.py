@@ -66,7 +66,7 @@ class DifficultyConfig:
         require(
             self.hard_threshold < self.easy_threshold,
             f"hard_threshold={self.hard_threshold:g} is not below easy_threshold={self.easy_threshold:g}: a prompt "
-            "would be hard and easy at once; lower the first, or raise the second",
+            "would be hard and easy at once; lower hard_threshold, or raise easy_threshold",
         )
         require(
             self.normal_fraction > 0,

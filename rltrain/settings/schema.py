@@ -173,8 +173,8 @@ class TrainerConfig:
         )
         require(
             steps <= self.max_staleness,
-            f"reuse.steps={steps} with max_staleness={self.max_staleness}: in the last step that trains on it, a "
-            f"group would be older than the staleness bound allows; use at most {self.max_staleness}",
+            f"reuse.steps={steps} with max_staleness={self.max_staleness}: a group would be older than the "
+            f"staleness bound allows in the last step that trains on the group; use at most {self.max_staleness}",
         )
         require(
             groups < self.prompts_per_step,
@@ -186,7 +186,7 @@ class TrainerConfig:
     def reused_groups(self) -> int:
         """Maximum number of prompt groups of earlier training steps on which a training step trains again.
 
-        If `reuse` is None, the maximum number is 0.
+        `reused_groups` is 0 if `reuse` is None.
         """
         return self.reuse.groups if self.reuse else 0
 
@@ -732,8 +732,8 @@ class PlacementConfig:
         )
         require(
             self.sequence_ranks >= 1 and self.actor_ranks % self.sequence_ranks == 0,
-            f"sequence_ranks={self.sequence_ranks} does not divide actor_ranks={self.actor_ranks}: ranks share the "
-            "tokens of a pack in groups of equal size; use a divisor, or 1",
+            f"sequence_ranks={self.sequence_ranks} does not divide actor_ranks={self.actor_ranks}: every "
+            "packed sequence is shared by the same number of ranks; use a divisor, or 1",
         )
         for name, value in self.env_vars.items():
             require(
@@ -770,7 +770,9 @@ class Config:
     reward: RewardConfig = key("How answers are scored.")
     rollout: RolloutConfig = key("Generation of the answers.")
     actor: OptimizerConfig = key("Optimizer of the actor: AdamW and its learning-rate schedule.")
-    critic: CriticConfig = key("Optimizer of the critic, which exists only if the advantage estimator uses values.")
+    critic: CriticConfig = key(
+        "Optimizer of the critic, which exists only if the advantage estimator uses the critic's values."
+    )
     placement: PlacementConfig = key("Number of processes of each role, and where the processes run.", changeable=True)
     verbose: bool = key("Show the log messages and warnings of libraries.", changeable=True)
 
@@ -778,13 +780,13 @@ class Config:
         self.require_budget("actor")
         require(
             self.placement.launcher == "ray" or self.rollout.engine != "vllm",
-            "rollout=vllm with placement=inprocess: vLLM changes its process's threads and random state, which the "
-            "trainer shares in this case; use rollout=hf, or placement=local",
+            "rollout=vllm with placement=inprocess: vLLM changes the threads and the random state of its process, in "
+            "which the trainer runs too; use rollout=hf, or placement=local",
         )
         require(
             not self.trainer.deterministic or self.rollout.engine != "vllm" or self.placement.rollout_replicas == 1,
-            f"trainer.deterministic=true with {self.placement.rollout_replicas} vLLM replicas: which replica answers "
-            "depends on timing; use placement.rollout_replicas=1 or rollout=hf",
+            f"trainer.deterministic=true with {self.placement.rollout_replicas} vLLM replicas: it depends on timing "
+            "which replica answers a prompt; use placement.rollout_replicas=1 or rollout=hf",
         )
         require(
             not self.rollout.has_environment or self.data.special_tokens == "text",
@@ -798,7 +800,7 @@ class Config:
             f"algorithm.reward_shaping.overlong_buffer={buffer} is above rollout.max_response_length={limit}: the "
             f"penalty grows over the last tokens before that limit; use at most {limit} (DAPO uses a fifth), or 0",
         )
-        if self.trainer.total_epochs is None:  # With `total_epochs`, the number of training steps is not known yet.
+        if self.trainer.total_epochs is None:  # With `total_epochs`, `total_steps` is set after the data is loaded.
             self.require_actor_steps()
         kl, sequences = self.algorithm.kl_in_reward, self.sequences_per_step
         require(

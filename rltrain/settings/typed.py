@@ -65,16 +65,16 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def _similarity(key: str, name: str) -> float:
-    # A key that the user wrote in a wrong section should still match well, so the result is at least 0.9 times the
-    # similarity of the two key names without their sections.
+    # A key that the user wrote in a wrong section should still match well, so the similarity of two keys is at least
+    # 0.9 times the similarity of their names without the sections.
     section, _, last = key.rpartition(".")
     known_section, _, known_last = name.rpartition(".")
     whole = difflib.SequenceMatcher(None, key, name).ratio()
     ends = difflib.SequenceMatcher(None, last, known_last).ratio()
     # If a user writes only the beginning of a long config key, SequenceMatcher's ratio alone would prefer an unrelated
-    # short key. A known key that starts with the user's text always has a similarity of at least 0.9.
-    # `trainer.steps` means `trainer.total_steps` rather than `trainer.reuse.steps`, so a key of the same section whose
-    # name contains all words of the user's name has a similarity of at least 0.95.
+    # short key. A known key that starts with the user's text always has a similarity of at least 0.9. A key of the same
+    # section whose name contains all words of the user's name has a similarity of at least 0.95, so that
+    # `trainer.steps` suggests `trainer.total_steps` rather than `trainer.reuse.steps`.
     contained = section == known_section and set(last.split("_")) <= set(known_last.split("_"))
     return max(whole, 0.9 * ends, 0.9 * name.startswith(key), 0.95 * contained)
 
@@ -83,7 +83,7 @@ def keys(kind: type, prefix: str = "") -> list[str]:
     """Return the dotted names of all leaf keys of the dataclass `kind`, including keys that can be None.
 
     A list counts as a leaf, even if the list's entries are dataclasses. A dataclass whose attribute `given_whole` is
-    true also counts as a leaf, because the user sets the dataclass as one mapping.
+    true counts as a leaf, because the user sets the dataclass as one mapping.
     """
     found: list[str] = []
     for name, hint in _hints(kind).items():

@@ -100,7 +100,8 @@ class Task:
         return list(rows.values())
 
     def messy_answer(self, row: dict[str, str], rng: Random) -> tuple[str, bool]:
-        """Return a flawed answer, often wrong and sometimes without an end token, which the starting model imitates.
+        """Return an answer for the starting model to imitate: often a wrong answer, and sometimes one without an end
+        token.
 
         Returns:
             The flawed answer, and whether the end token follows the answer. A finished answer is shorter than

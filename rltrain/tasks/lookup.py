@@ -18,13 +18,14 @@ MAX_HOPS = 3
 # The probabilities below define the flawed conversations that the starting model imitates. Most imitated conversations
 # stop one call too early and give the last result as the answer, so reinforcement learning has to discover that one
 # more call earns more reward.
-RIGHT_COUNT = 0.25  # Probability that a conversation has as many calls as hops.
+RIGHT_COUNT = 0.25  # Probability that a conversation has the right number of calls: one per pointer.
 # Probability that a conversation has one call too few. A conversation has a random number of calls with the probability
 # 1 - RIGHT_COUNT - TOO_FEW.
 TOO_FEW = 0.65
-# Probability that the key of a call is the last result (or the start, in the first call) instead of a random digit.
+# Probability that the key of a call is the result of the previous call (for the first call, the start digit) instead of
+# a random digit.
 RIGHT_KEY = 0.8
-RIGHT_ANSWER = 0.7  # Probability that the answer is the last result instead of a random digit.
+RIGHT_ANSWER = 0.7  # Probability that the answer is the last call's result instead of a random digit.
 CALL = ('<tool_call>\n{"name": "lookup", "arguments": {"key": ', "}}\n</tool_call>")
 QUESTION = ("Start at ", ", hops: ")
 

@@ -41,8 +41,8 @@ def tiny_model() -> Qwen2ForCausalLM:
 
     The weights are drawn from torch's global random generator.
 
-    The model has four attention heads and two key-value heads, so that it also exercises grouped-query attention and
-    two-way tensor parallelism.
+    The model has four attention heads and two key-value heads, so that runs with the tiny model use grouped-query
+    attention and can use two-way tensor parallelism.
     """
     config = Qwen2Config(
         vocab_size=VOCAB_SIZE,
@@ -105,7 +105,8 @@ def cached_start(task: Imitated, *, seed: int = 0, steps: int = STEPS, on_step: 
     """
     path = start_path(task, seed=seed, steps=steps)
     if not path.exists():
-        # `make_start` raises FileExistsError if another process has created the directory in the meantime.
+        # `make_start` raises FileExistsError if another process has created the directory since the check of
+        # `path.exists()`.
         with contextlib.suppress(FileExistsError):
             make_start(task, path, seed=seed, steps=steps, on_step=on_step)
     return path
@@ -204,7 +205,7 @@ def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, path: Path) -> Non
         draft.rename(path)
     except OSError:
         # Renaming a directory fails if the target is a non-empty directory. If `path` is a directory, another process
-        # has created the same model in the meantime.
+        # has created the same model while this process trained.
         if not path.is_dir():
             raise
         logger.debug("another process has already created %s, so the model that this process trained is deleted", path)

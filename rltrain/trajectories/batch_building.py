@@ -65,12 +65,13 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
 
 
 def _turn_columns(trajectories: Sequence[Trajectory], offsets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the columns (N,) of environment trajectories that hold one value for each of the N response tokens of all
+    """Return the columns (N,) of environment trajectories, with one value for each of the N response tokens of all
     rows.
 
     Args:
         trajectories: the trajectories of all rows.
-        offsets: offsets (B + 1,) of the responses of the B rows among the N response tokens.
+        offsets: tensor (B + 1,): the index at which each row's response begins among the N response tokens, followed by
+            N.
     """
     context_starts = torch.zeros(int(offsets[-1]), dtype=torch.bool)
     for begin, trajectory in zip(offsets.tolist(), trajectories, strict=False):

@@ -39,8 +39,8 @@ from workers.reward.messages import SampleScores
 from workers.reward.pool import RewardPool
 from workers.rollout.pool import RolloutPool
 
-# Minimum number of seconds between a step's first failed reward and an early stop of the run. Waiting for PATIENCE_S
-# seconds makes the error message also cover failures that follow shortly after the first failure.
+# Minimum number of seconds between a step's first failed reward and an early stop of the run. The wait of PATIENCE_S
+# seconds lets the error message cover failures that follow shortly after the first failure.
 PATIENCE_S = 10.0
 # Offset that is added to the run's seed in evaluations, so that an evaluation never reuses the random stream of a
 # training sample.
@@ -165,13 +165,14 @@ class Collector:
         The scores of the answers may still be missing; the method `scored` adds the scores.
 
         With dynamic sampling, a group whose answers all have the same outcome is replaced by a new group. When the step
-        has reached its limit of generated groups, a group with a single outcome is left out without a replacement, and
-        the batch has fewer than `prompts_per_step` groups.
+        has reached its limit of generated groups, a group whose answers all have the same outcome is left out without a
+        replacement, and the batch has fewer than `prompts_per_step` groups.
 
         With `trainer.reuse`, some groups of the batch may be groups on which earlier steps have trained.
         """
         batches = self.config.algorithm.dynamic_sampling
-        if not self.step.open:  # a step that is open when a run is resumed continues with its saved state
+        # A step that was unfinished when the checkpoint was saved continues with its saved state after a resume.
+        if not self.step.open:
             self._open_step()
         self.step.version = version
         self._draw(version)
@@ -373,7 +374,8 @@ class Collector:
                     break
 
     def _fails(self, step: "_Step", group: Group) -> bool:
-        """Return whether all rewards of a group failed and the step's failures exceed `reward.max_failed_fraction`.
+        """Return whether all rewards of a group failed and the step has more failed rewards than
+        `reward.max_failed_fraction` allows.
 
         A prompt group for which `_fails` returns True is not dropped, so that a resumed run requests the group's
         rewards again.
@@ -391,8 +393,8 @@ class Collector:
         oldest = self.groups.oldest(step.places)
         ready = [group for group in oldest if group.state is GroupState.READY]
         # Once dropped groups can no longer be replaced, outcomes are checked only after all groups of the step are
-        # finished. If every group has a single outcome, one group stays in the step, and the choice of that group must
-        # not depend on timing.
+        # finished. If in every group all answers have the same outcome, one group stays in the step, and the choice of
+        # that group must not depend on timing.
         if not step.refills and len(ready) < len(oldest):
             return []
         return [group for group in ready if group.uid not in step.seen]
@@ -415,7 +417,8 @@ class Collector:
     def _without_flat(self, batch: DataProto) -> DataProto:
         """Set `response_mask` to False for the tokens of groups whose answers all have the same outcome.
 
-        The method `_drop_flat` leaves a group with a single outcome in the batch only if the step has no other group.
+        The method `_drop_flat` leaves a group whose answers all have the same outcome in the batch only if the step has
+        no other group.
         """
         trained = ~flat_rows(batch, self.config).repeat_interleave(batch.lengths("responses"))
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)

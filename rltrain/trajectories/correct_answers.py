@@ -13,8 +13,8 @@ from rltrain.trajectories.scoring import component_matrix, successes
 def correct_answers(groups: Sequence[Group], config: Config) -> dict[int, tuple[int, int]]:
     """Return a dict that maps each group's uid to (number of correct answers, number of judged answers).
 
-    A reward function decides whether an answer is correct through the setting `success` in its config or through
-    `RewardResult.success`. An answer is judged if at least one reward function decides whether the answer is correct.
+    The setting `success` in a reward function's config, or the function's `RewardResult.success`, decides whether an
+    answer is correct. An answer is judged if at least one reward function decides whether the answer is correct.
     Shaping and length penalties do not affect whether an answer is correct. With `algorithm.suppress_truncated`, a
     judged answer that was cut at the length limit counts as wrong. With `algorithm.exclude_truncated`, an answer that
     was cut at the length limit does not count as judged. ReMax's greedy baseline answers are counted neither as correct

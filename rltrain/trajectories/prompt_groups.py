@@ -6,8 +6,8 @@ means to send the requests for the group's answers to the engines.
 
 The trainer uses prompt groups in the order of their numbers (`uid`). When a group is shipped to the engines, the
 training step that will use the group is already known. If groups are counted from 0 and dropped groups that were
-replaced are left out of the count, group n is used at training step n // prompts_per_step. Because the training step of
-a group is known in advance, the staleness bound can be guaranteed when the group is shipped. If training steps may
+replaced are left out of the count, group n is used at training step n // prompts_per_step. Because the step that will
+use a group is known in advance, the staleness bound can be guaranteed when the group is shipped. If training steps may
 reuse groups of earlier steps, the number of groups to ship is computed under the assumption that each later step reuses
 as many groups as the config allows. Even if training steps reuse groups of earlier steps, no group is used later than
 the staleness bound allows.
@@ -161,7 +161,9 @@ class PromptGroups:
         return max(0, places - self.used - len(self.groups))
 
     def reuse(self, count: int) -> None:
-        """Count `count` groups as used, because the current training step reuses `count` groups of earlier steps."""
+        """Add `count` to the number of used groups, because the current training step reuses `count` groups of earlier
+        steps.
+        """
         self.used += count
 
     def add(self, prompts: Iterable[Prompt]) -> None:
@@ -261,7 +263,7 @@ class PromptGroups:
             return
         group.results[number] = result
         if len(group.results) == group.size:
-            assert group.state is GroupState.SCORING, f"prompt group {uid} has all scores in the stage {group.state}"
+            assert group.state is GroupState.SCORING, f"all answers of group {uid} are scored in stage {group.state}"
             group.state = GroupState.READY
 
     def reissue(self, uids: Iterable[int]) -> None:
@@ -322,7 +324,7 @@ class PromptGroups:
 
 
 def episodes_of(group: Group, *, temperature: float, seed: int) -> list[EpisodeRequest]:
-    """Return one request to run a trajectory in an environment for each missing trajectory of a group."""
+    """Return, for each missing trajectory of a group, a request to run the trajectory in an environment."""
     prompt = group.prompt
     messages = prompt.messages or [{"role": "user", "content": prompt.text}]
     return [

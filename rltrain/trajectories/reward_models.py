@@ -37,8 +37,8 @@ class RewardModel:
         number: index of this reward model's column in the matrix `reward_components`.
         tokenizer: tokenizer of this reward model, which may differ from the policy's tokenizer.
         longest: maximum length of a batch row that the reward model can read, in tokens; None for no limit.
-        pad: id of the padding token. The reward model scores a row at the row's last non-padding token, which is also
-            the rule of the library transformers.
+        pad: id of the padding token. The reward model scores a row at the row's last non-padding token, as the library
+            transformers does.
         max_tokens: maximum number of tokens in one forward pass. If a row of the batch has more tokens than
             `max_tokens`, the length of the longest row is the maximum for this batch.
     """
@@ -61,8 +61,8 @@ class RewardModel:
     async def scores(self, samples: Sequence[tuple[Prompt, str]]) -> list[float | str]:
         """Score each pair of a prompt and a response text with the reward model.
 
-        The score of samples with equal tokens is computed only once. Samples with equal tokens therefore have
-        bit-identical scores, so equal answers to the same prompt always have equal scores.
+        The score of samples with equal tokens is computed only once. Samples with equal tokens have bit-identical
+        scores, so equal answers to the same prompt always have equal scores.
 
         Returns:
             For each sample, the sample's score, or a text that says why the sample has no score.
@@ -85,8 +85,8 @@ class RewardModel:
     def _tokens(self, prompt: Prompt, response: str) -> tuple[int, ...] | str:
         """Return a sample's untruncated token ids, or a text that says why the reward model cannot read the sample.
 
-        If the prompt or response contains the name of a control token as text, the name is encoded as ordinary tokens.
-        An answer that contains the name of a control token therefore cannot end the chat turn.
+        If the prompt or response contains the name of a control token as text, the name is encoded as ordinary tokens,
+        so that an answer cannot end the chat turn by writing the name of the end token.
         """
         own = self.config.prompt_template is None and bool(self.tokenizer.chat_template)
         try:

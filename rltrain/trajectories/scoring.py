@@ -31,9 +31,10 @@ from workers.reward.messages import SampleScores
 
 
 def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
-    """Compute the weighted sum of each row's component scores, which a gate component can set to 0: (B, K) -> (B,).
+    """Compute the weighted sum of each row's component scores: (B, K) -> (B,).
 
-    If no reward component applies to a row, the row's score is NaN.
+    If a gate component scores <= 0 on a row, all other scores of the row count as 0. If no reward component applies to
+    a row, the row's score is NaN.
 
     Raises:
         RewardError: the weighted sum of a row is outside float32's range.
@@ -66,8 +67,8 @@ def successes(
     """Return for each row (B,) whether the answer is correct: 1 for correct, 0 for wrong, and NaN for undecided.
 
     A component with the setting `success` considers an answer correct if the component's score for the answer is at
-    least `success`. A reward function can also declare an answer correct or wrong. An answer is correct only if no
-    component and no reward function considers the answer wrong.
+    least `success`. A reward function can declare an answer correct or wrong with `RewardResult.success`. An answer is
+    correct only if no component and no reward function considers the answer wrong.
 
     Args:
         matrix: scores of the reward functions and models, (B, K); NaN where a component does not apply.
@@ -290,8 +291,8 @@ def _shaped(scores: Tensor, shaping: RewardShapingConfig) -> Tensor:
 def zero_spread(uid: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
     """Return for each row whether all valid rows in its group have the same score: (B,) bool.
 
-    `zero_spread` is also True for the rows of a group without valid rows. Nothing can be learned from a group whose
-    valid rows all have the same score.
+    For the rows of a group without valid rows, the result is True. Nothing can be learned from a group whose valid rows
+    all have the same score.
     """
     groups, which = uid.unique(return_inverse=True)
     low = torch.full((len(groups),), torch.inf).scatter_reduce(0, which, scores.where(valid, torch.inf), "amin")
@@ -309,8 +310,8 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
 
     A user-defined aggregation function receives all reward components of an answer, and returns the answer's outcome.
     If the estimator reads the components separately, all answers of a group have the same outcome only if the scores of
-    every component with `outcome` are equal within the group. Rows that are excluded from the statistics are ignored by
-    `flat_rows`.
+    every component with `outcome` are equal within the group. `flat_rows` ignores rows that are excluded from the
+    statistics.
     """
     uid, counted, components = (
         batch.batch["uid"],
@@ -332,8 +333,8 @@ def place_scores(batch: DataProto, scores: Tensor, config: Config) -> Tensor:
     The environment's reward for a turn is multiplied by the weight of environment rewards in the score, and placed on
     the last token of the turn. The score minus the weighted rewards of the turns is placed on the last trained token of
     the row. The whole score is placed on the last trained token if the score is not a weighted sum of rewards. With
-    `algorithm.suppress_truncated`, the whole score of a truncated answer is also placed on the last trained token,
-    because a truncated answer keeps no rewards of its turns.
+    `algorithm.suppress_truncated`, the whole score of a truncated answer is placed on the last trained token, because a
+    truncated answer keeps no rewards of its turns.
     """
     weight = _turn_weight(config)
     if "turn_rewards" not in batch or weight == 0:

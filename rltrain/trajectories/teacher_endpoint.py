@@ -17,7 +17,7 @@ from rltrain.base.errors import ConfigError, one_line
 from rltrain.base.secret_values import redacted
 from rltrain.settings.distillation_config import DistillationConfig, TeacherConfig
 
-_SHOWN = 160  # Maximum number of characters of a server's error in an error message.
+_SHOWN = 160  # Maximum number of characters that an error message quotes from a server's error.
 _PROBED = 64  # Number of tokens whose texts are compared between the tokenizers of policy and endpoint.
 _PLAIN = re.compile(r"[A-Za-z0-9]+")
 
@@ -115,7 +115,8 @@ class TeacherEndpoint:
                 "installed; install it, or vLLM, which depends on it"
             ) from None
         name = self.teacher.api_key_env
-        key = os.environ.get(name, "") if name else "none"  # without a key, the client would read OPENAI_API_KEY
+        # If `key` were None, the client would read OPENAI_API_KEY.
+        key = os.environ.get(name, "") if name else "none"
         if not key:
             raise ConfigError(
                 f"{self.teacher.key}: api_key_env={name}: this environment variable is not set; export it"

@@ -107,9 +107,9 @@ class Teacher:
             prompts: the policy's prompts of the rows in `rows`, in the same order.
 
         Returns:
-            A batch of the teacher's columns and a list of texts, both with one entry for each row in `rows`. Each text
-            says why the teacher has not scored the text's row, and is "" for a scored row. The columns of a row that
-            was not scored are undefined.
+            A batch of the teacher's columns and a list of texts, both with one entry for each row in `rows`. The text
+            of a row is the reason why the teacher has not scored the row; the text of a scored row is "". The columns
+            of a row that was not scored are undefined.
         """
         if self.prompts is None and self.group is not None:
             return await self._on_ranks(self.group, batch, rows), [""] * len(rows)
@@ -124,7 +124,8 @@ class Teacher:
 
         Returns:
             The batch `own` with the teacher's prompts, and for each row the reason why the teacher cannot score the
-            row, or "". A row that the teacher cannot score keeps the policy's prompt.
+            row; the reason is "" for a row that the teacher can score. A row that the teacher cannot score keeps the
+            policy's prompt.
         """
         if self.prompts is None:
             return own, several_contexts(own)

@@ -49,9 +49,9 @@ from rltrain.trajectories.scoring import (
 def with_all_knobs(config: Config) -> Config:
     """Return the config with all knobs (settings) of the chosen loss and estimator, including their defaults.
 
-    If the name of the loss or the estimator is unknown, the knobs in the config stay unchanged. An estimator with a
-    knob `weights` combines the reward components itself, so the default value of `weights` is taken from the weights of
-    the components in the config.
+    If the name of the loss or the estimator is unknown, the knobs in the config stay unchanged. If an estimator has a
+    setting `weights`, the estimator itself combines the reward components, so the default value of `weights` is the
+    list of the components' weights in the config.
     """
     algorithm = config.algorithm
     loss, advantage = algorithm.loss, algorithm.advantage
@@ -70,8 +70,8 @@ def needs_actor_pass(config: Config) -> bool:
     """Return whether a training step needs a forward pass of the actor before the update.
 
     If one optimizer step trains on the whole batch, the old log-probs equal the detached log-probs of the update
-    itself. If a training step has a single optimizer step, a forward pass before the update is needed only for
-    computations that precede the update, such as the KL penalty in the reward.
+    itself. A training step with a single optimizer step needs a forward pass before the update only if a computation
+    that precedes the update, such as the KL penalty in the reward, uses results of the forward pass.
     """
     algorithm = config.algorithm
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
@@ -117,10 +117,11 @@ def held(controller: FixedKLController) -> FixedKLController:
 def assign_rewards(
     batch: DataProto, config: Config, controller: FixedKLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Add the column `token_level_rewards`: scores on the last trained tokens, minus the KL penalty.
+    """Add the column `token_level_rewards`: the reward of each token, computed from scores and KL penalties.
 
-    The reward of each turn is on the last token of the turn, as `place_scores` describes. The scores in
-    `token_level_rewards` are shaped and, if configured, normalised.
+    The reward of a turn is placed on the last token of the turn, and the rest of a row's score on the last trained
+    token of the row, as `place_scores` describes. The KL penalty of each token is subtracted from the token's reward.
+    The scores in `token_level_rewards` are shaped and, if configured, normalised.
 
     `assign_rewards` also sets the column `valid` to False in rows that are excluded from the statistics because the
     answer was cut at the length limit. The score of an excluded row is shaped and normalised in the same way as the
@@ -157,7 +158,8 @@ def assign_rewards(
 def penalize_kl(
     batch: DataProto, config: KLInRewardConfig, controller: FixedKLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Subtract a KL penalty from the token rewards: the controller's coefficient times the KL from the reference model.
+    """Subtract from each token's reward a KL penalty: the KL from the reference model, times the controller's
+    coefficient.
 
     The controller of the KL coefficient is updated with the mean KL per trained token.
     """
@@ -187,8 +189,8 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     With `bootstrap_truncated`, the critic also computes the value of the state after the last token of each answer that
     was cut at the length limit. The critic's value of a token is the value of the state before the token, and the
     critic does not read the last token of a row. With `bootstrap_truncated`, one arbitrary token is appended to each
-    truncated answer, so that the critic reads the answer's last token. The value of the appended token is the value of
-    the state after the answer's last token.
+    truncated answer, so that the critic reads the answer's last token. The critic's value of this appended token is the
+    value of the state after the truncated answer's last token.
     """
     if not algorithm.bootstrap_truncated:
         return batch
@@ -205,7 +207,7 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
 
 def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Add the critic's values `found`, which were computed on the batch that `states_to_value` returned.
+    """Add to `batch` the critic's values in `found`, which the critic computed on the result of `states_to_value`.
 
     The critic's values are added as the column `values`. With `bootstrap_truncated`, `with_critic_values` also adds the
     column `bootstrap_values` (B,): the value of the state in which an answer was cut, and 0 for answers that were not
@@ -221,10 +223,10 @@ def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmC
 
 
 def _own_slots(batch: DataProto, lengths: Tensor) -> Tensor:
-    """Return a bool mask (N,) that is True at response tokens and False at appended tokens.
+    """Return a bool mask over all N tokens of the rows: True at response tokens, and False at appended tokens.
 
-    Each row has the length given in `lengths` (B,) and begins with the response tokens. At most one appended token
-    follows the response tokens.
+    `lengths` (B,) is the number of tokens in each row. In each row, the response tokens come first, followed by at most
+    one appended token.
     """
     return positions(lengths) < batch.lengths("responses").repeat_interleave(lengths)
 
@@ -287,13 +289,14 @@ def estimate_advantages(
 def with_distillation(
     batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """Multiply the advantages (B, T) by `outcome_coef`, and with mode=reward add the log-ratios of the teachers.
+    """Multiply the advantages (B, T) by `outcome_coef`, and add the log-ratios of the teachers if the mode is `reward`.
 
     Returns:
         The new advantages, and metrics of the KL from the policy to the teachers, estimated from the sampled tokens.
         With mode=reward, the metrics contain `actor/teacher_kl`. With several teachers, the metrics contain
-        `actor/teacher_kl/NAME` of each teacher. For the KL metrics, the policy is the actor before the update if the
-        actor's log-probs are known, and the engine's policy otherwise.
+        `actor/teacher_kl/NAME` for each teacher. If the batch has the actor's log-probs from before the update, the KL
+        metrics use these log-probs as the policy's log-probs. If the batch does not have the actor's log-probs, the KL
+        metrics use the engine's log-probs.
     """
     config = algorithm.distillation
     if config.mode is None:
@@ -329,7 +332,7 @@ def _normalized(batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 
 
 def choose_trained(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Set `response_mask` to False for answers on which the update must not train.
+    """Set `response_mask` to False at all tokens of the answers on which the update must not train.
 
     With `algorithm.mask_truncated`, the update ignores the tokens of truncated answers. If the policy learns only from
     teachers, the update ignores the tokens of answers that no teacher has scored.
@@ -352,7 +355,7 @@ def with_positive_examples(batch: DataProto, algorithm: AlgorithmConfig) -> Data
     """Add the column `positive_mask` if the loss contains the negative log-likelihood of correct answers.
 
     Raises:
-        RewardError: no reward function decides whether any of the trained answers is correct.
+        RewardError: no reward function has judged any of the trained answers as correct or wrong.
     """
     if algorithm.positive_nll_coef == 0:
         return batch

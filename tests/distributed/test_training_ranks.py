@@ -174,7 +174,7 @@ async def test_D1_old_log_probs_of_other_weights_are_caught_before_the_first_ste
     workers = await group(config_of(), start, 0)
     batch = await prepared(workers)
     wrong = batch.with_values("responses", old_log_probs=batch.values("old_log_probs") + 0.01)
-    with pytest.raises(LogProbError, match=r"moved by 0\.01 nats"):
+    with pytest.raises(LogProbError, match=r"differ from the old log-probs by 0\.01 nats"):
         await updated(workers["actor"], wrong, [list(range(24))])
 
 

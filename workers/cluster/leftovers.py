@@ -32,8 +32,8 @@ def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
     `mark`.
 
     Ray's processes change their titles. A process that changes its title overwrites part of its environment, possibly
-    including the variable `RLTRAIN_RUN_MARK`. A Ray process that has overwritten this variable is still found, because
-    the process writes to a log file in the folder `logs`.
+    including the variable `RLTRAIN_RUN_MARK`. A Ray process that has overwritten `RLTRAIN_RUN_MARK` is still found,
+    because the process writes to a log file in the folder `logs`.
     """
     found, wanted = [], f"{MARK}={mark}".encode()
     for pid in psutil.pids():

@@ -21,7 +21,7 @@ from workers.cluster.observer import Observer, Sight, innermost
 from workers.cluster.progress import Process
 from workers.cluster.ray_daemons import Daemons
 
-PROCESSES, STACKS = "processes.json", "stacks"  # names of the process table's file and of the folder of stack traces
+PROCESSES, STACKS = "processes.json", "stacks"  # file name of the process table, folder name of the stack traces
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # Seconds after which a stopped process (SIGSTOP) counts as dead.
 _PROOF_S = 2.0  # Seconds to wait, after a call has failed, for evidence that a process's death caused the failure.
@@ -157,8 +157,8 @@ class Liveness:
         self.processes.remove(process)
 
     def lost(self, process: WatchedProcess) -> None:
-        """Kill a process that was marked as lost, and wake the background task that makes every wait for the process
-        fail.
+        """Kill a process that was marked as lost, and wake the background task that ends all waits for the process with
+        an error.
         """
         if process.identity is not None:
             self.kill([process.identity])
@@ -176,7 +176,7 @@ class Liveness:
     def kill_stopped(self) -> None:
         """Kill the run's processes on this machine that are stopped (SIGSTOP).
 
-        Stopped processes would continue to exist after Ray has shut down.
+        Processes that are stopped by SIGSTOP would continue to exist after Ray has shut down.
         """
         self.look()
         for process in list(self.processes):

@@ -80,7 +80,7 @@ def _sight(process: Process) -> Sight:
 
 def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if state_of(process.pid, process.began):  # an ended process gets no signal, because its pid may be reused
+        if state_of(process.pid, process.began):  # a signal to an ended process could hit a new process with its pid
             os.kill(process.pid, number)
 
 

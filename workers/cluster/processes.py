@@ -38,7 +38,7 @@ class WorkerProcess(Protocol):
         """Start creating an object of the class `path` ("module:Class") in the process, under the role name `role`."""
 
     def model_directory(self, path: str) -> "Pending[str]":
-        """Start to look up a model's directory on the process's machine. A missing model is downloaded first."""
+        """Start to look up a model's directory on the process's machine. The process downloads a missing model."""
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> "Pending[Any]":
         """Start a call of a role's method, and return without waiting for the result.
@@ -82,8 +82,8 @@ class Pending(Generic[R]):
 
 @dataclass(frozen=True)
 class Shared:
-    """A batch that is passed to a call as several parts, which are kept in Ray's object store. The called process joins
-    the parts into one batch.
+    """A batch that is passed to a call as several parts, which are kept in Ray's object store. The process that runs
+    the call joins the parts of the batch again.
 
     Attributes:
         references: Ray references to batches with the same rows and different columns.
@@ -95,7 +95,7 @@ class Shared:
 
     @classmethod
     def of(cls, references: Sequence[Any], columns: Sequence[str]) -> DataProto:
-        """Return a `Shared` object with the static type `DataProto`, because the called process gets a `DataProto`."""
+        """Return a `Shared` object, typed as `DataProto` because the called method receives a `DataProto`."""
         return cast(DataProto, cls(references, columns))
 
 
@@ -213,7 +213,7 @@ class RayProcess(WatchedProcess):
         return Pending(self, self.actor.build.remote(role, path, *args, **kwargs))
 
     def model_directory(self, path: str) -> Pending[str]:
-        """Start to look up a model's directory on the process's machine. A missing model is downloaded first.
+        """Start to look up a model's directory on the process's machine. The process downloads a missing model.
 
         See `WorkerProcess.model_directory`.
         """
@@ -265,7 +265,8 @@ async def results(
 
     Args:
         pending: The started calls whose results are awaited.
-        depends_on: Processes that are not in `pending`, but whose running calls affect the results.
+        depends_on: Additional processes on which the results depend, although none of the calls in `pending` runs in
+            these processes.
         limit_s: The processes on which the results depend count as hanging if none of these processes makes progress
             for `limit_s` seconds. If `limit_s` is None, the setting `trainer.hang_timeout_s` applies.
 
@@ -284,7 +285,7 @@ async def results(
 async def recorded_by(processes: Sequence[WorkerProcess]) -> list[trace.Recorded]:
     """Return and delete the recorded timeline events of all given processes except the driver's own process.
 
-    A process that was lost (died, was stopped or hung) contributes no events.
+    If a process was lost (died, was stopped or hung), the timeline events of that process are missing from the result.
     """
     found = await asyncio.gather(*(_recorded_by(one) for one in processes if isinstance(one, RayProcess)))
     return [one for one in found if one is not None]

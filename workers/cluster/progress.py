@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STACKS_SIGNAL = signal.SIGUSR2  # Signal that makes a process write its stack traces.
-_WORD = 8  # Size in bytes of each of the two numbers in the progress file: ticks and running calls.
+_WORD = 8  # Bytes per number in the progress file, which holds the number of ticks and the number of running calls.
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,8 @@
 
 The daemon `raylet` starts the workers of one machine and stores their objects. If the raylet of the driver's machine
 dies, the run cannot continue. The daemon `gcs_server` keeps the cluster's tables on the head node. If gcs_server dies,
-connected processes continue until Ray ends them after 60 s, but no new process can start. A run whose gcs_server has
-died can still save a checkpoint.
+no new process can start, and after 60 s Ray ends the processes that were connected to gcs_server. A run whose
+gcs_server has died can still save a checkpoint.
 """
 
 import contextlib
@@ -25,10 +25,10 @@ from workers.cluster.progress import began_of, state_of
 logger = logging.getLogger(__name__)
 
 GCS, RAYLET = "gcs_server", "raylet"
-GRACE_S = 40.0  # seconds to finish the running step after gcs_server has died; Ray ends the driver after 60 s
+GRACE_S = 40.0  # seconds to finish the training step after gcs_server has died; Ray ends the driver after 60 s
 # Times in seconds for checks of a remote gcs_server: _ASK_EVERY_S is the interval between connection attempts, and
 # _ANSWER_S is the timeout of one attempt. A remote gcs_server counts as dead after _SILENT_S seconds without a
-# successful attempt.
+# successful connection.
 _ASK_EVERY_S, _ANSWER_S, _SILENT_S = 5.0, 1.0, 10.0
 _CREDENTIALS = struct.Struct("3i")  # binary format of the pid, uid and gid of a Unix socket's peer
 
@@ -132,7 +132,8 @@ class Daemons:
         daemons: Ray daemons whose death ends the run.
 
     Attributes:
-        patient: Whether the run may finish its current step and save a checkpoint after the death of gcs_server.
+        patient: Whether the run is allowed to finish the current training step and save a checkpoint after the death of
+            gcs_server.
     """
 
     def __init__(self, daemons: Sequence[Daemon] = ()) -> None:
@@ -154,11 +155,11 @@ class Daemons:
     def check(self, *, at_rest: bool = False) -> None:
         """Raise ClusterLost if a Ray daemon has died.
 
-        If `patient` is True and the run is in the middle of a step, the death of gcs_server is only logged at first,
-        and becomes an error after `GRACE_S` seconds.
+        If `patient` is True, the death of gcs_server in the middle of a training step is only logged at first, and
+        raises ClusterLost after `GRACE_S` seconds.
 
         Args:
-            at_rest: Whether the run is between two steps, so that a checkpoint can be saved.
+            at_rest: Whether the run is between two training steps, so that a checkpoint can be saved.
         """
         lost = self.lost()
         if lost is None:
@@ -169,7 +170,7 @@ class Daemons:
             self.lost_at = now
             if saves and not at_rest:
                 logger.warning(
-                    "%s: if this step does not end within %g s, the run ends before this step is complete",
+                    "%s: if the current training step does not end within %g s, the run ends without completing it",
                     lost,
                     GRACE_S,
                 )
@@ -220,8 +221,8 @@ def _listener(path: str) -> int:
 def _is_gcs_of(session: str, pid: int) -> bool:
     """Return whether the process `pid` is the gcs_server of the Ray cluster with the session name `session`.
 
-    Checking only the program's name would not be enough, because this process may also have started a second Ray
-    cluster.
+    The function also compares the session name, because this process may have started a second Ray cluster, whose
+    gcs_server has the same program name.
     """
     try:
         arguments = psutil.Process(pid).cmdline() or [""]

@@ -167,8 +167,8 @@ def _started(driver: int, since: float) -> Path | None:
 
     Args:
         driver: Pid of the driver.
-        since: Time in seconds since the epoch at which the guard started. Directories that are older than `since` are
-            ignored.
+        since: Time in seconds since the epoch at which the guard started. Session directories that were last modified
+            more than one second before `since` are ignored.
     """
     base = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir()) / "ray"
     found = [path for path in base.glob(f"session_*_{driver}") if path.stat().st_mtime >= since - 1.0]

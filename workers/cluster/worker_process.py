@@ -114,7 +114,7 @@ class Host:
             return getattr(called, method)(*map(self._argument, args), **kwargs)
 
     def _argument(self, given: Any) -> Any:
-        """Make the call and return its result if `given` is an `InnerCall`; otherwise return `given` unchanged."""
+        """If `given` is an `InnerCall`, make the call and return its result; if not, return `given` unchanged."""
         inner = isinstance(given, InnerCall)
         return self.call(given.role, given.method, *given.args, **given.kwargs) if inner else given
 
@@ -129,8 +129,8 @@ class Host:
             role: Name of the role.
             method: Name of the method.
             joins: One entry (a `Join` or None) for each argument of the called method. A `Join` says how many of the
-                next elements of `args` are joined into the argument, and which columns are kept. An entry None means
-                that the argument is simply the next element of `args`.
+                next elements of `args` are joined into one argument, and which columns the argument keeps. An entry
+                None means that the argument is simply the next element of `args`.
             args: All arguments and parts of arguments, in the order of `joins`.
             kwargs: Keyword arguments of the method.
         """
@@ -176,8 +176,8 @@ class Host:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory for reuse, because each training step allocates blocks of the same sizes again.
 
-    Each page of memory that glibc returns to the system costs a page fault when the page is used again. Without this
-    function, page faults took a third of the time of a small model's forward pass.
+    Each page of memory that glibc returns to the system costs a page fault when the page is used again. With glibc's
+    default settings, page faults took a third of the time of a small model's forward pass.
     """
     with contextlib.suppress(OSError, AttributeError):  # the C library may not be glibc
         mallopt = ctypes.CDLL("libc.so.6").mallopt

@@ -178,7 +178,7 @@ def _json(value: Mapping[str, Any], status: int = 200) -> "web.Response":
 
 
 async def _streamed(http: "web.Request", events: Iterator[Event], *, end: str = "") -> "web.StreamResponse":
-    """Send server-sent events, and then the text `end`."""
+    """Send server-sent events, followed by the text in the parameter `end`."""
     from aiohttp import web
 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

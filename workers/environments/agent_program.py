@@ -126,7 +126,7 @@ class CommandProgram:
 
 
 def _ending_with_this_process(words: Sequence[str]) -> list[str]:
-    """Return a command that runs `words` and that the kernel kills when this process ends for any reason."""
+    """Return a command that runs the command `words` and that the kernel kills as soon as this process ends."""
     return [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *words]
 
 
@@ -183,7 +183,7 @@ async def _ended(program: Program, task: Task, session: AgentSession) -> tuple[s
 
     Raises:
         EnvironmentFailure: the program has failed.
-        Exception: the exception because of which the engine can sample no further answer.
+        Exception: the engine can sample no further answer; the engine's exception is raised unchanged.
     """
     running = asyncio.ensure_future(program.run(task))
     # Reading the exception keeps asyncio from reporting the error of a program whose conversation is over.

@@ -30,7 +30,7 @@ class Answered:
     answer: ModelAnswer
 
     def begins(self, asked: ModelRequest, size: int) -> bool:
-        """Return whether `asked` has this request's tools and begins with the first `size` elements of `messages`."""
+        """Return whether `asked` has the same tools and the same first `size` messages as this answered request."""
         same = len(asked.messages) >= size and asked.tools == self.tools
         return same and list(asked.messages[:size]) == list(self.messages[:size])
 
@@ -57,10 +57,10 @@ class AgentSession:
         stop_reason: Name of the limit because of which a request was refused; "" if no request was refused because of a
             limit since the last answer.
         refusal: Error message of the last refused request.
-        reward: Reward that the program has sent for the whole conversation; None if the program has sent no such
-            reward.
+        reward: Reward that the program has sent for the whole conversation; None if the program has sent no reward for
+            the whole conversation.
         lost: Future that gets an exception if the engine can sample no further answer.
-        calls: Tasks of the requests that are being answered.
+        calls: The asyncio tasks that are answering requests.
     """
 
     def __init__(self, request: EpisodeRequest, engine: Samples, limits: Limits) -> None:

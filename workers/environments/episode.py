@@ -106,7 +106,7 @@ class Episode:
 
         Returns:
             Three values: the messages that respond to the action, the reward of the turn, and whether the environment
-            ended the trajectory. If no messages respond to the action, the action is the final answer.
+            ended the trajectory. If the list of messages is empty, the action is the final answer.
         """
         if action.calls:
             return [await self._result_of(call) for call in action.calls], None, False

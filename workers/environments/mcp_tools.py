@@ -10,7 +10,7 @@ from typing import Any, TextIO
 from rltrain.base.errors import described
 from rltrain.environments.contract import EnvironmentFailure
 
-CONNECT_TIMEOUT_S = 60.0  # The timeout is long, because a command may install the MCP server before the server starts.
+CONNECT_TIMEOUT_S = 60.0  # Connecting can take long, because the server's command may install the server first.
 
 
 def tools_of(address: str) -> list[dict[str, Any]]:
@@ -20,7 +20,7 @@ def tools_of(address: str) -> list[dict[str, Any]]:
         address: URL of the server, or the command that starts the server.
 
     Raises:
-        EnvironmentFailure: the server cannot be reached. The error message has one line.
+        EnvironmentFailure: the server cannot be reached. The message of this exception is a single line.
     """
 
     async def listed() -> list[Any]:

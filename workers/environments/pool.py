@@ -85,7 +85,7 @@ class EnvironmentPool:
             worker.aborts += 1
         for worker in self.workers:
             try:
-                await results(worker.sent)  # Every `submit` must reach the worker before the abort.
+                await results(worker.sent)  # All earlier calls of `submit` must reach the worker before `abort` does.
                 await worker.role.call(EnvironmentWorker.abort)
             except WorkerLost:
                 continue  # The background task of the worker replaces the lost process.
@@ -214,7 +214,8 @@ class EnvironmentReplica(Replica):
     async def live(self, pool: Owner) -> None:
         """Sample turns until the replica's background task is cancelled.
 
-        If the replica's process is lost, start a new process if the pool permits.
+        If the replica's process is lost, the replica starts a new process, unless the rollout pool forbids a new
+        process.
         """
         self._owner = pool
         await super().live(pool)

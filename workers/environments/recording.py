@@ -13,7 +13,7 @@ from workers.rollout.turns import TurnRequest, TurnResult
 
 Message = Mapping[str, Any]
 ATTEMPTS = 2  # Maximum number of attempts to run a trajectory whose environment or agent program fails.
-LAST = -1  # Index of the last finished turn, counted from the end.
+LAST = -1  # The list index -1 selects the last finished turn.
 _NO_ACTION = Turn((), (), (), (), "abort")
 
 
@@ -22,8 +22,8 @@ class _Context:
     """The context in which the action of one turn was sampled.
 
     Attributes:
-        ids: Token ids of the context, followed by the turn's action. Later turns that continue the context may have
-            appended their own token ids.
+        ids: Token ids of the context, followed by the turn's action. If a later turn continues this context, the token
+            ids of the later turn can follow in the same list `ids`.
         begin: Number of tokens in `ids` before the turn's action.
         end: Number of tokens in `ids` up to the end of the turn's action.
     """
@@ -37,8 +37,9 @@ class Recording:
     """The turns of a running trajectory.
 
     Each turn either continues the context of an earlier turn or has a new context. If a new turn continues the context
-    of a turn that is not the last recorded turn, the whole context is recorded again. A context is recorded again
-    because a row of a batch contains the tokens of all turns in the order of the turns.
+    of a turn that is not the last recorded turn, the whole context is recorded again. A turn that returns to an earlier
+    context needs this second recording, because a row of a batch contains the tokens of all turns in the order of the
+    turns.
 
     Args:
         request: The prompt, the data columns and the seed of the trajectory.
@@ -78,7 +79,7 @@ class Recording:
             new: The messages since the action of the turn `after`, or all messages of a new context.
             after: Index of the finished turn whose context the request continues; None for a new context.
             tools: Schemas of the tools; None for the tools of the run.
-            max_tokens: A further limit on the number of tokens of the action, besides the limits of the trajectory.
+            max_tokens: Maximum number of tokens of the action, in addition to the limits of the trajectory.
         """
         limits, number = self.limits, len(self.turns)
         context, of_last = self._continued(after)

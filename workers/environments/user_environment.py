@@ -23,7 +23,7 @@ from workers.environments.daemon_threads import in_daemon_thread
 
 
 class UserEnvironment:
-    """Environment of one trajectory: the tools, and an object of the user's environment class if there is such a class.
+    """Environment of one trajectory: the tools, and an object of the environment class if the user has written one.
 
     Args:
         make: The user's environment class, or None if the run has only tools.
@@ -93,7 +93,8 @@ class UserEnvironment:
         return as_step(await self._required(STEP, getattr(self._object, STEP), text))
 
     async def reward(self) -> float | None:
-        """Return the reward of the whole trajectory, or None if the environment gives no such reward.
+        """Return the reward of the whole trajectory, or None if the environment gives no reward of the whole
+        trajectory.
 
         Raises:
             EnvironmentFailure: the user's code raised an exception, took too long or returned no number.

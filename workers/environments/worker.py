@@ -38,7 +38,7 @@ class EnvironmentWorker:
         threaded: Whether the trajectories run in a separate thread. If `threaded` is False, the trajectories run only
             during `poll`.
         memory_mb: Maximum memory in MB that the process may allocate after the imports of the user's modules; None for
-            no limit. An allocation above the limit raises MemoryError in the code of the user.
+            no limit. If the user's code allocates more than `memory_mb`, the allocation raises MemoryError.
 
     Attributes:
         records_events: Always True, so that the caller of a method of this class records no timeline event for the
@@ -61,7 +61,7 @@ class EnvironmentWorker:
             self.tools |= {tool: self.servers[address].tool(tool) for tool in names}
         self.program = program_of(source.agent) if source.agent else None
         if memory_mb is not None:
-            limit_memory(memory_mb)  # This memory limit is set after the user's modules were imported.
+            limit_memory(memory_mb)  # The memory limit is set after the imports of the user's modules.
         self.replicas: dict[ReplicaId, Replica] = {}
         self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.finished: list[Trajectory] = []
@@ -78,8 +78,8 @@ class EnvironmentWorker:
 
         Args:
             replica: Identity of the replica's process (see `ReplicaId`).
-            connection: Connection to the replica's process, used only if the worker has no connection to this process
-                yet.
+            connection: Connection to the replica's process, ignored if the worker already has a connection to the
+                replica's process.
             requests: The trajectories to run. A running trajectory that has the same key as a request in `requests` is
                 cancelled.
         """

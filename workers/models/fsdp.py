@@ -91,7 +91,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
     After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
     dtype, for a later backward pass. `forward_only` releases the gathered copies of the parameters, because no backward
-    pass follows. Gathered copies would waste memory, and would be saved in checkpoints instead of the float32 shards.
+    pass follows. Without the release, the gathered copies would waste memory, and checkpoints would contain the
+    gathered copies instead of the float32 shards.
     """
     with torch.no_grad():
         yield
@@ -187,8 +188,8 @@ class Optimizer:
             1 if the step was skipped because of non-finite values, otherwise 0.
 
         Raises:
-            NumericsError: more than `max_skipped` consecutive optimizer steps were skipped. The skipped optimizer steps
-                have not changed the weights.
+            NumericsError: more than `max_skipped` consecutive optimizer steps were skipped. The weights are the same as
+                before the skipped optimizer steps.
         """
         norm = float(full(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
         lr, skip = self.lr(), not (_on_all_ranks(finite) and math.isfinite(norm))

@@ -40,8 +40,8 @@ def token_log_probs(
         entropy = -sum_v pi_v log pi_v
         d log pi_y / dz_v = [v = y] - pi_v,   d entropy / dz_v = -pi_v (log pi_v + entropy)
 
-    In these formulas, y is the id of a token, v runs over the vocabulary, z is the vector of logits, and pi is
-    softmax(z).
+    In the formulas for log-probs, entropies and their gradients, y is the id of a token, v runs over the vocabulary, z
+    is the vector of logits, and pi is softmax(z).
 
     A vocabulary entry with probability 0, such as an entry whose logit is -inf, adds exactly 0 to the entropy and has
     no gradient.
@@ -195,7 +195,8 @@ def check_probe(probes: Tensor, model: nn.Module) -> None:
 
     Args:
         probes: logits of the model in a test call, in which the last layer was replaced by a layer that returns
-            PROBE / `logit_scale` everywhere. All probe logits must equal PROBE.
+            PROBE / `logit_scale` everywhere. If the model only multiplies by `logit_scale`, every element of `probes`
+            equals PROBE.
         model: the model, whose class the error message names.
     """
     if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):

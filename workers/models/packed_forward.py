@@ -111,10 +111,10 @@ class Pack:
 def pack(batch: DataProto) -> Pack:
     """Pack all rows of a batch.
 
-    The first context of a row begins with the row's prompt. The column `context_starts` marks the beginning of each
-    later context, and a batch without this column has one context per row. The values that are computed for the first
-    token of a later context have no meaning and must not be used. The policy did not sample the first token of a later
-    context.
+    The first context of a row begins with the row's prompt. The column `context_starts` marks the first token of the
+    second and of each further context of a row; a batch without the column `context_starts` has exactly one context per
+    row. The policy did not sample the first token of a row's second or further context, so the values that are computed
+    for such a token have no meaning and must not be used.
 
     The pack includes the prompt tokens of a row without response tokens, but no token is predicted for the row.
     """

@@ -106,7 +106,7 @@ def tokens_of_all_heads(tensor: Tensor, sequence: Sequence) -> Tensor:
     """
     length = sequence.slice
     padded = F.pad(tensor[0], (0, 0, 0, 0, 0, sequence.size * length - sequence.tokens))
-    parts = padded.unflatten(0, (sequence.size, length))  # `parts` has the shape (ranks, n, H', D)
+    parts = padded.unflatten(0, (sequence.size, length))  # shape (ranks, n, H', D): one slice of n tokens for each rank
     received: Tensor = _AllToAll.apply(parts, sequence.group)  # type: ignore[no-untyped-call]
     return received.transpose(0, 1).flatten(1, 2)[None]
 

@@ -51,8 +51,8 @@ def whole_of(shard: Tensor, like: Tensor) -> Tensor:
 def move_weights(targets: Sequence[Tensor], sources: Sequence[Tensor], coef: float) -> None:
     """Replace each target t in place by a * s + (1 - a) * t, where a = `coef` is in (0, 1] and s is the source.
 
-    If `coef` is 1, each target becomes a copy of its source, rounded to the target's dtype. If `coef` is below 1, each
-    target must be at least float32, because a target in bfloat16 would round small updates away.
+    If `coef` is 1, each target tensor becomes a copy of its source tensor, rounded to the target's dtype. If `coef` is
+    below 1, each target must be at least float32, because a target in bfloat16 would round small updates away.
     """
     for target, source in zip(targets, sources, strict=True):
         if coef == 1:

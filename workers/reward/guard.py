@@ -367,7 +367,7 @@ class Guard:
     def ping(self, lane: int) -> bool:
         """Wait until child process number `lane` has imported the reward functions.
 
-        If child process number `lane` does not exist yet, start it first.
+        Child process number `lane` is started if the child process does not exist yet.
 
         See `GuardedWorker.ping`.
         """

@@ -257,10 +257,10 @@ class RewardPool:
     def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
-        # A scoring call lasts at most the time budget plus `calls` times the time limit of one call of a reward
-        # function. All plain functions (neither batched nor async) together end within the time budget plus one time
-        # limit. Each batched function adds one time limit to the longest possible duration of a scoring call. Async
-        # functions add one time limit for every `concurrency` calls of async functions.
+        # A scoring call lasts at most the time budget plus a number of time limits of a reward function; the variable
+        # `calls` is that number of time limits. All plain functions (neither batched nor async) together end within the
+        # time budget plus one time limit. Each batched function adds one time limit to the longest possible duration of
+        # a scoring call. Async functions add one time limit for every `concurrency` calls of async functions.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
         # A scoring call with async functions gets `_GRACE_S` additional seconds, in which a late async function can be

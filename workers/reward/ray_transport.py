@@ -112,7 +112,7 @@ class RayTransport:
         self._slots += [self._unused(number) for _ in range(spares) for number in range(size)]
 
     def idle(self) -> Sequence[int]:
-        """Return the slots (process numbers) on which a call may begin. See `Transport.idle`."""
+        """Return the slots (process numbers) in which a new call can begin. See `Transport.idle`."""
         found = []
         for worker in range(self.size):
             lanes = self._lanes(worker)
@@ -196,7 +196,7 @@ class RayTransport:
 
     def _arrived(self, result: "asyncio.Future[Any]") -> None:
         if not result.cancelled():
-            result.exception()  # asyncio would log an error that no code has retrieved
+            result.exception()  # asyncio logs the error of a future unless the error has been read
         self._changes.notify()
 
     def _look(self, number: int, slot: _Slot) -> list[Event]:

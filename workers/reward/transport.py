@@ -20,11 +20,11 @@ class Call:
         requests: Samples to score, in this order.
         function: Index of the only reward function to call. If `function` is None, the worker calls all functions.
         budget_s: Seconds after which the worker calls no further plain function (neither batched nor async). When
-            `budget_s` has passed, the worker returns the results that it has.
+            `budget_s` has passed, the worker returns results only for the samples that it has begun to score.
         limit_s: Maximum seconds that one call of a reward function may take.
         deadline_s: Seconds without a result after which the worker's process is killed and the call is lost.
-        hold_s: Seconds without a result after which a `Held` event is reported. The slow call continues, but its worker
-            may begin another call in a spare process.
+        hold_s: Seconds without a result after which a `Held` event is reported. After the event, the call continues,
+            but the worker may begin another call in a spare process.
         stepwise: Whether the worker reports each result immediately, instead of all results at the end of the call.
             Batched and async functions always report their results at the end of the call.
     """
@@ -55,13 +55,13 @@ class Held:
 
     The slow call continues, and another event will report the end of the slow call. If the slow call is stepwise, its
     process continues only with the first request that has no complete result. The event at the end of a slow stepwise
-    call reports only the result of the request that was being scored. All later requests of a slow stepwise call must
-    be scored in another call.
+    call reports only the result of the request that was being scored. The caller must use another call to score the
+    requests that follow the request being scored.
 
     Attributes:
         slot: Index of the process among the reward processes, from 0.
-        results: The results of a stepwise call so far, or None if the call is not stepwise. The last result can lack
-            the scores of the last reward functions.
+        results: The results of a stepwise call so far, or None if the call is not stepwise. The last result can be
+            incomplete, because some reward functions may not have scored its sample yet.
     """
 
     slot: int
@@ -116,8 +116,8 @@ class Transport(Protocol):
     async def events(self) -> Sequence[Event]:
         """Wait for events of the running calls, and return them.
 
-        The method `events` also returns when a worker has become ready or when `start` is called. The returned list of
-        events may be empty.
+        Even without an event, the method `events` returns when a worker has become ready or when `start` is called. The
+        returned list of events may be empty.
         """
 
     async def recorded(self) -> list[Recorded]:

@@ -1,4 +1,4 @@
-"""Calls of reward functions in the current process, which is the driver or a child process of a guard.
+"""Calls of reward functions in the current process: the driver, or a child process of `workers.reward.guard`.
 
 The module `workers.reward.worker` does not import torch.
 """
@@ -68,7 +68,7 @@ class _Function:
             return [self.call(request) for request in requests]
         try:
             return [_outcome(result) for result in as_scores(results, len(requests))]
-        except BaseException as error:  # If the number of scores is wrong, the scores cannot be assigned to samples.
+        except BaseException as error:  # Unless each sample has one score, the scores cannot be assigned to samples.
             return [_unless_stopped(error)] * len(requests)
 
     async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
@@ -158,8 +158,8 @@ class RewardWorker:
             report: Callback that, after each call of a plain function, receives the scores that the sample has so far.
 
         Returns:
-            One result per request. If `budget_s` runs out, only the first requests have results, and the last result
-            may lack the scores of the last functions.
+            One result per request. If `budget_s` runs out, the list covers only the first requests, and its last result
+            may lack the scores of functions that were not called.
         """
         chosen = self._functions if function is None else [self._functions[function]]
         outcomes: list[dict[int, Outcome]] = [{} for _ in requests]
@@ -271,8 +271,8 @@ def _unless_stopped(error: BaseException) -> BaseException:
     """Return an exception that a reward function raised, or re-raise the exception if the user wants to stop the run.
 
     The user can stop the run with Ctrl-C (KeyboardInterrupt) or by quitting the debugger (BdbQuit). A KeyboardInterrupt
-    or a BdbQuit counts as the user's request to stop only if the current thread is the main thread and SIGINT does not
-    have its default action. SIGINT has its default action in the child processes of guards, but not in the driver.
+    or a BdbQuit counts as the user's request only in the main thread of a process in which SIGINT does not have its
+    default action. SIGINT has its default action in the child processes of guards, but not in the driver.
     """
     here = threading.current_thread() is threading.main_thread()
     stops = isinstance(error, KeyboardInterrupt | bdb.BdbQuit)

@@ -257,7 +257,12 @@ def new_batch(requests: Sequence[Request], device: torch.device) -> Batch:
 
 
 def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[int]]:
-    """Return a list with one request per distinct prompt, and for each request the index of its prompt in the list."""
+    """Find the distinct prompts of requests.
+
+    Returns:
+        A list with one request for each distinct prompt; and, for each of `requests`, the index in that list of the
+        request with the same prompt.
+    """
     numbers: dict[tuple[int, ...], int] = {}
     which = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
     firsts = dict(zip(reversed(which), reversed(requests), strict=True))

@@ -35,9 +35,9 @@ from workers.sync.checks import check_outputs, probe_vector
 from workers.sync.memory import Reader
 
 # Dropping or adding rows copies the batch's key-value cache, so several rows are dropped or added at a time. Rows that
-# join a running batch may also need padding, which makes the matrices of the batch wider.
-SLACK = 0.1  # If more than this share of the batch's rows is finished, the finished rows are dropped.
-JOIN = 0.5  # Share of the batch that must be free before requests join, unless all waiting requests fit.
+# join a running batch may need padding, which makes the matrices of the batch wider.
+SLACK = 0.1  # Maximum share of finished rows in a batch; above this share, the finished rows are dropped.
+JOIN = 0.5  # Share of a batch's places that must be free before requests join the batch, unless all requests fit.
 
 
 class HFEngine:

@@ -197,7 +197,8 @@ class RolloutPool:
                 except WorkerLost:
                     if not any(rank.process.how_lost for rank in ranks):
                         raise
-                    self._source = None  # The next `load` sends the restarted actor's weights.
+                    # A rank of the actor has died. The next `load` will send the weights of the restarted actor.
+                    self._source = None
         self._resume()
 
     async def replacement_allowed(self, replica: Replica, how: str) -> None:

@@ -64,7 +64,7 @@ class Owner(Protocol):
         """Record the death of a replica, and wait until a new process is allowed to replace the dead process.
 
         Raises:
-            WorkerError: The replica's process must not be replaced.
+            WorkerError: The pool does not replace replicas, or too many replicas have died since the last answer.
         """
 
     async def give_weights(self, replica: "Replica") -> None:

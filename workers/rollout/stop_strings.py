@@ -2,7 +2,7 @@
 
 The rollout engines do not use vLLM's own option `stop`. Because all engines use the same search, the end and the text
 of an answer depend only on the answer's tokens and not on the engine. Without the option `stop`, vLLM needs no
-tokenizer. A tokenizer in vLLM might decode tokens differently than the tokenizer of this search.
+tokenizer. A tokenizer in vLLM might decode tokens differently than the tokenizer of `StopStrings`.
 """
 
 from collections.abc import Sequence

@@ -53,8 +53,9 @@ class StoredEngine:
         """Return the stored answers to all queued requests.
 
         Raises:
-            ConfigError: The earlier run has stored no answer to a request, has stored an answer to a prompt other than
-                the request's prompt, or has stored an answer that is longer than the request allows.
+            ConfigError: The earlier run has stored no answer to a request, or the stored answer does not fit the
+                request. An answer does not fit if its prompt differs from the request's prompt, or if the answer is
+                longer than the request allows.
         """
         requests, self.waiting = self.waiting, []
         return [self._answer(request) for request in requests]

@@ -20,7 +20,7 @@ CUT = "\n[cut off after {tokens} tokens]"  # Mark that is appended to a message 
 
 
 class TurnServer:
-    """Converter from turn requests to requests of the rollout engine, and from the engine's answers to turn results.
+    """Converter that makes requests to the engine from turn requests, and turn results from the engine's answers.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -42,7 +42,7 @@ class TurnServer:
         self._rendering = threading.Lock()
 
     def begin(self, client: str, turns: Sequence[TurnRequest]) -> tuple[list[Request], list[TurnResult]]:
-        """Render the messages of the given turns.
+        """Render the messages of the requested turns.
 
         Returns:
             The requests to send to the engine, and the results of turns without an action. A turn has no action if its
@@ -63,7 +63,7 @@ class TurnServer:
         return requests, ended
 
     def store(self, client: str, results: Sequence[TurnResult]) -> None:
-        """Store finished turns until the given client polls."""
+        """Store finished turns of a client until the client polls."""
         self.finished.setdefault(client, []).extend(results)
 
     def _begun(self, turn: TurnRequest) -> tuple[TurnResult, list[int], int]:
@@ -93,10 +93,10 @@ class TurnServer:
         return replace(result, full=room < 1), context, min(room, turn.max_tokens)
 
     def _renderer_with(self, tools: Sequence[Mapping[str, Any]]) -> TurnRenderer:
-        """Return a renderer whose prompts describe the given tools.
+        """Return a renderer whose prompts describe the tools in `tools`.
 
         Raises:
-            ValueError: the chat template cannot add turns to conversations with these tools.
+            ValueError: the chat template cannot add turns to conversations with `tools`.
         """
         key = json.dumps(tools, sort_keys=True)
         if key not in self._renderers:

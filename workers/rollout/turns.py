@@ -12,11 +12,12 @@ from rltrain.environments.tool_calls import ParsedAction
 
 @dataclass(frozen=True)
 class TurnFormat:
-    """The format of the turns of a run's trajectories: the tools, and the format of tool calls.
+    """What the turns of a run's trajectories can contain: the tools, and the format in which the model calls tools.
 
     Attributes:
         tools: Schemas of the tools, as `transformers.utils.get_json_schema` returns them.
-        tool_format: Name of the format of tool calls, or path of the user's function that finds the calls in a text.
+        tool_format: Name of the format of tool calls, or path of the user's function that finds the tool calls in a
+            text.
     """
 
     tools: Sequence[Mapping[str, Any]]

@@ -292,7 +292,7 @@ class InProcessVLLM:
     def finish_load(self, version: int) -> None:
         """Make the engine use the new weights, check them, and drop all keys and values that the old weights computed.
 
-        The keys and values of unfinished answers are also dropped. vLLM recomputes dropped keys and values when
+        Even the keys and values of unfinished answers are dropped; vLLM recomputes the dropped keys and values when
         generation continues.
         """
         self.engine.collective_rpc("finish_weight_update")
@@ -380,8 +380,8 @@ class AsyncVLLM:
         self.engine: AsyncLLM = self._run(self._start(AsyncEngineArgs(**arguments)))
         self.family = Family()
         self._run(self.engine.init_weight_transfer_engine(WeightTransferInitRequest()))
-        # By now, all processes of vLLM have opened their shared files, so the names of the files can be removed. vLLM
-        # never removes some of its shared files, and removes none if its processes are killed.
+        # By now, all processes of vLLM have opened their shared files, so the names of the files can be removed. Some
+        # shared files are never removed by vLLM, and none are removed if vLLM's processes are killed.
         pids = [process.pid for process in psutil.Process().children(recursive=True)]
         leftovers.remove(leftovers.shared_files([os.getpid(), *pids]))
 
@@ -391,7 +391,7 @@ class AsyncVLLM:
             try:
                 return future.result(timeout=LOOK_S)
             except TimeoutError:
-                if future.done():  # The coroutine has ended after the timeout, or has raised TimeoutError itself.
+                if future.done():  # The coroutine raised the TimeoutError, or ended just after the timeout.
                     return future.result()
                 if self.family and self.family.lost:
                     raise self.family.error() from None
@@ -503,7 +503,8 @@ class AsyncVLLM:
     def finish_load(self, version: int) -> None:
         """Make the engine use the new weights, check them, drop the KV cache, and resume generation.
 
-        The keys and values of unfinished answers are also dropped and computed again.
+        Even the keys and values of unfinished answers are dropped; vLLM recomputes the dropped keys and values when
+        generation continues.
         """
         self._sync(self._finish_load(version))
 

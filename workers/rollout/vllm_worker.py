@@ -129,7 +129,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         self.reader.close()
         if self.adapters.parts:
-            # All weights are loaded from the model's files, because an engine that has slept may also lack the weights
+            # All weights are loaded from the model's files, because an engine that has slept may lack even the weights
             # that have no adapter.
             self._load(self.adapters.merged(everything=True))
         finalize_layerwise_reload(self.model, self.model_config)
@@ -165,7 +165,7 @@ def repack_heads(model: nn.Module) -> None:
 
 
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
-    """Copy the tensors of a bucket that vLLM does not load until all parts of a fused layer have arrived.
+    """Copy the tensors that vLLM leaves in a bucket's memory until all parts of a fused layer have arrived.
 
     A tensor that is not copied would stay in the bucket's memory, which later buckets overwrite.
     """
@@ -228,8 +228,9 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
     Args:
         model: The model.
-        products: Whether to run the linear layers and the output heads. If `products` is False, look up all rows of the
-            embeddings instead, and also return the one-dimensional parameters of other layers.
+        products: Whether to run the linear layers and the output heads. If `products` is False, the linear layers and
+            output heads are left out: the function looks up all rows of the embeddings, and returns the one-dimensional
+            parameters of the remaining layers.
 
     Returns:
         A dictionary from checkpoint names to the products W v in float32, with one entry for each part of a fused

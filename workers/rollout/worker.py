@@ -252,7 +252,7 @@ class RolloutWorker:
             try:
                 return future.result(timeout=1)
             except TimeoutError:
-                if future.done():  # The call has ended after the timeout, or has raised TimeoutError itself.
+                if future.done():  # The function raised the TimeoutError, or ended just after the timeout.
                     return future.result()
                 if not self.thread.is_alive():
                     raise self.error or RuntimeError("the engine's thread has ended") from None

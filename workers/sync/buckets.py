@@ -63,8 +63,8 @@ class Bucket:
         version: version of the weights.
         dtype: dtype of all tensors, "float32" or "bfloat16".
         places: locations of all tensors of the bucket.
-        aliases: maps each additional name of a tied tensor to the name under which the tensor is sent. The engine also
-            checks the tied tensors under their additional names.
+        aliases: maps each additional name of a tied tensor to the name under which the tensor is sent. The engine
+            checks a tied tensor under each of its names.
         pieces: the pieces (rows of tensors) that were written into the bucket, in the order of their bytes.
         data: the bucket's bytes as uint8, or None if the bytes are in a file. In one rank's part, `data` contains the
             rank's pieces one after another, each at a multiple of `ALIGNMENT`. In the joined parts of a bucket, and in

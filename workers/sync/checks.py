@@ -54,7 +54,7 @@ def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray], *, version: int, dtype: str) -> None:
-    """Compare the outputs of the engine's layers for the probe vector with the outputs of the trainer's weights.
+    """Compare the outputs that the engine's layers and the trainer's weights give for the probe vector.
 
     Args:
         outputs: maps tensor names to the probes that the engine's own layers computed.
@@ -85,5 +85,6 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
     if not errors[worst] <= RELATIVE_ERROR[dtype]:
         raise SyncError(
             f"weight sync {version}: the engine does not compute with the actor's '{worst}' (relative error "
-            f"{errors[worst]:.2g}, limit {RELATIVE_ERROR[dtype]:g}): the engine still uses other weights"
+            f"{errors[worst]:.2g}, limit {RELATIVE_ERROR[dtype]:g}): the engine still uses weights that differ from "
+            "the actor's weights"
         )

@@ -40,7 +40,7 @@ def new_path() -> str:
 def whereabouts() -> str | None:
     """Return a string that is equal in two processes if and only if the processes can map each other's shared files.
 
-    Return None if the string cannot be determined, because the identity of the host cannot be read.
+    Return None if the identity of the host or of the shared-memory folder cannot be read.
     """
     try:
         kernel = Path("/proc/sys/kernel/random/boot_id").read_text("utf-8").strip()
@@ -81,7 +81,7 @@ class SharedFile:
     def unlink(self) -> None:
         """Remove the shared file's name from the shared-memory folder.
 
-        Processes that have mapped the shared file can still use the file.
+        A process that has mapped the shared file can continue to use the file.
         """
         with contextlib.suppress(FileNotFoundError):
             os.unlink(self.path)

@@ -169,7 +169,7 @@ class AdapterSender(Sender):
     def write(self, number: int, path: str | None) -> Bucket:
         """Write this rank's part of a bucket, as `Sender.write` does.
 
-        If `check` is True, the last bucket also carries the probes of the merged model.
+        If `check` is True, the last bucket carries the probes of the merged model in addition to adapters.
         """
         bucket = super().write(number, path)
         bucket.scale = self.scale

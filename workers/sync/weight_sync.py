@@ -57,7 +57,7 @@ class Receives(Protocol):
         """Resume generating responses, now with the new weights."""
 
     def give_up_load(self, sync: str, reason: str) -> None:
-        """Mark the weight sync as failed for the given reason."""
+        """Mark the weight sync as failed, and store the reason."""
 
 
 async def sync(
@@ -78,10 +78,10 @@ async def sync(
         share: whether to transfer the weights through shared memory if all processes are on one host.
 
     Raises:
-        WorkerLost: the process of a rank or of an engine died or hung. The surviving engines generate no responses
-            until another weight sync succeeds.
-        SyncError: the engines did not receive all weights, or do not compute with the sent weights. The engines
+        WorkerLost: the process of a rank or of an engine died or hung. After a WorkerLost, the surviving engines
             generate no responses until another weight sync succeeds.
+        SyncError: the engines did not receive all weights, or do not compute with the sent weights. After a SyncError,
+            the engines generate no responses until another weight sync succeeds.
     """
     path = new_path()
     senders, receivers = _processes(ranks), _processes(engines)

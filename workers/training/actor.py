@@ -1,4 +1,4 @@
-"""The actor: the sharded causal language model that is trained, with its log-probs and its policy update."""
+"""The actor, the sharded causal language model that is trained: how it computes log-probs and updates its weights."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -99,8 +99,9 @@ class ActorWorker:
         The rows of the returned batch are in the order of `microbatches`.
 
         Returns:
-            A batch with the column `old_log_probs`, with `entropies` if the advantage estimator or the loss's token
-            selector reads entropies, and with `full_kl` if the exact KL to the reference is subtracted from the reward.
+            A batch with the column `old_log_probs`. The batch has the column `entropies` if the advantage estimator or
+            the loss's token selector reads entropies, and the column `full_kl` if the exact KL to the reference is
+            subtracted from the reward.
         """
         in_reward, temperature = self.config.algorithm.kl_in_reward.full, self.config.rollout.temperature
 
@@ -130,7 +131,7 @@ class ActorWorker:
         vocabulary.
         """
         words = self.model.get_output_embeddings().weight.size(0)
-        assert len(head) >= words, "the start of the run refuses a teacher with a smaller vocabulary than the policy's"
+        assert len(head) >= words, "a teacher with a smaller vocabulary than the policy's is refused before the run"
         # The teacher's output head is divided by the policy's `logit_scale`, because `policy_output` multiplies the
         # teacher's logits by the policy's `logit_scale`.
         scaled = head[:words] / logit_scale(self.model)
@@ -231,7 +232,8 @@ class ActorWorker:
 
     def _end_update(self) -> None:
         if self.config.takes_turns:
-            torch.cuda.empty_cache()  # The rollout engine on the same GPU needs the memory.
+            # The rollout engine on the same GPU needs the memory that PyTorch keeps in its cache.
+            torch.cuda.empty_cache()
 
     def _backward(
         self,
@@ -286,9 +288,9 @@ class ActorWorker:
         gap, limit = result.first["same_policy"] / result.first_tokens, SAME_POLICY_NATS[self.config.model.dtype]
         if not gap <= limit:
             raise LogProbError(
-                f"before the first optimizer step, the actor's log-probs moved by {gap:.2g} nats per token on average; "
-                f"the limit is {limit:g}: with the same weights, two forward passes must give the same log-probs; "
-                "please report this"
+                "before the first optimizer step, the actor's log-probs differ from the old log-probs by "
+                f"{gap:.2g} nats per token on average; the limit is {limit:g}: with the same weights, two forward "
+                "passes must give the same log-probs; please report this"
             )
 
     def shard_groups(self) -> int:
@@ -370,7 +372,7 @@ def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig)
 
     Args:
         batch: the batch that contains the mini-batch.
-        rows: indices of all rows of one mini-batch. `selected` is False in the rows of other mini-batches.
+        rows: indices of all rows of one mini-batch. `selected` is False in all rows that are not in `rows`.
         algorithm: settings that name the loss and its token selector.
     """
     selectors = loss_functions(algorithm.loss_mode)[1:]
@@ -422,7 +424,7 @@ def actor_loss(
 
     token_losses, counted, sums = policy_term(columns, algorithm, statistics)
     if algorithm.correction.normalize == "kept":
-        assert statistics is not None, "the number of kept tokens comes from the statistics of the whole mini-batch"
+        assert statistics is not None, "correction.normalize=kept needs the statistics of the whole mini-batch"
         of_kept = {"num_tokens": statistics.num_tokens, "num_sequences": statistics.num_sequences}
         loss = aggregate_loss(token_losses, counted, algorithm.loss_agg_mode, **counts | of_kept)
     else:
@@ -485,7 +487,7 @@ def policy_term(
         policies = columns["old_log_probs"], columns["rollout_log_probs"]
         weights, kept, found = rollout_correction(*policies, mask, **correction.weighting)
         if correction.batch_normalize:
-            assert statistics is not None, "the mean weight comes from the statistics of the whole mini-batch"
+            assert statistics is not None, "dividing by the mean weight needs the statistics of the whole mini-batch"
             weights = weights / statistics.weight_mean
         losses = torch.where(kept, weights * losses, 0)
         counted = kept if correction.normalize == "kept" else mask
@@ -500,7 +502,7 @@ def policy_term(
 
 
 def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
-    """Return the KL divergence from the reference at each token (B, T), exact or estimated from the sampled token."""
+    """Return KL(policy || reference) at each token (B, T), exact or estimated from the sampled token."""
     if config.full:
         return columns["full_kl"]
     old = columns["old_log_probs"] if config.ratio_weighted else None
@@ -508,7 +510,7 @@ def reference_kl(columns: Mapping[str, Tensor], config: KLLossConfig) -> Tensor:
 
 
 def teacher_kl(columns: Mapping[str, Tensor]) -> Tensor:
-    """Return the reverse KL from the policy to the row's teacher at each token (B, T), exact or from the sampled token.
+    """Return KL(policy || the row's teacher) at each token (B, T), exact or estimated from the sampled token.
 
     The KL is 0 in rows that no teacher has scored.
     """

@@ -72,7 +72,9 @@ class CriticWorker:
                 step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
-            torch.cuda.empty_cache()  # In the critic's warm-up, no actor update frees memory for the engine.
+            # The rollout engine on the same GPU needs the memory that PyTorch keeps in its cache. During the critic's
+            # warm-up, there is no update of the actor, which would empty the cache.
+            torch.cuda.empty_cache()
         return result
 
     def _backward(self, batch: DataProto, rows: list[int], minibatch: Minibatch, result: UpdateResult) -> None:

@@ -5,7 +5,7 @@ only its own shards, so no tensor is gathered. If actor and reference are in one
 actor's shards in place. If actor and reference are in two processes, the actor's process sends its shards directly to
 the reference's process, in groups of limited size.
 
-With the exact KL, each rank of the actor also keeps the whole output head of the reference model. After each update of
+If the KL is exact, each rank of the actor keeps a copy of the reference model's whole output head. After each update of
 the reference model, the ranks of the actor gather the reference model's new output head from the shards of the
 reference model's ranks.
 """
@@ -23,7 +23,7 @@ async def refresh_reference(actor: WorkerGroup[ActorWorker], reference: WorkerGr
 
     Raises:
         WorkerLost: the process of a rank died or hung. When WorkerLost is raised, some weights of the reference model
-            can already be updated.
+            may already have been updated.
     """
     groups, *_ = await actor.call(ActorWorker.shard_groups)
     pairs = list(zip(actor.ranks, reference.ranks, strict=True))

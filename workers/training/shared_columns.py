@@ -50,11 +50,11 @@ class SharedColumns:
         self._parts: list[tuple[DataProto, Any]] = []
 
     def share(self, batch: DataProto, columns: Sequence[str], process: WorkerProcess) -> DataProto:
-        """Return the wanted columns of the batch, in a form that can be passed to several processes.
+        """Return the requested columns of the batch, in a form that can be passed to several processes.
 
         Args:
             batch: the batch from which columns are taken.
-            columns: names of the wanted columns. The returned batch leaves out columns that `batch` lacks.
+            columns: names of the requested columns. The returned batch leaves out columns that `batch` lacks.
             process: one of the processes that will read the columns. If `process` is the driver itself, the columns are
                 returned without a copy in Ray's object store.
         """

@@ -18,7 +18,7 @@ class TeacherWorker:
     Args:
         config: the run's whole config.
         path: model directory in Hugging Face format.
-        where: start of error messages, `teacher PATH` by default.
+        where: text with which error messages begin, `teacher PATH` by default.
     """
 
     def __init__(self, config: Config, path: str, where: str = "") -> None:

@@ -164,7 +164,7 @@ class WorkerGroup(Generic[W_co]):
     def _minibatches(
         self, batch: DataProto, minibatches: Sequence[Rows], max_tokens: int
     ) -> tuple[list[list[Minibatch]], dict[str, float]]:
-        """Return each rank's parts of the mini-batches, and metrics of the overhead of the split."""
+        """Return each rank's parts of the mini-batches, and metrics of the overhead that the split causes."""
         lengths, work = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks
         by_rank = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work)
@@ -178,7 +178,7 @@ class WorkerGroup(Generic[W_co]):
         return [(rank, parts[number // self.sequence_ranks]) for number, rank in enumerate(self.ranks)]
 
     async def _collect(self, pending: Sequence[Pending[R]]) -> list[R]:
-        """Wait for all results, and return one result per group of `sequence_ranks` ranks with equal results."""
+        """Wait for all results, and return one result for each group of `sequence_ranks` ranks that share packs."""
         return (await results(pending))[:: self.sequence_ranks]
 
     def costs(self, batch: DataProto) -> tuple[list[int], list[int]]:

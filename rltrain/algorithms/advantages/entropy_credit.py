@@ -38,13 +38,13 @@ def gtpo(
         r_{i,t} =   alpha_1 + alpha_2 d_t H_{i,t} / sum_k H_{k,t}               correct answer i, eq. 3
         r_{i,t} = -(alpha_1 + alpha_2 h_t (1 / H_{i,t}) / sum_k (1 / H_{k,t}))  wrong answer i, eq. 5
 
-    H_{i,t} is the entropy of the policy before the update at the t-th trained token of answer i, so tool-output tokens
-    are skipped. In eq. 3 of the GTPO paper, the sum over k runs over the d_t correct answers of the group (same `uid`)
-    that have a t-th trained token. In eq. 5 of the GTPO paper, the sum over k runs over the h_t wrong answers of the
-    group that have a t-th trained token. At each t, the mean reward of the correct answers is alpha_1 + alpha_2, and
-    the mean reward of the wrong answers is -(alpha_1 + alpha_2). Among correct answers, tokens with a higher entropy
-    get larger rewards. Among wrong answers, tokens with a lower entropy get more negative rewards. 1e-8 is added to
-    each entropy, so that tokens whose entropies are all 0 get equal rewards.
+    H_{i,t} is the policy's entropy at the t-th trained token of answer i, before the policy is updated; tool-output
+    tokens are skipped. In eq. 3 of the GTPO paper, the sum over k runs over the d_t correct answers of the group (same
+    `uid`) that have a t-th trained token. In eq. 5 of the GTPO paper, the sum over k runs over the h_t wrong answers of
+    the group that have a t-th trained token. At each t, the mean reward of the correct answers is alpha_1 + alpha_2,
+    and the mean reward of the wrong answers is -(alpha_1 + alpha_2). Among correct answers, tokens with a higher
+    entropy get larger rewards. Among wrong answers, tokens with a lower entropy get more negative rewards. 1e-8 is
+    added to each entropy, so that tokens whose entropies are all 0 get equal rewards.
 
     mean(r) and the unbiased std(r) are computed over all trained tokens of the group. With `separate`, mean(r) and
     std(r) are computed separately for correct and wrong answers, as in eq. 6 of the GTPO paper. With `separate`, the

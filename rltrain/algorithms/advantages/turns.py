@@ -46,7 +46,7 @@ class Turns:
         return masked(turn_values.gather(1, self._index), self._mask)
 
     def in_order(self, turn_values: Tensor) -> Tensor:
-        """Move the values of a row's present turns to the front of the row: (B, K) -> (B, K), filled with 0."""
+        """Move the values of present turns to the front of each row, and fill the rest with 0: (B, K) -> (B, K)."""
         return to_left(turn_values, self.present, self._place)
 
     def out_of_order(self, ordered: Tensor) -> Tensor:

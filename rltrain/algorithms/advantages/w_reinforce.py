@@ -1,4 +1,4 @@
-"""PSR, NSR and W-REINFORCE advantages, which depend only on whether an answer is correct."""
+"""Advantages from correctness alone: positive (PSR) or negative (NSR) sample reinforcement, and W-REINFORCE."""
 
 from torch import Tensor
 

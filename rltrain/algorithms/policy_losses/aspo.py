@@ -1,4 +1,4 @@
-"""ASPO policy loss: for tokens with a positive advantage, the reciprocal replaces the importance ratio."""
+"""ASPO policy loss, which weights tokens with a positive advantage by the reciprocal of the importance ratio."""
 
 import torch
 from torch import Tensor
@@ -35,20 +35,20 @@ def aspo(
         l = PPO's clipped loss with dual clip       where A <= 0, as in `vanilla`
 
     r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). As in PPO, the
-    clip range of r decides which tokens have a gradient. For a good token (A > 0) inside the clip range, the loss is -A
-    / r and the gradient is -(A / r) grad log pi, because the factor 1 / pi^2 of the loss is detached. A good token (A >
-    0) gets a larger weight if its probability has fallen, and a smaller weight if its probability has risen. PPO
-    weights tokens by r, which is below 1 for a token whose probability has fallen.
+    clip range of r decides which tokens have a gradient. For a token with A > 0 inside the clip range, the loss is
+    -A / r and the gradient is -(A / r) grad log pi, because the factor 1 / pi^2 of the loss is detached. A token with
+    A > 0 has a weight 1/r above 1 if its probability has fallen, and below 1 if its probability has risen. In contrast
+    to ASPO, PPO weights tokens by r, which is below 1 for a token whose probability has fallen.
 
-    The dual clip of good tokens (A > 0) is soft: `clip_ratio_c` bounds the token's weight in the loss and in the
-    gradient, but the token keeps its gradient. A bad token (A < 0) with r > c has no gradient, as in PPO's dual clip
-    (arXiv 1912.09729). In the program of ASPO's authors, a bad token (A < 0) with r > c keeps the gradient -c A grad
-    log pi.
+    For a token with A > 0, the dual clip is soft: `clip_ratio_c` bounds the token's weight in the loss and in the
+    gradient, but the token keeps its gradient. A token with A < 0 and r > c has no gradient, as in PPO's dual clip
+    (arXiv 1912.09729). In the implementation by the ASPO authors, a token with A < 0 and r > c keeps the gradient
+    -c A grad log pi.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. log r is clamped to [-20, 20], and the
     gradient is 0 where log r is outside of this range. The returned metric sums are `clip_fraction` (tokens clipped by
-    PPO's clip), `weight_clip_fraction` (good tokens with 1/r > c), `clip_fraction_c` (bad tokens with r > c),
-    `ratio_mean` (r, not 1/r) and `ppo_kl`.
+    PPO's clip), `weight_clip_fraction` (tokens with A > 0 and 1/r > c), `clip_fraction_c` (tokens with A < 0 and
+    r > c), `ratio_mean` (of r, not of 1/r) and `ppo_kl`.
 
     Raises:
         ValueError: if a clip ratio is negative, or if `clip_ratio_c` is not above 1.

@@ -38,10 +38,11 @@ def ce_gppo(
 
     r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no dual clip). The gradient of a
     clipped token is -beta_low (1-low) A grad log pi if A < 0, and -beta_high (1+high) A grad log pi if A > 0. Most
-    clipped tokens are unlikely under the policy. A clipped token with A > 0 raises the entropy of the policy, and
-    `beta_high` scales its gradient. A clipped token with A < 0 lowers the entropy of the policy, and `beta_low` scales
-    its gradient. `beta_low` and `beta_high` are beta_1 and beta_2 of the CE-GPPO paper. With `beta_low` and `beta_high`
-    at 1, the loss is GPPO (arXiv 2508.07629). The implementation by the CE-GPPO authors also applies PPO's dual clip.
+    clipped tokens are unlikely under the policy. The gradient of a clipped token with A > 0 raises the entropy of the
+    policy, and is scaled by `beta_high`. The gradient of a clipped token with A < 0 lowers the entropy of the policy,
+    and is scaled by `beta_low`. `beta_low` and `beta_high` are beta_1 and beta_2 of the CE-GPPO paper. With `beta_low`
+    and `beta_high` at 1, the loss is GPPO (arXiv 2508.07629). Like the implementation by the CE-GPPO authors, `ce_gppo`
+    applies PPO's dual clip.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction` (always 0, because tokens clipped by low or high keep a gradient), `weight_clip_fraction` (tokens

@@ -24,7 +24,7 @@ def clip_cov(
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute PPO's clipped loss without the selected tokens; Clip-Cov, arXiv 2505.22617 eq. 12.
+    """Compute PPO's clipped loss on all tokens except the selected tokens; Clip-Cov, arXiv 2505.22617 eq. 12.
 
         l = 0 where selected, else -min(r A, clip(r, 1-low, 1+high) A)
 
@@ -33,8 +33,8 @@ def clip_cov(
     gradient of the tokens that are not selected.
 
     All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
-    metric sums are `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (selected, hence dropped,
-    tokens), `ratio_mean` and `ppo_kl`.
+    metric sums are `clip_fraction` (tokens whose ratio is clipped), `selected_fraction` (tokens that were dropped
+    because they were selected), `ratio_mean` and `ppo_kl`.
     """
     mask = as_mask(response_mask)
     dropped = as_mask(selected)
@@ -61,14 +61,15 @@ def select_clip_cov(
         selected = floor(clip_cov_ratio N) tokens, at least 1, drawn where lb <= (log pi - mean) (A - mean) <= ub
 
     N is the number of trained tokens, and the means of log pi and of A are computed over the N trained tokens. Among
-    the tokens with a covariance in [lb, ub], the selector takes the tokens with the smallest `random_draws`. The
-    `random_draws` are uniform numbers that the caller assigns to tokens, not to positions in the batch, so the order of
-    rows does not matter. A token whose draw equals the largest selected draw is also selected. If no token has a
-    covariance in [clip_cov_lb, clip_cov_ub], no token is selected.
+    the tokens with a covariance in [clip_cov_lb, clip_cov_ub], the selector takes the tokens with the smallest
+    `random_draws`. The `random_draws` are uniform numbers that the caller assigns to tokens, not to positions in the
+    batch, so the order of rows does not matter. If the largest random draw of a selected token occurs at several
+    tokens, all of these tokens are selected. If no token has a covariance in [clip_cov_lb, clip_cov_ub], no token is
+    selected.
 
     Unlike the implementation by the authors of Clip-Cov, the selector uses log pi of the old policy, because the
-    selection precedes the update. Unlike the authors' implementation, the selector can select tokens that PPO's ratio
-    clipping will clip, because the ratio is not known before the update.
+    selection precedes the update. Unlike the implementation by the authors of Clip-Cov, the selector can select tokens
+    whose ratio PPO will clip, because the ratio is not known before the update.
 
     All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
 

@@ -25,7 +25,8 @@ def dppo_tv(
     delta_high: float = 0.15,
     clip_ratio_c: float = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the REINFORCE loss with a bounded ratio on tokens whose probability moved little; DPPO, arXiv 2602.04879.
+    """Compute the REINFORCE loss, weighted by a bounded ratio, on tokens whose probability moved little; DPPO, arXiv
+    2602.04879.
 
         l = -A sg[min(r, c)] log pi(y_t) m                        sg: stop-gradient
         m = 0 where A > 0 and pi - pi_old > delta_high, or A < 0 and pi - pi_old < -delta_low; else 1

@@ -40,7 +40,7 @@ def geo_mean(
     Aggregations other than seq-mean-token-mean weight a row by its length, which the GMPO paper does not do.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
-    `clip_fraction`, `ratio_mean` (the mean of the geometric mean s over tokens) and `ppo_kl`.
+    `clip_fraction`, `ratio_mean` (of the geometric mean s, not of r_t) and `ppo_kl`.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)
     mask = as_mask(response_mask)

@@ -27,7 +27,7 @@ def kl_cov(
     *,
     kl_cov_coef: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the unclipped surrogate with a penalty on selected tokens; KL-Cov, arXiv 2505.22617 eq. 14.
+    """Compute PPO's loss without clipping, but with a penalty on selected tokens; KL-Cov, arXiv 2505.22617 eq. 14.
 
         l = -r A + kl_cov_coef |log r| where selected, else -r A
 
@@ -37,8 +37,8 @@ def kl_cov(
     near r = 1 rounding alone would decide the sign.
 
     All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
-    metric sums are `clip_fraction` (always 0), `selected_fraction` (selected, hence penalised, tokens), `ratio_mean`
-    and `ppo_kl`.
+    metric sums are `clip_fraction` (always 0), `selected_fraction` (tokens that are penalised because they were
+    selected), `ratio_mean` and `ppo_kl`.
 
     Raises:
         ValueError: if `kl_cov_coef` is negative or not finite.
@@ -81,9 +81,9 @@ def select_kl_cov(
     of equal covariance, the selector takes the tokens with the smallest `random_draws`. The `random_draws` are uniform
     numbers that the caller assigns to tokens, not to positions in the batch, so the order of rows does not matter.
 
-    A token whose covariance is not above 0 does not lower the entropy and is never selected. If all advantages are
-    equal, no token is selected. In contrast to `select_kl_cov`, the ranking in the KL-Cov paper selects tokens of
-    covariance <= 0 if too few tokens have a covariance above 0.
+    A token whose covariance is 0 or negative is never selected, because an update on the token does not lower the
+    entropy. If all advantages are equal, no token is selected. In contrast to `select_kl_cov`, the ranking in the
+    KL-Cov paper selects tokens of covariance <= 0 if too few tokens have a covariance above 0.
 
     All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
     """

@@ -19,7 +19,7 @@ def m2po(
     clip_ratio_low: float = 0.2,
     clip_ratio_high: float = 0.2,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute PPO's clipped loss without the tokens that the second-moment rule drops; M2PO, arXiv 2510.01161.
+    """Compute PPO's clipped loss on all tokens except those that the token selector drops; M2PO, arXiv 2510.01161.
 
         l = 0 where selected, else -min(r A, clip(r, 1-low, 1+high) A)
 
@@ -28,7 +28,7 @@ def m2po(
     not the policy that sampled the answer. The M2PO paper has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping.
     The ratio of the M2PO paper is r times pi_old / pi_rollout, and pi_old / pi_rollout is the weight of
     `algorithm.correction` at level token. If `algorithm.correction` is used at level token, the loss l has the ratio of
-    the M2PO paper, except where the weight exceeds its upper bound.
+    the M2PO paper, except where the correction weight exceeds its upper bound.
 
     The selection is made before the update and therefore limits only the distance from the sampling policy to pi_old.
     The clip range limits how far the update moves the policy away from pi_old. Like `m2po`, AReaL's implementation of
@@ -37,7 +37,7 @@ def m2po(
 
     A selected token has no loss and no gradient, but still counts in the denominators of the aggregation, as in the
     M2PO paper. All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The
-    returned metric sums are `clip_fraction` (tokens clipped by the ratio), `selected_fraction` (dropped tokens),
+    returned metric sums are `clip_fraction` (tokens whose ratio is clipped), `selected_fraction` (dropped tokens),
     `ratio_mean` and `ppo_kl`.
     """
     ranges = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
@@ -69,7 +69,8 @@ def select_m2po(
     The selector runs once before the update, so the log-ratio x_t compares the policy before the update, pi_old, with
     the policy that sampled the tokens. In the M2PO paper, the log-ratio x_t has the current policy in place of pi_old;
     pi_old and the current policy agree in the first mini-batch after pi_old is recomputed. In a synchronous run, the
-    log-ratio x_t is 0 except for the numerical differences between engine and actor, so few tokens are dropped.
+    log-ratio x_t is 0 except for numerical differences between the log-probs of the engine and of the actor, so few
+    tokens are dropped.
 
     All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
 

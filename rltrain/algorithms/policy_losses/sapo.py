@@ -26,7 +26,7 @@ def sapo(
     faster the gate w decreases as r moves away from 1.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
-    `clip_fraction` (always 0), `gate_mean` (of w), `ratio_mean` and `ppo_kl`.
+    `clip_fraction` (always 0), `gate_mean` (of the gate w), `ratio_mean` and `ppo_kl`.
     """
     check_positive(tau_pos=tau_pos, tau_neg=tau_neg)
     mask = as_mask(response_mask)

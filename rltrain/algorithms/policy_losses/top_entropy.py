@@ -20,7 +20,7 @@ def top_entropy(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss `vanilla` on selected tokens, and 0 on all others; arXiv 2506.01939 (Beyond the 80/20 Rule).
+    """Compute the loss `vanilla` on selected tokens, and 0 on other tokens; arXiv 2506.01939 (Beyond the 80/20 Rule).
 
         l = 1[H_t >= tau] (-min(r A, clip(r, 1-low, 1+high) A)), with the dual clip of `vanilla`
 

@@ -1,4 +1,6 @@
-"""Policy loss of tapered off-policy REINFORCE (TOPR): a bad answer weighs less as the answer becomes less probable."""
+"""Policy loss of tapered off-policy REINFORCE (TOPR): an answer with a negative advantage loses weight as the
+answer becomes less probable.
+"""
 
 import torch
 from torch import Tensor
@@ -25,14 +27,14 @@ def topr(
     *,
     ratio_max: float = 1.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the REINFORCE loss, weighting bad answers by the truncated sequence ratio; TOPR, arXiv 2503.14286 eq. 8.
+    """Compute the REINFORCE loss, weighted by the truncated sequence ratio if A_t < 0; TOPR, arXiv 2503.14286 eq. 8.
 
         l_t = -sg[w] A_t log pi(y_t),    w = 1 where A_t >= 0, else min(s, ratio_max)          sg: stop-gradient
         s = prod_t pi(y_t) / pi_old(y_t) over the trained tokens of the row
 
-    The gradient is -w A_t grad log pi(y_t). A good answer (A_t >= 0) is learnt with full weight, however unlikely the
-    answer has become. A bad answer (A_t < 0) loses weight as its probability falls, so the update needs no KL term. In
-    the TOPR paper, the denominator of the sequence ratio s is the policy that sampled the answer; set
+    The gradient is -w A_t grad log pi(y_t). An answer with A_t >= 0 has the weight 1, however unlikely the answer has
+    become. An answer with A_t < 0 loses weight as its probability falls, so the update needs no KL term. In the TOPR
+    paper, the denominator of the sequence ratio s is the policy that sampled the answer; set
     `algorithm.old_log_probs=rollout` to use the same denominator.
 
     The sequence ratio s is a product over all trained tokens of the row, without normalisation by the length. The sum

@@ -45,8 +45,8 @@ def vespo(
     clamped to [-20, 20]. The gradient is 0 where log r is outside of [-20, 20].
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
-    `clip_fraction` (always 0, because no gradient is removed), `weight_mean` (of phi), `ratio_mean` (of the tokens) and
-    `ppo_kl`.
+    `clip_fraction` (always 0, because no gradient is removed), `weight_mean` (of the weight phi), `ratio_mean` (of the
+    token ratios r, not of W) and `ppo_kl`.
 
     Raises:
         ValueError: if a k or a lambda is not finite and positive.

@@ -34,8 +34,8 @@ def _asynchronous(history: History) -> bool:
 
 
 def _above(history: History) -> Points:
-    """Return the pairs (step, log-prob gap) of the consecutive last steps whose gaps exceed the limit; [] if there are
-    fewer than 3 such steps.
+    """Return the pairs (step, log-prob gap) of the consecutive last steps whose gaps exceed the limit; [] if the gaps
+    of fewer than 3 consecutive last steps exceed the limit.
     """
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     return final_streak(_gaps(history), lambda value: value > limit, ENOUGH_STEPS)

@@ -101,7 +101,8 @@ class History:
 
     @cached_property
     def solved(self) -> bool:
-        """Whether the task is solved: the mean reward has risen, and almost all answers are good.
+        """Whether the task is solved: the mean reward has risen, and the answers of the last 5 steps are almost all
+        correct or have almost equal scores.
 
         If the run has the metric `reward/accuracy`, a task counts as solved only if at least 95% of the answers of the
         last 5 steps are correct. If the run lacks `reward/accuracy`, a task counts as solved only if the standard

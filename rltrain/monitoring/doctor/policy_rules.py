@@ -36,13 +36,13 @@ JUDGED_STEPS = 10  # A critic's explained variance is noisy, so the doctor avera
 def learning_rate_too_high(history: History) -> Finding | None:
     """Detect updates that are too large.
 
-    The updates of a run are too large if at least one of three conditions holds. First condition: the updates of one
-    step moved the policy by a KL of at least 0.5 nats per token, and the mean reward then fell. Second condition: the
-    updates of at least 3 steps each moved the policy by a KL of at least 0.3 nats per token. Third condition: the
-    entropy changed by a factor of at least 3 within two steps, the mean reward then fell, and the run measured no KL
-    above 0, as is normal with one update per step. The mean reward counts as fallen only if the fall is at least half
-    the standard deviation of single rewards. The fall of the mean reward is the difference between two means: the mean
-    reward of the step with the large update and the 4 steps before it, minus the mean reward of the last 5 steps.
+    The updates of a run are too large if the updates of one step moved the policy by a KL of at least 0.5 nats per
+    token and the mean reward then fell. The updates are also too large if the updates of each of at least 3 steps moved
+    the policy by a KL of at least 0.3 nats per token. In a run that measured no KL above 0, as is normal with one
+    update per step, the updates are too large if the entropy changed by a factor of at least 3 within two steps and the
+    mean reward then fell. The mean reward counts as fallen only if the fall is at least half the standard deviation of
+    single rewards. The fall of the mean reward is its mean over the step with the large update and the 4 steps before
+    that step, minus its mean over the last 5 steps.
     """
     kl = history.points("actor/ppo_kl")
     huge = [point for point in kl if point[1] >= HUGE_KL]

@@ -154,9 +154,10 @@ def reward_hacking(history: History) -> Finding | None:
     """Find a training reward that rises while the share of correct answers stays flat.
 
     The rule compares the first 5 steps with the last 5 steps of a run of at least 10 steps. The mean reward rose by at
-    least half the standard deviation of single rewards, but the share of correct answers rose by less than 0.02. In a
-    run without a measured share of correct answers, the rule uses the total score of the reward functions with
-    `outcome: true`, provided that other reward functions have `outcome: false`.
+    least half the standard deviation of single rewards, but the share of correct answers rose by less than 0.02. If a
+    run does not measure the share of correct answers, but has some reward functions whose setting `outcome` is true and
+    others whose setting `outcome` is false, the rule instead uses the total score of the reward functions whose setting
+    `outcome` is true.
     """
     rewards, spread = windows(history.points("reward/mean")), history.points("reward/std")
     right, what = _correctness(history)
@@ -187,9 +188,10 @@ def reward_hacking(history: History) -> Finding | None:
 def _correctness(history: History) -> tuple[Points, str]:
     """Return the moving average of a measure of correctness over five steps, and a description of the measure.
 
-    In a run with the metric `reward/accuracy`, the measure of correctness is `reward/accuracy`. In a run without
-    `reward/accuracy`, the measure of correctness is the sum of the scores of the reward functions with `outcome: true`,
-    provided that other reward functions have `outcome: false`.
+    In a run with the metric `reward/accuracy`, the measure of correctness is `reward/accuracy`. If a run lacks
+    `reward/accuracy`, but has some reward functions whose setting `outcome` is true and others whose setting `outcome`
+    is false, the measure of correctness is the sum of the scores of the reward functions whose setting `outcome` is
+    true.
     """
     accuracy = history.points("reward/accuracy")
     if accuracy:

@@ -23,7 +23,7 @@ class Command:
 
     Attributes:
         arguments: arguments of the command line.
-        presets: the arguments that each choose a file of a config group, as `algorithm=dapo` does.
+        presets: the command-line arguments that choose a file of a config group, such as `algorithm=dapo`.
         values: the config that results from the presets alone, as nested values; {} if the config of the presets is
             unknown.
     """

@@ -94,7 +94,7 @@ def _started(folder: Path) -> "subprocess.Popen[str]":
         text=True,
         errors="replace",
         # The report process runs in a new session, so terminal signals such as Ctrl-C do not reach the report process.
-        # The driver ends the report process.
+        # The driver kills a report process that is still running at the end of the run.
         start_new_session=True,
     )
 

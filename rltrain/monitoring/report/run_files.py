@@ -61,7 +61,7 @@ def read_run(folder: Path, name: str = "", *, texts: bool = True) -> RunFiles:
         folder: output folder of the run.
         name: name of the run; if `name` is "", the run gets the name of the folder.
         texts: whether to read the text of each token, and to add a note if no training step has ended. A report page
-            needs the token texts and the note.
+            needs the texts of the tokens, and shows the note to the user.
 
     Raises:
         ConfigError: the folder does not exist, or the folder is not the output folder of a run.

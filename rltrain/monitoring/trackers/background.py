@@ -145,7 +145,7 @@ class BackgroundSink:
     def _try(self, call: _Call) -> None:
         try:
             call()
-        except BaseException as error:  # An uncaught SystemExit would end the thread.
+        except BaseException as error:  # An uncaught SystemExit would end the sink's thread.
             logger.debug("%s failed", self.name, exc_info=True)
             if not self._failed:
                 self._failed = True

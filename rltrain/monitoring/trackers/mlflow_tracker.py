@@ -121,7 +121,11 @@ class MlflowTracker:
 
 
 def _experiment(client: "MlflowClient") -> str:
-    """Return the id of the MLflow experiment that the environment variables name, and create a missing experiment."""
+    """Return the id of the MLflow experiment that the environment variables name.
+
+    If MLflow has no experiment with the name from `MLFLOW_EXPERIMENT_NAME`, or with the default name `EXPERIMENT`, the
+    experiment is created.
+    """
     if given := os.environ.get("MLFLOW_EXPERIMENT_ID"):
         return given
     name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or EXPERIMENT

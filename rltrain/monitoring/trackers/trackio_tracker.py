@@ -56,7 +56,7 @@ class TrackioTracker:
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
         """Start a trackio run, or continue the trackio run that belongs to the output folder.
 
-        A new trackio run receives the metrics of all kept training steps and evaluations.
+        A new trackio run receives all metrics in the arguments `steps` and `evaluations`.
         """
         import trackio
 

@@ -30,8 +30,8 @@ _WITHOUT_SERVER = ("offline", "disabled", "dryrun")
 class WandbTracker:
     """Sink that sends the results of a run to Weights & Biases, or to a local file in wandb's offline mode.
 
-    The step number of a row in W&B is the number of the training step. When a run goes back to a checkpoint, W&B
-    discards the rows after the checkpoint (`resume_from`).
+    The step number of a row in W&B is the number of the training step. When a run goes back to a checkpoint, the
+    option `resume_from` of wandb makes W&B discard the rows after the checkpoint.
 
     Args:
         output_dir: output folder of the run; must exist. The library wandb writes its own files to the subfolder
@@ -83,7 +83,7 @@ class WandbTracker:
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
         """Start a W&B run, or continue the W&B run that belongs to the output folder.
 
-        A new W&B run receives the metrics of all kept training steps and evaluations.
+        A new W&B run receives all metrics in the arguments `steps` and `evaluations`.
 
         If a W&B run is continued, the rows of the W&B run after the training step `step` are discarded.
         """

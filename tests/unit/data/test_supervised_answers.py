@@ -93,8 +93,9 @@ def test_an_answer_that_ends_with_a_stop_string_ends_there_and_one_that_goes_on_
     assert answers(path, given={"stop": [";;"]}) == [coded("a;;"), [*coded("b"), EOS]]
     late = jsonl(tmp_path, {"prompt": "p", "solution": "a;;b"}, name="late.jsonl")
     assert error_of(late, supervised=options(stop=[";;"])) == (
-        f"data.train={late}:1: the supervised answer contains ';;' of rollout.stop before its end, but a sampled "
-        "answer would end at this string; remove the rest of the answer, or leave the string out of rollout.stop"
+        f"data.train={late}:1: the supervised answer contains the stop string ';;' (rollout.stop) before its end, but "
+        "a sampled answer would end at this string; remove the rest of the answer, or leave the string out of "
+        "rollout.stop"
     )
 
 

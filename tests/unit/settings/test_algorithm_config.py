@@ -24,7 +24,7 @@ def algorithm(*overrides):
         (
             ["entropy_target=0.2", "entropy_coef=0.01"],
             "algorithm.entropy_coef=0.01 with entropy_target=0.2: the coefficient starts above "
-            "algorithm.entropy_coef_max=0.005; lower it, or raise the maximum",
+            "algorithm.entropy_coef_max=0.005; lower entropy_coef, or raise entropy_coef_max",
         ),
         (["reward_shaping.overlong_buffer=-1"], "algorithm.reward_shaping.overlong_buffer must be >= 0, got -1"),
         (["reward_shaping.scale=0"], "reward_shaping.scale=0.0: every score would become 0; use another factor"),
@@ -39,7 +39,7 @@ def algorithm(*overrides):
         (
             ["kl_in_reward.controller=adaptive", "kl_in_reward.kl_coef=0.1", "kl_in_reward.target=0"],
             "algorithm.kl_in_reward.controller=adaptive with kl_coef=0.1, target=0.0: the adaptive controller "
-            "multiplies the coefficient, so both must be > 0; set them, or use controller=fixed",
+            "multiplies kl_coef by a function of KL / target, so both must be > 0; set both, or use controller=fixed",
         ),
         (["kl_loss.kl_loss_coef=-1"], "algorithm.kl_loss.kl_loss_coef must be >= 0, got -1.0"),
         (
@@ -112,8 +112,8 @@ def algorithm(*overrides):
         ),
         (
             [*KEPT, "loss_agg_mode=token-sum"],
-            "algorithm.loss_agg_mode=token-sum with correction.normalize=kept: a sum is not divided by a number of "
-            "tokens; use another loss_agg_mode, or correction.normalize=all",
+            "algorithm.loss_agg_mode=token-sum with correction.normalize=kept: token-sum does not divide by a "
+            "number of tokens; use another loss_agg_mode, or correction.normalize=all",
         ),
         (["correction.normalize=some"], "algorithm.correction.normalize=some: unknown choice; use one of all, kept"),
         (["correction.level=row"], "algorithm.correction.level=row: unknown choice; use one of token, sequence, geo"),
@@ -141,9 +141,7 @@ def test_a_setting_that_contradicts_itself_or_another_is_refused_in_one_line(ove
 )
 @pytest.mark.parametrize("section", ["reward_normalization", "advantage_normalization"])
 def test_C6_leave_one_out_is_for_a_mean_alone(section, settings):
-    with pytest.raises(
-        ConfigError, match=rf"^algorithm.{section}.leave_one_out=true applies only to the mean, because"
-    ):
+    with pytest.raises(ConfigError, match=rf"^algorithm.{section}.leave_one_out=true needs a mean and no std, because"):
         algorithm(*(f"{section}.{text}" for text in [*settings, "leave_one_out=true"]))
     for level in ("group", "batch"):
         assert algorithm(f"{section}.leave_one_out=true", f"{section}.mean_level={level}")

@@ -305,8 +305,8 @@ def test_the_reference_of_adapters_is_not_updated():
 def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
     gdpo = "advantage_estimator=gdpo"
     assert refusal(gdpo, "kl_in_reward.kl_coef=0.1") == (
-        "algorithm.kl_in_reward.kl_coef=0.1: gdpo reads the reward functions one by one and not the token rewards; use "
-        "algorithm.kl_loss"
+        "algorithm.kl_in_reward.kl_coef=0.1: gdpo reads the score of each reward function and not the token rewards; "
+        "use algorithm.kl_loss"
     )
     accepted(gdpo, "kl_loss.kl_loss_coef=0.1")
     for setting in (
@@ -314,8 +314,8 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
         "reward_normalization.mean_level=batch", "reward_normalization.std_level=group",
     ):  # fmt: skip
         assert refusal(gdpo, setting) == (
-            "algorithm.reward_shaping or reward_normalization with gdpo: this estimator reads the reward functions "
-            "one by one, not their shaped sum; shape the scores in the functions"
+            "algorithm.reward_shaping or reward_normalization with gdpo: this estimator reads the score of each "
+            "reward function, not the shaped sum of the scores; shape the scores in the functions"
         ), setting
         accepted(setting)
     gate = "reward.functions=[{path: 'x:y'}, {path: 'x:z', name: form, gate: true}]"
@@ -377,7 +377,7 @@ def test_maxrl_divides_by_the_mean_score_so_settings_that_lower_scores_are_refus
         assert refusal(maxrl, setting) == (
             "algorithm.advantage_estimator=maxrl with reward_normalization, a KL penalty, or shaping that "
             "lowers or negates scores: the estimator divides by the mean score of the group, so scores must be >= 0; "
-            "remove this setting, or use algorithm.kl_loss for a KL term"
+            "turn off the settings that can make scores negative, or use algorithm.kl_loss for a KL term"
         ), setting
         accepted(setting)
     accepted(maxrl, "reward_shaping.bias=1", "reward_shaping.scale=2", "reward_shaping.clip=5")
@@ -530,8 +530,8 @@ def test_dynamic_sampling_drops_groups_so_it_is_for_estimators_that_compare_in_g
         accepted(*settings)
         return
     assert refusal(*settings) == (
-        f"algorithm.dynamic_sampling=2 with {estimator}: this estimator also learns from groups with one outcome, "
-        "which dynamic sampling drops; use algorithm.dynamic_sampling=0"
+        f"algorithm.dynamic_sampling=2 with {estimator}: this estimator also learns from groups whose answers "
+        "all have the same outcome, which dynamic sampling drops; use algorithm.dynamic_sampling=0"
     )
     assert refusal(*settings, "rollout.samples_per_prompt=1").startswith(
         "rollout.samples_per_prompt=1: algorithm.dynamic_sampling compares the answers to one prompt"

@@ -418,11 +418,11 @@ def test_every_function_scores_the_outcome_except_rltrains_penalties_and_those_t
     [
         (
             "[length_penalty]",
-            "reward.functions, models: no function or model with a weight has outcome=true, so nothing says whether",
+            "reward.functions, models: no function or model with a nonzero weight has outcome=true, so nothing",
         ),
         (
             "[{path: exact_answer, weight: 0.0},length_penalty]",
-            "reward.functions, models: no function or model with a weight has outc",
+            "reward.functions, models: no function or model with a nonzero weight has outc",
         ),
         (
             "[exact_answer,{path: regex_format, gate: true, outcome: false}]",

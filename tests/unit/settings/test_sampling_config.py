@@ -53,7 +53,7 @@ def test_an_empty_mapping_or_one_key_turns_difficulty_on():
         (
             "{easy_threshold:0.5,hard_threshold:0.5}",
             "data.difficulty.hard_threshold=0.5 is not below easy_threshold=0.5: a prompt would be hard and easy at "
-            "once; lower the first, or raise the second",
+            "once; lower hard_threshold, or raise easy_threshold",
         ),
         (
             "{easy_fraction:0.4,unseen_fraction:0.5}",
@@ -118,8 +118,8 @@ def test_groups_are_reused_for_the_whole_staleness_bound_unless_the_engines_run_
         ),
         (
             [STALE, "trainer.reuse={groups:4,steps:3}"],
-            "trainer.reuse.steps=3 with max_staleness=2: in the last step that trains on it, a group would be older "
-            "than the staleness bound allows; use at most 2",
+            "trainer.reuse.steps=3 with max_staleness=2: a group would be older than the staleness bound allows in "
+            "the last step that trains on the group; use at most 2",
         ),
         (
             [STALE, "trainer.reuse={groups:64}"],
