@@ -18,10 +18,9 @@ def least_largest_sum(weights: Sequence[int], parts: int) -> int:
 
     The numbers in `weights` are non-negative integers. The returned bound is the largest of several lower bounds. The
     sum of all weights divided by `parts` is a lower bound on the largest sum. The heaviest weight is a lower bound on
-    the largest sum, too. By the pigeonhole principle, for each integer k >= 1 with k * parts < len(weights), some part
-    contains at least k + 1 of the k * parts + 1 heaviest weights. For each such integer k, the largest sum is at least
-    the sum of the k + 1 lightest weights among the k * parts + 1 heaviest weights. If `weights` is empty, the returned
-    bound is 0.
+    the largest sum, too. For an integer k >= 1 with k * parts < len(weights), consider the k * parts + 1 heaviest
+    weights. By the pigeonhole principle, one part contains at least k + 1 of these weights. The largest sum is
+    therefore at least the sum of the k + 1 lightest of these weights. If `weights` is empty, the returned bound is 0.
     """
     heaviest = sorted(weights, reverse=True)
     sums = [0, *itertools.accumulate(heaviest)]  # sums[n] is the sum of the n heaviest weights.

@@ -274,7 +274,7 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
 
 
 def _check_experts(tensors: Mapping[str, StoredTensor], where: str) -> None:
-    """Raise ConfigError if expert numbers are missing from the tensor names of a mixture-of-experts model.
+    """Raise ConfigError if the numbers of the experts of a mixture-of-experts model are not 0, 1, 2, ... without a gap.
 
     Expert numbers are checked because transformers stacks all experts that it finds, even if some numbers are missing.
     """

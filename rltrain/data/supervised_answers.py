@@ -125,7 +125,7 @@ class SupervisedAnswers:
 
 
 class AnswerForm:
-    """The way in which the rows of one source become supervised answers.
+    """Reads the answers for the supervised loss from the rows of one data source.
 
     Args:
         response: name of a column, or a template with columns in braces.

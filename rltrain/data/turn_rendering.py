@@ -198,8 +198,8 @@ class TurnRenderer:
         """Return the anchor for new messages: a placeholder message of the assistant that stands in for the sampled
         answer before the new messages.
 
-        The anchor message contains tool calls if the new messages start with tool results and the template writes tool
-        calls.
+        The placeholder message contains tool calls if the new messages start with tool results and the chat template
+        can render tool calls.
         """
         results = list(takewhile(lambda message: message["role"] == "tool", messages))
         if not results:

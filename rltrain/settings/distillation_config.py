@@ -39,8 +39,8 @@ class TeacherConfig:
     )
     prompt_template: str | None = key(
         "Template of the prompt that the teacher sees instead of the policy's prompt, with the field {prompt} and "
-        "columns of the data in braces. In chat messages, the template replaces the text of the last user message. "
-        "null: the teacher sees the policy's prompt.",
+        "columns of the data in braces. If the prompt is a list of chat messages, the text from this template replaces "
+        "the text of the last user message. null: the teacher sees the policy's prompt.",
         if_left_out="`null`; for `path=reference`, SDFT's template with the column `demonstration`",
     )
     model: str | None = key(

@@ -219,7 +219,7 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
     truncated answers are lowered, so the length penalty also applies to truncated answers. The length reward, whose
     weight is `group_length_weight`, is added last. The length penalty and the length reward count only the sampled
     tokens of an answer and not the tokens of observations. The lowered scores of truncated answers affect only
-    estimators with a critic, because other estimators skip the rows that are excluded from the statistics.
+    estimators with a critic. Other estimators skip truncated answers, which are excluded from their statistics.
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)

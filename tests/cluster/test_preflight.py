@@ -31,8 +31,8 @@ def cluster(shared):
     (fake / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.1\n")
     with hosts(3) as made:
         cluster = Cluster(made, {"OMP_NUM_THREADS": "1"})
-        cluster.join(made[0])
-        cluster.join(made[1])
+        cluster.join(made[0], cpus=3)
+        cluster.join(made[1], cpus=3)
         yield cluster
 
 
@@ -104,9 +104,9 @@ def test_a_full_shared_memory_is_refused(cluster, shared):
 
 
 def test_an_engine_that_is_larger_than_each_node_is_refused(cluster, shared):
-    line = refused(check(cluster, shared, "rollout=vllm", "rollout.vllm.tensor_parallel_size=5"))
-    assert line.startswith("error: cluster: placement: rollout.vllm.tensor_parallel_size=5, but the largest node, ")
-    assert "has 4 CPUs; use at most 4" in line
+    line = refused(check(cluster, shared, "rollout=vllm", "rollout.vllm.tensor_parallel_size=4"))
+    assert line.startswith("error: cluster: placement: rollout.vllm.tensor_parallel_size=4, but the largest node, ")
+    assert "has 3 CPUs; use at most 3" in line
 
 
 def test_another_version_of_a_package_and_a_node_without_cpus_are_refused(cluster, shared):

@@ -5,6 +5,7 @@ The driver's own process has the same interface as a process that is a Ray actor
 
 import asyncio
 import contextlib
+import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
@@ -16,6 +17,9 @@ from rltrain.base.secret_values import redacted
 from rltrain.batch.data_proto import DataProto
 from workers.cluster.liveness import Liveness, ProgressScope, WatchedProcess
 from workers.cluster.worker_process import Host, InnerCall, Join
+
+# Matches the pid, the address and the actor in Ray's text of a failed call.
+_FAILED_IN = re.compile(r"\(pid=(\d+), ip=([^,\s)]+)(?:, actor_id=(\w+))?")
 
 W = TypeVar("W")
 W_co = TypeVar("W_co", covariant=True)
@@ -168,7 +172,7 @@ class LocalProcess:
         except RLTrainError:
             raise
         except Exception as error:
-            raise WorkerError(_last_line(error)) from error
+            raise WorkerError(_last_line(role, error)) from error
 
     def share(self, value: W) -> W:
         """Return `value` itself, because the driver's own process can use the value without a reference."""
@@ -316,7 +320,7 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
         if isinstance(error.cause, RLTrainError):
             raise _lost(scope) or error.cause from None
         await scope.proof()
-        raise WorkerError(_last_line(error.cause)) from error
+        raise WorkerError(_last_line(_where(scope, error), error.cause)) from error
     except ray.exceptions.RayActorError as error:
         _lose_dead(scope, error.actor_id)
         await scope.proof()
@@ -356,6 +360,20 @@ def _lost(scope: ProgressScope) -> WorkerLost | None:
     return failure if isinstance(failure, WorkerLost) else None
 
 
-def _last_line(error: BaseException) -> str:
+def _where(scope: ProgressScope, error: Exception) -> str:
+    """Return the name of the process in which a call failed, with its pid and the address of its node.
+
+    Args:
+        scope: The `ProgressScope` whose processes are searched for the process.
+        error: The `RayTaskError` of the failed call. Only its text says where the call failed. If the call failed
+            because another call had failed, the text ends with the other call.
+    """
+    actors = {one.actor._actor_id.hex(): one.name for one in scope.processes if isinstance(one, RayProcess)}
+    for pid, address, actor in reversed(_FAILED_IN.findall(str(error))):
+        return f"{actors.get(actor, 'a worker')} (pid {pid} on {address})"
+    return "a worker"
+
+
+def _last_line(where: str, error: BaseException) -> str:
     said = redacted(str(error)).strip().splitlines()
-    return f"a worker failed: {type(error).__name__}: {said[-1] if said else ''} (verbose=true shows its traceback)"
+    return f"{where} failed: {type(error).__name__}: {said[-1] if said else ''} (verbose=true shows its traceback)"

@@ -263,7 +263,7 @@ class GuardedWorker:
                 return
             ours, theirs = socket.socketpair()
             code = _START.format(path=sys.path, descriptor=theirs.fileno(), parent=os.getpid())
-            # The output of reward functions is dropped, because Ray would store all output on disk. The child process
+            # Text that reward functions print is dropped, because Ray would store all output on disk. The child process
             # itself records the first line that each reward function prints.
             self._process = subprocess.Popen(
                 [sys.executable, "-c", code],

@@ -76,10 +76,10 @@ def select_kl_cov(
     N is the number of trained tokens, and the means of log pi and of A are computed over the N trained tokens. The
     policy pi is the old policy, because the selection precedes the update.
 
-    The number of selected tokens never exceeds max(1, floor(kl_cov_ratio N)), as in the KL-Cov paper, which ranks the
-    tokens. Many tokens can have equal covariance, for example the tokens of probability 1 in one answer. Among tokens
-    of equal covariance, the selector takes the tokens with the smallest `random_draws`. The `random_draws` are uniform
-    numbers that the caller assigns to tokens, not to positions in the batch, so the order of rows does not matter.
+    At most max(1, floor(kl_cov_ratio N)) of the N trained tokens are selected, as in the KL-Cov paper. Many tokens can
+    have equal covariance, for example the tokens of probability 1 in one answer. Among tokens of equal covariance, the
+    selector takes the tokens with the smallest `random_draws`. The `random_draws` are uniform numbers that the caller
+    assigns to tokens, not to positions in the batch, so the order of rows does not matter.
 
     A token whose covariance is 0 or negative is never selected, because an update on the token does not lower the
     entropy. If all advantages are equal, no token is selected. In contrast to `select_kl_cov`, the ranking in the

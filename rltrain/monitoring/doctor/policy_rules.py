@@ -105,9 +105,9 @@ def _jump(history: History) -> int | None:
 
 
 def _largest_change(entropy: Points) -> tuple[float, float]:
-    """Return the largest factor by which the entropy changed within `JUMP_STEPS` steps after the first point.
+    """Return the largest factor by which the entropy changed within `JUMP_STEPS` steps, and the changed entropy.
 
-    The second returned value is the entropy after the largest change. If `entropy` has only one point, the returned
+    The factor is relative to the entropy of the first point. If `entropy` has only one point, the returned
     factor is 1.
     """
     before = max(entropy[0][1], 1e-9)

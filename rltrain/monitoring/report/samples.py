@@ -118,7 +118,7 @@ class Size:
 
     rows: int
     tokens: int
-    numbers: int  # Number of columns that hold real numbers.
+    numbers: int  # Number of columns whose values are floating-point numbers.
 
 
 def encode_samples(run: RunFiles, budget: int) -> Samples:

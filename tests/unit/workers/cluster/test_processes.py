@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError
+from ray.exceptions import ActorDiedError, ObjectLostError, RayActorError, RayTaskError
 
 from rltrain.base import errors
 from tests.fake_replicas import Reply, of_worker, settled
@@ -91,7 +91,7 @@ async def test_a_role_in_this_process_is_called_at_once_and_values_are_passed_as
     assert await results([]) == []
     with pytest.raises(errors.SyncError, match="weights differ"):
         await role.call(Greeter.fail, errors.SyncError("weights differ"))
-    with pytest.raises(errors.WorkerError, match=r"^a worker failed: ZeroDivisionError: by zero \(verbose=true"):
+    with pytest.raises(errors.WorkerError, match=r"^greeter failed: ZeroDivisionError: by zero \(verbose=true"):
         await role.call(Greeter.fail, ZeroDivisionError("by zero"))
 
 
@@ -167,6 +167,24 @@ async def test_any_other_error_of_a_worker_is_a_worker_error_of_one_line_whose_c
     assert type(error) is errors.WorkerError
     assert str(error) == "a worker failed: ZeroDivisionError: division by zero (verbose=true shows its traceback)"
     assert error.__cause__ is not None
+
+
+@pytest.mark.parametrize(
+    ("ray_says", "where"),
+    [
+        ("ray::Host.call() (pid=12, ip=10.0.0.2, actor_id=00, repr=<a>)\nValueError: x", "training rank 0 (pid 12 on "),
+        ("ray::Host.call() (pid=12, ip=10.0.0.2, actor_id=ff, repr=<a>)\nValueError: x", "a worker (pid 12 on "),
+        (
+            "ray::Host.call() (pid=9, ip=10.0.0.1, actor_id=ff)\n  an argument failed: ray::Host.call() (pid=12, "
+            "ip=10.0.0.2, actor_id=00)\nValueError: x",
+            "training rank 0 (pid 12 on ",
+        ),
+    ],
+)
+async def test_the_error_of_a_worker_names_the_process_and_its_node(ray_says, where):
+    error = RayTaskError("Host.call", ray_says, ValueError("x")).as_instanceof_cause()
+    raised = await raised_by_wait(error)
+    assert str(raised) == f"{where}10.0.0.2) failed: ValueError: x (verbose=true shows its traceback)"
 
 
 async def test_a_dead_worker_and_a_lost_object_are_worker_errors():
