@@ -293,6 +293,9 @@ def connect(config: Config) -> dict[str, float]:
             # By default, glibc creates a memory arena for most of Ray's many threads, and an arena never returns its
             # peak memory to the system.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
+        elif (Path.home() / ".ray" / "auth_token").is_file():
+            # `ray start --head` turns authentication on if this file exists, but `ray.init` does not.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
     with _on_loopback() if local else contextlib.nullcontext():
         import ray
 
@@ -321,6 +324,12 @@ def connect(config: Config) -> dict[str, float]:
 
 def _no_ray(address: str, error: Exception) -> ConfigError | WorkerError:
     """Return the error to raise when a Ray cluster could not be started or joined."""
+    if "InvalidAuthToken" in str(error):
+        return ConfigError(
+            f"placement.address={address}: the cluster requires a token of Ray's authentication, and this process has "
+            "none, or another one; start every node and the run with RAY_AUTH_MODE=token and the same token in "
+            "~/.ray/auth_token or RAY_AUTH_TOKEN, or set RAY_AUTH_MODE=disabled on all of them"
+        )
     if isinstance(error, ConnectionError):
         return _no_cluster(address, error)
     # Ray has no exception type for a daemon that does not start in time.

@@ -151,7 +151,8 @@ class Cluster:
     PORT = 6379
 
     def __init__(self, hosts: Sequence[Host], env: Mapping[str, str] | None = None) -> None:
-        self.hosts, self.env = list(hosts), {"RAY_USAGE_STATS_ENABLED": "0", **(env or {})}
+        # `ray start` turns authentication on if a token of the user is there, but only on the head.
+        self.hosts, self.env = list(hosts), {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", **(env or {})}
 
     @property
     def address(self) -> str:

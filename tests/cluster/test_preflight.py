@@ -123,3 +123,16 @@ def test_another_version_of_a_package_and_a_node_without_cpus_are_refused(cluste
     assert refused(cluster.main(*SMALL, f"trainer.output_dir={shared / 'run'}")) == line
     print(f"refused after {time.monotonic() - began:.1f} s")  # noqa: T201
     assert not (shared / "run").exists()
+
+
+def test_a_run_without_the_token_of_the_cluster_is_refused(shared):
+    with hosts(1) as made:
+        cluster = Cluster(made, {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64})
+        cluster.start()
+        assert check(cluster, shared).returncode == 0
+        cluster.env["RAY_AUTH_MODE"] = "disabled"
+        began = time.monotonic()
+        line = refused(check(cluster, shared))
+        print(f"refused after {time.monotonic() - began:.1f} s")  # noqa: T201
+    assert line.startswith(f"error: placement.address={cluster.address}: the cluster requires a token of Ray's auth")
+    assert "set RAY_AUTH_MODE=disabled on all of them" in line

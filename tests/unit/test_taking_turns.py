@@ -135,7 +135,7 @@ class Actor(Process):
 
     def start_export(self, path, version, check):
         self.version = version
-        return Offer(1, None)
+        return Offer([True], None)
 
     def export(self, number, path, *loaded):
         return Bucket(self.version, "float32", [Place("w", (1,), 0, 4)], {}, [Piece("w", 0, 4)], data=b"1234")

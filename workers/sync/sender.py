@@ -5,9 +5,10 @@ engine's dtype and copies the rows into a bucket. The rank computes the rows' ch
 the CPU's cache. Tensors that are sharded, but not by rows, are gathered, and rank 0 writes the gathered tensors.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TypeGuard
 
 import numpy as np
 import torch
@@ -32,11 +33,12 @@ class Offer:
     """Message from a rank to the driver at the start of a weight sync.
 
     Attributes:
-        buckets: number of buckets in the sync.
+        takes_part: for each bucket of the sync, whether the rank must be called for the bucket. A rank is not called
+            for a bucket in which it has no rows, such as each bucket in a replicated copy of the model.
         where: result of `memory.whereabouts` in the rank's process, or None if the rank cannot use a shared file.
     """
 
-    buckets: int
+    takes_part: Sequence[bool]
     where: str | None
 
 
@@ -81,13 +83,21 @@ class Sender:
                 self.file = SharedFile(path, min(SLOTS, len(self.layout)) * self.slot)
             except OSError:
                 where = None
-        return Offer(len(self.layout), where)
+        return Offer([self.takes_part(number) for number in range(len(self.layout))], where)
+
+    def takes_part(self, number: int) -> bool:
+        """Return whether `write` must be called on this rank for a bucket.
+
+        `write` must be called if this rank has rows in the bucket, or if all ranks must gather a tensor of the bucket.
+        """
+        held = [self.parameters[place.name] for place in self.layout[number]]
+        return any(is_gathered(one) or row_range(one, self.first) for one in held)
 
     @torch.no_grad()
     def write(self, number: int, path: str | None) -> Bucket:
         """Write this rank's part of a bucket to the file at `path` or, if `path` is None, into the returned bucket.
 
-        All training ranks must call this method, because some tensors are gathered.
+        Each rank for which `takes_part` is True must call this method.
         """
         places = self.layout[number]
         held = [(place, own_rows(self.parameters[place.name], self.first)) for place in places]
@@ -165,6 +175,13 @@ class AdapterSender(Sender):
         """Return a dictionary from names to the matrices A and B of every adapter, possibly sharded."""
         return adapter_tensors(model)
 
+    def takes_part(self, number: int) -> bool:
+        """Return whether `write` must be called on this rank for a bucket.
+
+        If `check` is True, all ranks take part in the last bucket, because they gather adapters for its probes.
+        """
+        return super().takes_part(number) or (self.check and number == len(self.layout) - 1)
+
     @torch.no_grad()
     def write(self, number: int, path: str | None) -> Bucket:
         """Write this rank's part of a bucket, as `Sender.write` does.
@@ -206,27 +223,50 @@ class AdapterSender(Sender):
 def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
     """Return the rows that this rank sends and the index of the first row, or None if this rank sends no rows.
 
+    All ranks must call this function for a tensor that is gathered.
+
     Args:
-        parameter: whole or sharded tensor. A sharded tensor is gathered unless it is sharded by rows over at most one
-            mesh dimension and replicated over the other mesh dimensions.
+        parameter: whole or sharded tensor.
         first: whether this rank sends the tensors that are not sharded by rows.
     """
-    if not isinstance(parameter, DTensor):
-        return (parameter, 0) if first else None
-    mesh, placements = parameter.device_mesh, parameter.placements
-    cut = [dim for dim, placement in enumerate(placements) if type(placement) is Shard and placement.dim == 0]
-    copied = [dim for dim, placement in enumerate(placements) if isinstance(placement, Replicate)]
-    if len(cut) > 1 or len(cut) + len(copied) != len(placements):
+    if is_gathered(parameter):
         whole = parameter.full_tensor()
         return (whole, 0) if first else None
-    if any(mesh.get_local_rank(dim) for dim in copied):
+    own = row_range(parameter, first)
+    if own is None:
         return None
-    local, rows = parameter.to_local(), parameter.size(0) if parameter.ndim else 1
+    local, (start, count) = parameter.to_local() if isinstance(parameter, DTensor) else parameter, own
+    assert local.ndim == 0 or len(local) == count, f"this rank holds {len(local)} rows from row {start}, not {count}"
+    return local, start
+
+
+def is_gathered(parameter: Tensor) -> TypeGuard[DTensor]:
+    """Return whether a tensor is sharded, but not by rows over one mesh dimension, so that ranks must gather it."""
+    if not isinstance(parameter, DTensor):
+        return False
+    copied = sum(isinstance(placement, Replicate) for placement in parameter.placements)
+    cut = len(_row_dimensions(parameter))
+    return cut > 1 or cut + copied != len(parameter.placements)
+
+
+def row_range(parameter: Tensor, first: bool) -> tuple[int, int] | None:
+    """Return the index of the first row that this rank sends and the number of its rows, or None for no rows.
+
+    A tensor that is sharded by rows is sent by the ranks of one copy. Any other tensor is sent by the rank for which
+    `first` is True. A tensor without dimensions counts as one row.
+    """
+    rows = parameter.size(0) if parameter.ndim else 1
+    if not isinstance(parameter, DTensor) or is_gathered(parameter):
+        return (0, rows) if first else None
+    mesh, cut = parameter.device_mesh, _row_dimensions(parameter)
+    if any(mesh.get_local_rank(dim) for dim in range(mesh.ndim) if dim not in cut):
+        return None
     if not cut:
-        return local, 0
+        return 0, rows
     each = -(-rows // mesh.size(cut[0]))  # Number of rows of a full shard, computed as `torch.chunk` does.
     start = min(rows, each * mesh.get_local_rank(cut[0]))
-    assert len(local) == min(each, rows - start), (
-        f"rank {start // each} holds {len(local)} of {rows} rows, instead of {min(each, rows - start)}"
-    )
-    return (local, start) if len(local) else None
+    return (start, min(each, rows - start)) if start < rows else None
+
+
+def _row_dimensions(parameter: DTensor) -> list[int]:
+    return [dim for dim, one in enumerate(parameter.placements) if type(one) is Shard and one.dim == 0]

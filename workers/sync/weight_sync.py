@@ -1,10 +1,10 @@
 """The driver's part of a weight sync: the driver makes ranks and engines transfer the weights in buckets.
 
-For each bucket, all ranks write the rows that they hold, and then all engines load the bucket. Ranks write bucket n
-only after every engine has loaded bucket n - 2. Ranks can write one bucket while engines load the previous bucket, and
-at most two buckets exist at a time. The driver starts all calls of ranks and engines without waiting for their results.
-The result of one call is an argument of the next call, so that Ray runs the calls in order. If a call fails or a
-process dies, all later calls also fail, because each call needs the result of an earlier call.
+For each bucket, the ranks that hold rows of the bucket write these rows, and then all engines load the bucket. Ranks
+write bucket n only after every engine has loaded bucket n - 2. Ranks can write one bucket while engines load the
+previous bucket, and at most two buckets exist at a time. The driver starts all calls of ranks and engines without
+waiting for their results. The result of one call is an argument of the next call, so that Ray runs the calls in order.
+If a call fails or a process dies, all later calls also fail, because each call needs the result of an earlier call.
 
 If all ranks and engines are on one host, the bytes of the buckets are in a shared file in memory. If there are several
 hosts, each rank returns the bytes of its rows as the result of its call.
@@ -115,9 +115,10 @@ async def _stream(
     """Transfer all buckets, and then make the engines finish loading and resume generating responses."""
     shared = path if len({*(offer.where for offer in offers), *places}) == 1 and offers[0].where else None
     loaded: list[list[Pending[None]]] = []
-    for number in range(offers[0].buckets):
+    for number in range(len(offers[0].takes_part)):
         free = [pending.later for pending in loaded[number - SLOTS]] if number >= SLOTS else []
-        written = [rank.start(Sends.export, number, shared, *free) for rank in ranks]
+        writers = [rank for rank, offer in zip(ranks, offers, strict=True) if offer.takes_part[number]]
+        written = [rank.start(Sends.export, number, shared, *free) for rank in writers]
         parts = [pending.later for pending in written]
         before = [pending.later for pending in loaded[-1]] if loaded else [None] * len(engines)
         loaded.append(

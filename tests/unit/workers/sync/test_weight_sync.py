@@ -57,7 +57,7 @@ class Rank(Process):
         )
 
     def start_export(self, path, version, check):
-        return Offer(self.buckets, self.where if path else None)
+        return Offer([True] * self.buckets, self.where if path else None)
 
     def export(self, number, path, *loaded):
         if self.number == 0:
@@ -117,6 +117,20 @@ async def test_a_bucket_is_written_when_all_engines_have_loaded_the_one_whose_ro
         "start", "start", "write 0 to file after 0", "load 0", "load 0", "write 1 to file after 0", "load 1", "load 1",
         "write 2 to file after 2", "load 2", "load 2", "finish 7", "finish 7", "end",
     ]  # fmt: skip
+
+
+async def test_a_rank_without_rows_in_a_bucket_is_not_called_and_sends_no_part(monkeypatch):
+    parts: list[int] = []
+    monkeypatch.setattr("workers.sync.receiver.join", lambda given: parts.append(len(given)) or given[0])
+    log: list[str] = []
+    both = ranks(log)
+    monkeypatch.setattr(both[0].process, "start_export", lambda *_: Offer([True, False, True], "here"))
+    monkeypatch.setattr(both[1].process, "start_export", lambda *_: Offer([False, True, True], "here"))
+    await weight_sync.sync(both, Replicas([Engine(log)]).roles, 7, check=True)
+    assert [line for line in log if line.startswith("write")] == [
+        "write 0 to file after 0", "write 2 to file after 1",
+    ]  # fmt: skip
+    assert parts == [1, 1, 2]
 
 
 @pytest.mark.parametrize(

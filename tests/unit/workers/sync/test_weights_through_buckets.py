@@ -6,6 +6,7 @@ import pickle
 import stat
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from workers.sync.buckets import Bucket, join, layout, tensors_of, verify
 from workers.sync.checks import check_outputs, checksum, probe, probe_vector
 from workers.sync.memory import Reader, SharedFile, as_file, new_path, remove_stale
 from workers.sync.sender import Sender, own_rows
+
+ROOT = Path(__file__).resolve().parents[4]
 
 pytestmark = pytest.mark.usefixtures("process_group")
 
@@ -78,7 +81,7 @@ def test_the_file_holds_two_buckets_in_turn(folder, monkeypatch):
     monkeypatch.setattr(buckets, "BUCKET_BYTES", 70)
     path = new_path()
     sender = Sender(Model(), version=3, dtype="float32", check=True)
-    assert sender.offer(path).buckets == 3
+    assert len(sender.offer(path).takes_part) == 3
     # a slot has room for the largest tensor, 7 x 5 numbers of 4 bytes, rounded up to 192 bytes
     assert os.path.getsize(path) == 2 * sender.slot == 2 * 192
     written = [sender.write(number, path) for number in range(2)]
@@ -150,6 +153,43 @@ def test_what_is_cut_by_rows_is_sent_by_who_holds_it_and_the_rest_by_the_first_r
     assert rows(Shard(0), Shard(0)) is None
     assert own_rows(matrix, False) is None
     assert own_rows(matrix, True) == (matrix, 0)
+
+
+RANGES = """
+import torch, torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from workers.sync.sender import is_gathered, row_range
+
+for rank in range(4):
+    dist.init_process_group("fake", rank=rank, world_size=4, store=FakeStore())
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    def sharded(rows, dim=0):
+        local = torch.ones(*[(3, 2), (2, 2)][rank % 2]) if rows == 5 else torch.ones(1 - rank % 2, 2)
+        shape = torch.Size([rows, 2])
+        return DTensor.from_local(local, mesh, (Replicate(), Shard(dim)), run_check=False, shape=shape, stride=(2, 1))
+    many, one, columns = sharded(5), sharded(1), sharded(5, dim=1)
+    print(rank, row_range(many, rank == 0), row_range(one, rank == 0), is_gathered(many), is_gathered(columns))
+    dist.destroy_process_group()
+"""
+
+
+def test_only_the_ranks_of_one_copy_that_hold_rows_take_part_in_a_bucket():
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", RANGES], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [
+        "0 (0, 3) (0, 1) False True", "1 (3, 2) None False True", "2 None None False True", "3 None None False True",
+    ]  # fmt: skip
+
+
+def test_a_sender_takes_part_in_the_buckets_in_which_it_has_rows_or_must_gather(monkeypatch):
+    sender = Sender(Model(), version=3, dtype="float32", check=True)
+    assert sender.offer(None).takes_part == [True] * len(sender.layout)
+    sender.first = False
+    assert sender.offer(None).takes_part == [False] * len(sender.layout)
+    monkeypatch.setattr("workers.sync.sender.is_gathered", lambda parameter: True)
+    assert sender.offer(None).takes_part == [True] * len(sender.layout)
 
 
 # Tests of checksums and probes (invariant E5)
