@@ -386,7 +386,7 @@ async def _train(
                     timeline=events,
                 )
                 signals.stop_with(tasks)
-                tasks.start(display.heartbeat(lambda: trainer.timer.phase), "display")
+                tasks.start(display.heartbeat(lambda: trainer.timer.phase, workers.waited_for), "display")
                 workers.daemons.patient = True
                 events.workers = workers.recorded
                 status = await fit(trainer, checkpoint, display.console)

@@ -222,6 +222,10 @@ class Workers:
         """Return the function that restarts the training ranks, or None if the ranks are not separate processes."""
         return self.training.restart if self.liveness is not None else None
 
+    def waited_for(self) -> str:
+        """Return the names of the busy processes for which the driver waits; "" if all roles are in this process."""
+        return "" if self.liveness is None else self.liveness.waited_for()
+
     @property
     def daemons(self) -> Daemons:
         """Return the Ray daemons that the workers need."""

@@ -144,7 +144,7 @@ class ConsoleDisplay:
             return ""
         return f"  {duration((ended - began) / (last - first) * (self.total_steps - last))} left"
 
-    async def heartbeat(self, phase: Callable[[], str]) -> None:
+    async def heartbeat(self, phase: Callable[[], str], waited_for: Callable[[], str] = lambda: "") -> None:
         """Print a line about the current step whenever no line about a step was printed for `HEARTBEAT_S` seconds.
 
         The heartbeat coroutine runs until it is cancelled. On a terminal, the heartbeat prints nothing, because the
@@ -152,6 +152,7 @@ class ConsoleDisplay:
 
         Args:
             phase: function that returns the name of the current phase of the step, or "" before the first phase.
+            waited_for: function that returns the processes for which the driver waits, or "" for none.
         """
         told_at = time.monotonic()
         while not self.console.is_terminal:
@@ -161,6 +162,7 @@ class ConsoleDisplay:
                 since = duration(now - (self.ended[-1][1] if self.ended else self.said_at))
                 doing = phase().replace("_", " ")
                 text = f"step {self.last + 1:>4}/{self.total_steps}  for {since}{f', now: {doing}' if doing else ''}"
+                text += f"; waiting for {names}" if (names := waited_for()) else ""
                 self.console.print(text, highlight=False, soft_wrap=True)
                 told_at = now
 

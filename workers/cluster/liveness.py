@@ -21,6 +21,7 @@ from workers.cluster.observer import Observer, Sight, innermost
 from workers.cluster.progress import Process
 from workers.cluster.ray_daemons import Daemons
 
+_NAMED = 3  # A message names at most 3 of the processes for which the driver waits.
 PROCESSES, STACKS = "processes.json", "stacks"  # file name of the process table, folder name of the stack traces
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # Seconds after which a stopped process (SIGSTOP) counts as dead.
@@ -104,7 +105,7 @@ class WatchedProcess:
             await cancelled(result, lost)
 
     def __str__(self) -> str:
-        where = f"pid {self.identity.pid} on node {self.identity.node[:8]}" if self.identity else "starting"
+        where = f"pid {self.identity.pid} on {self.identity.host}" if self.identity else "starting"
         return f"{self.name} ({where})"
 
 
@@ -163,6 +164,13 @@ class Liveness:
         if process.identity is not None:
             self.kill([process.identity])
         self._exits.notify()
+
+    def waited_for(self) -> str:
+        """Return the names of the busy processes for whose results the driver waits; "" if it waits for no process."""
+        awaited = dict.fromkeys(process for scope in self.scopes for process in scope.processes)
+        names = [str(process) for process in awaited if process.busy]
+        more = [f"{len(names) - _NAMED} more processes"] if len(names) > _NAMED else []
+        return ", ".join([*names[:_NAMED], *more])
 
     def look(self) -> None:
         """Observe the run's processes on this machine immediately."""

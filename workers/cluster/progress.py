@@ -15,6 +15,7 @@ import faulthandler
 import mmap
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,6 +34,7 @@ class Process:
         began: Start time in clock ticks since the machine's boot. The start time distinguishes the process from a later
             process with the same pid.
         node: Ray's node id of the machine on which the process runs.
+        host: Hostname of the machine on which the process runs, for messages.
         progress, stacks: File descriptors of two unnamed files. The file `progress` holds the progress counter, and the
             file `stacks` holds the stack traces.
     """
@@ -40,6 +42,7 @@ class Process:
     pid: int
     began: int
     node: str
+    host: str
     progress: int
     stacks: int
 
@@ -78,7 +81,7 @@ def announce(node: str) -> Process | None:
             os.setpgid(0, 0)
         _counter, stacks = _Counter(), os.memfd_create("rltrain-stacks")
         faulthandler.register(STACKS_SIGNAL, file=stacks, all_threads=True)
-        _announced = Process(os.getpid(), began, node, _counter.file, stacks)
+        _announced = Process(os.getpid(), began, node, socket.gethostname(), _counter.file, stacks)
     return _announced
 
 

@@ -173,6 +173,18 @@ async def test_a_step_that_takes_minutes_says_once_a_minute_what_it_does(clock, 
     ]
 
 
+async def test_a_step_that_takes_minutes_says_for_which_processes_it_waits(clock, monkeypatch):
+    monkeypatch.setattr("rltrain.monitoring.console.asyncio", clock)
+    where = console()
+    display = ConsoleDisplay(7, 0, where)
+    display.step(1, METRICS, sample())
+    with pytest.raises(asyncio.CancelledError):
+        await display.heartbeat(lambda: "update_actor", lambda: "training rank 1 (pid 7 on two)")
+    assert where.file.getvalue().splitlines()[0] == (
+        "step    2/7  for 60 s, now: update actor; waiting for training rank 1 (pid 7 on two)"
+    )
+
+
 async def test_on_a_terminal_the_bar_shows_the_step_in_place_of_lines(clock):
     where = console(terminal=True)
     await ConsoleDisplay(7, 0, where).heartbeat(lambda: "generate")

@@ -67,7 +67,7 @@ async def watch(tasks, clock, tmp_path):
             made = []
             for pid, sight in enumerate(sights):
                 process = WatchedProcess(f"rank {pid}", self)
-                process.identity, process.phase = Process(pid, 0, node, 0, 0), "actor.update"
+                process.identity, process.phase = Process(pid, 0, node, "one", 0, 0), "actor.update"
                 self.eyes.sights[pid] = sight
                 self.processes.append(process)
                 made.append(process)
@@ -169,9 +169,9 @@ async def test_a_process_is_named_in_the_folder_when_it_has_introduced_itself(wa
     watch.admit(process, introduction)
     await settled()
     assert str(process) == "training rank 0 (starting)"
-    introduction.give(Process(7, 0, "here", 0, 0))
+    introduction.give(Process(7, 0, "here", "one", 0, 0))
     await settled()
-    assert str(process) == "training rank 0 (pid 7 on node here)"
+    assert str(process) == "training rank 0 (pid 7 on one)"
     assert json.loads((tmp_path / PROCESSES).read_text()) == {"training rank 0": {"pid": 7, "node": "here"}}
 
 
@@ -197,7 +197,7 @@ async def test_a_process_that_is_dismissed_before_it_has_introduced_itself_is_ki
     await settled()
     watch.dismiss(process)
     assert watch.eyes.killed == []
-    introduction.give(Process(7, 0, "here", 0, 0))
+    introduction.give(Process(7, 0, "here", "one", 0, 0))
     await settled()
     assert watch.eyes.killed == [7]
 
@@ -228,7 +228,7 @@ async def test_of_ranks_that_stand_still_those_are_to_blame_that_are_inside_a_ca
         await scope.check_progress()
         with pytest.raises(WorkerLost) as told:
             await waiting
-    assert str(told.value) == ("no progress for 10 s: actor.update: rank 0 (pid 0 on node here) hangs in wait (b.py:0)")
+    assert str(told.value) == ("no progress for 10 s: actor.update: rank 0 (pid 0 on one) hangs in wait (b.py:0)")
     assert (first.how_lost, second.how_lost) == ("made no progress for 10 s", "")
     assert [path.name for path in (tmp_path / STACKS).iterdir()] == ["actor.update_rank_0_0.txt"]
 
@@ -275,7 +275,7 @@ async def test_the_death_of_a_process_ends_the_waits_that_depend_on_it_at_once_a
         watch._exits.notify()
         await settled()
         assert [wait.done() for wait in waits] == [True, False]
-        with pytest.raises(WorkerLost, match=r"^actor\.update: rank 0 \(pid 0 on node here\) is gone"):
+        with pytest.raises(WorkerLost, match=r"^actor\.update: rank 0 \(pid 0 on one\) is gone"):
             waits[0].result()
         waits[1].cancel()
 
@@ -335,7 +335,7 @@ async def test_what_does_not_depend_on_progress_ends_only_with_the_process(watch
     await settled()
     assert not idle.done()
     process.lose("is gone")
-    with pytest.raises(WorkerLost, match=r"^rank 0 \(pid 0 on node here\) is gone$"):
+    with pytest.raises(WorkerLost, match=r"^rank 0 \(pid 0 on one\) is gone$"):
         await idle
     result = asyncio.get_running_loop().create_future()
     result.set_result(7)
@@ -376,3 +376,16 @@ async def test_the_death_of_a_daemon_ends_the_run_between_steps_and_waits_only_w
         with pytest.raises(ClusterLost) as told:
             waiting.result()
         assert not told.value.can_save
+
+
+async def test_the_driver_waits_for_the_busy_processes_of_its_open_scopes(watch):
+    assert watch.waited_for() == ""
+    made = watch.see(Sight("S", 0, 1), Sight("S", 0, 0), *[Sight("S", 0, 1)] * 4)
+    watch.look()
+    with ProgressScope(made[:3]):
+        assert watch.waited_for() == "rank 0 (pid 0 on one), rank 2 (pid 2 on one)"
+    with ProgressScope(made):
+        assert watch.waited_for() == (
+            "rank 0 (pid 0 on one), rank 2 (pid 2 on one), rank 3 (pid 3 on one), 2 more processes"
+        )
+    assert watch.waited_for() == ""

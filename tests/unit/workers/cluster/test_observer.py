@@ -36,8 +36,8 @@ def child():
     running = subprocess.Popen(
         [sys.executable, "-c", CHILD], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1
     )
-    pid, began, node, counter, stacks = running.stdout.readline().split()
-    running.announced = Process(int(pid), int(began), node, int(counter), int(stacks))
+    pid, began, node, host, counter, stacks = running.stdout.readline().split()
+    running.announced = Process(int(pid), int(began), node, host, int(counter), int(stacks))
     with running:
         yield running
         running.kill()
@@ -61,7 +61,7 @@ def test_ticks_calls_and_states_of_a_process_are_seen_from_outside(child):
 
 
 def test_a_later_process_with_the_same_number_is_not_taken_for_it(child):
-    other = Process(child.pid, child.announced.began - 1, "here", 0, 0)
+    other = Process(child.pid, child.announced.began - 1, "here", "one", 0, 0)
     assert Observer().look([other]) == [Sight("")]
     Observer().kill([other])
     assert seen_as(child.announced, Sight("S", ticks=0, calls=1))

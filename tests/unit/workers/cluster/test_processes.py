@@ -223,11 +223,11 @@ async def test_a_worker_that_reports_itself_as_unusable_is_lost_for_its_own_reas
     killed = []
     monkeypatch.setattr(liveness, "kill", killed.extend)
     (call,) = pending(Reply(), liveness=liveness)
-    call.process.identity = Process(7, 0, "elsewhere", 0, 0)
+    call.process.identity = Process(7, 0, "elsewhere", "two", 0, 0)
     error = errors.WorkerLost("its GPU has fallen off the bus")
     error.process = call.process.identity
     call.outcome.fail(of_worker(error))
-    with pytest.raises(errors.WorkerLost, match=r"^starting: training rank 0 \(pid 7 on node elsewher\) its GPU has"):
+    with pytest.raises(errors.WorkerLost, match=r"^starting: training rank 0 \(pid 7 on two\) its GPU has"):
         await results([call])
     assert (call.process.how_lost, killed) == ("its GPU has fallen off the bus", [call.process.identity])
 
