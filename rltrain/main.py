@@ -14,7 +14,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -233,10 +233,9 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if start.over:
         return 0
-    on_cluster = config.placement.on_cluster
-    if on_cluster:
+    if config.placement.on_cluster:
         join_cluster(config)
-    if on_cluster or args.action == "check":
+    if config.placement.on_cluster or args.action == "check":
         check_each_node(config, console, show=args.action == "check")
     if args.action == "check":
         return 0
@@ -247,9 +246,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     if args.action == "plan":
         return 0
     output_dir = locked_folder(config, args, lock, tokenizer)
-    try:
-        if config.placement.launcher == "ray" and not on_cluster:
-            join_cluster(config)
+    with ray_connection(config):
         tracker, curve, status = train(
             with_all_knobs(config),
             console,
@@ -261,11 +258,6 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
             environments=environments,
             text_of=partial(tokenizer.decode, skip_special_tokens=False, clean_up_tokenization_spaces=False),
         )
-    finally:
-        if config.placement.launcher == "ray":
-            from workers.placement import disconnect
-
-            disconnect()
     summary(
         console,
         evaluations=tracker.evaluations,
@@ -671,6 +663,24 @@ def plan(
         defaults=profile_defaults(args.overrides, args.files) if config.profile == "instruct" else {},
     )
     show_plan(console, config, facts)
+
+
+@contextlib.contextmanager
+def ray_connection(config: Config) -> Iterator[None]:
+    """Start Ray on this machine if the run needs it, and disconnect from Ray at the end of the `with` block.
+
+    A run on a cluster has joined the cluster before the `with` block.
+    """
+    on_ray = config.placement.launcher == "ray"
+    try:
+        if on_ray and not config.placement.on_cluster:
+            join_cluster(config)
+        yield
+    finally:
+        if on_ray:
+            from workers.placement import disconnect
+
+            disconnect()
 
 
 def join_cluster(config: Config) -> None:

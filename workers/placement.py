@@ -60,6 +60,7 @@ ROLES = {
 ENGINE = "workers.rollout.worker:RolloutWorker"
 ENVIRONMENT, ENVIRONMENT_WORKER = "environment worker", "workers.environments.worker:EnvironmentWorker"
 _TOKEN = "RAY_AUTH_TOKEN"
+_TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))  # File in which Ray looks for the user's token.
 _TMP, _LONGEST_TMPDIR = "/tmp", 30
 _ANSWER_S = 10.0  # timeout in seconds of the test connection to a cluster's port
 _LAST_PORT = 65_535
@@ -285,6 +286,9 @@ def connect(config: Config) -> dict[str, float]:
                 "`ray job submit`, give placement.address=HOST:PORT, or use placement=local"
             )
     if not local:
+        if _TOKEN_FILE.is_file():
+            # `ray start --head` turns authentication on if this file exists, but `ray.init` does not.
+            os.environ.setdefault("RAY_AUTH_MODE", "token")
         _require_answer(address)
     # `import ray` reads environment variables, so the variables must be set before the import
     if "ray" not in sys.modules:
@@ -297,9 +301,6 @@ def connect(config: Config) -> dict[str, float]:
             # By default, glibc creates a memory arena for most of Ray's many threads, and an arena never returns its
             # peak memory to the system.
             os.environ.setdefault("MALLOC_ARENA_MAX", "2")
-        elif (Path.home() / ".ray" / "auth_token").is_file():
-            # `ray start --head` turns authentication on if this file exists, but `ray.init` does not.
-            os.environ.setdefault("RAY_AUTH_MODE", "token")
     with _on_loopback() if local else contextlib.nullcontext():
         import ray
 
@@ -329,11 +330,7 @@ def connect(config: Config) -> dict[str, float]:
 def _no_ray(address: str, error: Exception) -> ConfigError | WorkerError:
     """Return the error to raise when a Ray cluster could not be started or joined."""
     if "InvalidAuthToken" in str(error):
-        return ConfigError(
-            f"placement.address={address}: the cluster requires a token of Ray's authentication, and this process has "
-            "none, or another one; start every node and the run with RAY_AUTH_MODE=token and the same token in "
-            "~/.ray/auth_token or RAY_AUTH_TOKEN, or set RAY_AUTH_MODE=disabled on all of them"
-        )
+        return _no_token(address)
     if isinstance(error, ConnectionError):
         return _no_cluster(address, error)
     # Ray has no exception type for a daemon that does not start in time.
@@ -358,7 +355,10 @@ def _short_temporary_folder() -> dict[str, str]:
 
 
 def _require_answer(address: str) -> None:
-    """Raise ConfigError at once if no program listens at the address; Ray itself would try to connect for minutes."""
+    """Raise ConfigError at once if no program listens at the address, or if the cluster there requires a token.
+
+    Ray itself would try to connect for minutes.
+    """
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
         if int(port) > _LAST_PORT:  # the C library silently reduces port numbers modulo 65,536
@@ -367,6 +367,29 @@ def _require_answer(address: str) -> None:
             socket.create_connection((host.strip("[]"), int(port)), timeout=_ANSWER_S).close()
         except (OSError, UnicodeError) as error:
             raise _no_cluster(address, error) from error
+        if os.environ.get("RAY_AUTH_MODE") != "token" and _requires_token(address):
+            raise _no_token(address)
+
+
+def _requires_token(address: str) -> bool:
+    """Return whether a Ray cluster refuses a call without a token. `ray.init` would try for 20 s before it fails."""
+    import grpc  # Ray depends on grpcio.
+
+    with grpc.insecure_channel(address) as channel:
+        call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
+        try:
+            call(b"", timeout=_ANSWER_S)
+        except grpc.RpcError as error:
+            return isinstance(error, grpc.Call) and error.code() == grpc.StatusCode.UNAUTHENTICATED
+    return False
+
+
+def _no_token(address: str) -> ConfigError:
+    return ConfigError(
+        f"placement.address={address}: the cluster requires a token of Ray's authentication, and this process has none "
+        "or another one; start every node and the run with RAY_AUTH_MODE=token and the same token in ~/.ray/auth_token "
+        "or RAY_AUTH_TOKEN, or set RAY_AUTH_MODE=disabled on all of them"
+    )
 
 
 def _no_cluster(address: str, error: Exception) -> ConfigError:

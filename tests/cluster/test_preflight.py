@@ -1,20 +1,16 @@
 """The pre-flight check on a cluster of three hosts, one of which has a fault."""
 
 import shutil
-import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
 from hosts import Cluster, hosts
+from refusals import SMALL, check, refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = [
-    "placement=disaggregated", "rollout=hf", "placement.actor_ranks=2", "trainer.total_steps=2",
-    "trainer.prompts_per_step=8", "trainer.prompts_per_minibatch=4", "rollout.samples_per_prompt=4", "data.val_size=16",
-]  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -34,17 +30,6 @@ def cluster(shared):
         cluster.join(made[0], cpus=3)
         cluster.join(made[1], cpus=3)
         yield cluster
-
-
-def refused(done: subprocess.CompletedProcess[str]) -> str:
-    """Return the only line on stderr of a run that was refused."""
-    assert done.returncode == 2, done.stdout + done.stderr
-    (line,) = done.stderr.splitlines()
-    return line
-
-
-def check(cluster: Cluster, shared: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    return cluster.main("--check", *SMALL, f"trainer.output_dir={shared / 'run'}", *overrides)
 
 
 def test_a_healthy_cluster_passes_and_each_node_is_named(cluster, shared):
@@ -123,16 +108,3 @@ def test_another_version_of_a_package_and_a_node_without_cpus_are_refused(cluste
     assert refused(cluster.main(*SMALL, f"trainer.output_dir={shared / 'run'}")) == line
     print(f"refused after {time.monotonic() - began:.1f} s")  # noqa: T201
     assert not (shared / "run").exists()
-
-
-def test_a_run_without_the_token_of_the_cluster_is_refused(shared):
-    with hosts(1) as made:
-        cluster = Cluster(made, {"OMP_NUM_THREADS": "1", "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": "1" * 64})
-        cluster.start()
-        assert check(cluster, shared).returncode == 0
-        cluster.env["RAY_AUTH_MODE"] = "disabled"
-        began = time.monotonic()
-        line = refused(check(cluster, shared))
-        print(f"refused after {time.monotonic() - began:.1f} s")  # noqa: T201
-    assert line.startswith(f"error: placement.address={cluster.address}: the cluster requires a token of Ray's auth")
-    assert "set RAY_AUTH_MODE=disabled on all of them" in line
