@@ -226,8 +226,10 @@ def test_the_recipe_for_own_data_trains_and_the_catalogue_explains_its_metrics(t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("file", "name"), [("my_env.py", "FewGuesses"), ("my_agent.py", "run")])
-def test_the_environment_and_the_agent_of_the_guide_train(tmp_path, file, name):
+@pytest.mark.parametrize(
+    ("file", "name", "turns"), [("my_env.py", "FewGuesses", 5), ("my_table.py", "Table", 6), ("my_agent.py", "run", 5)]
+)
+def test_the_environments_and_the_agent_of_the_guide_train(tmp_path, file, name, turns):
     written_file("docs/agents.md", file, tmp_path)
     (command,) = [text for text in runs("docs/agents.md") if file in text and "MODEL" not in text]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -237,8 +239,8 @@ def test_the_environment_and_the_agent_of_the_guide_train(tmp_path, file, name):
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=250,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"with {file}:{name}; <= 5 turns per conversation" in done.stdout
-    assert all(0 <= record["reward/mean"] <= 1 for record in metrics_of(tmp_path / "run") if "reward/mean" in record)
+    assert f"with {file}:{name}; <= {turns} turns per conversation" in done.stdout
+    assert all(-0.6 <= record["reward/mean"] <= 1 for record in metrics_of(tmp_path / "run") if "reward/mean" in record)
     assert unexplained(tmp_path / "run") == []
 
 
