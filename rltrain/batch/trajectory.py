@@ -86,9 +86,9 @@ class Trajectory:
         uid: number that identifies the prompt group of the sample.
         sample: number that identifies the sample within its prompt group.
         turns: the turns of the trajectory, in order; at least one turn.
-        stop_reason: why a trajectory in an environment ended: "answer" (the policy called no tool), "done" (the
-            environment ended the trajectory), "error" (the environment failed), or one of `LIMITS`. A single answer
-            without an environment has the stop reason "".
+        stop_reason: why a trajectory in an environment ended: "answer" (the policy called no tool in an answer that was
+            not cut off), "done" (the environment ended the trajectory), "error" (the environment failed), or one of
+            `LIMITS`. A single answer without an environment has the stop reason "".
         messages: the conversation as chat messages, from the prompt to the last message; empty without an environment.
             Each message at the beginning of the second or a later context has the key `context`, whose value is the
             number of contexts that began before this context.

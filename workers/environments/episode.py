@@ -91,6 +91,8 @@ class Episode:
         self.record.add(result, assistant_message(result.action), reward)
         if done:
             return [], "done"
+        if result.finish_reason == "length":  # A cut answer without a tool call is no final answer.
+            return [], "max_response_length"
         if not new:
             return [], "answer"
         if result.finish_reason != "stop":

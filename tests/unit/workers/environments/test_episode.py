@@ -151,6 +151,15 @@ def test_an_action_that_was_cut_off_ends_the_trajectory():
     assert (found.stop_reason, len(found.turns)) == ("max_response_length", 2)
 
 
+def test_a_cut_answer_without_a_tool_call_is_no_final_answer():
+    action = call(("add", {"a": 2, "b": 3}))
+    found = run(Script(action, say("The sum i"), reasons=["stop", "length"]), tools={"add": add})
+    assert (found.stop_reason, found.finish_reason, len(found.turns)) == ("max_response_length", "length", 2)
+    assert found.response_ids() == [50, END, 11, 51, END]
+    ended = run(Script(action, say("The sum is 5"), reasons=["stop", "stop"]), tools={"add": add})
+    assert (ended.stop_reason, ended.finish_reason, ended.response_ids()) == ("answer", "stop", found.response_ids())
+
+
 class Fails:
     """An environment that fails in the given method of its first objects."""
 
