@@ -6,7 +6,7 @@ from typing import Any, Protocol
 from rltrain.base.random_streams import stream_seed
 from rltrain.batch.trajectory import Trajectory
 from rltrain.environments.contract import EnvironmentFailure
-from rltrain.environments.tool_calls import ParsedAction, ToolCall
+from rltrain.environments.tool_calls import BrokenCall, ParsedAction, ToolCall
 from workers.environments.messages import EpisodeRequest, Limits
 from workers.environments.recording import Message, Recording, with_attempts
 from workers.environments.user_environment import UserEnvironment
@@ -88,7 +88,7 @@ class Episode:
         """
         assert result.action is not None, "a turn without an error and with room for an action must have an action"
         new, reward, done = await self._answer_to(result.action)
-        self.record.add(result, assistant_message(result.action), reward)
+        self.record.add(result, transcript_message(result.action, result.written), reward)
         if done:
             return [], "done"
         if result.finish_reason == "length":  # A cut answer without a tool call is no final answer.
@@ -131,6 +131,27 @@ def prompt_with(messages: Sequence[Message], text: str) -> list[Message]:
     *before, last = messages
     content = f"{last['content']}\n{text}" if last["content"] else text
     return [*before, {**last, "content": content}]
+
+
+def transcript_message(action: ParsedAction, written: str) -> Message:
+    """Convert an action to an assistant message in which a reader also finds the malformed tool calls of the action.
+
+    The message is stored with the conversation. The message is never rendered for the model, because the context of the
+    next action consists of the sampled token ids.
+
+    Args:
+        action: The action.
+        written: Text of the action as the model wrote it. If the action has only malformed tool calls, `written` is the
+            content of the message. If the action also has well-formed tool calls, which the message lists separately,
+            the malformed tool calls follow the content of the action.
+    """
+    message = assistant_message(action)
+    broken = [call.text for call in action.calls if isinstance(call, BrokenCall)]
+    if not broken:
+        return message
+    if "tool_calls" not in message and written:
+        return {**message, "content": written.strip()}
+    return {**message, "content": "\n".join(filter(None, [action.content, *broken]))}
 
 
 def assistant_message(action: ParsedAction) -> Message:

@@ -9,7 +9,7 @@ from typing import Any
 
 from rltrain.base.errors import described
 from rltrain.data.turn_rendering import TurnRenderer
-from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, ParsedAction
+from rltrain.environments.tool_calls import TOOL_CALL_FORMATS, BrokenCall, ParsedAction
 from rltrain.rewards.loading import import_function
 from workers.rollout.messages import Completion, Request
 from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
@@ -128,6 +128,8 @@ class TurnServer:
             client, result = self.open.pop(one.key, (None, None))
             if client is None or result is None:
                 continue  # The turn was aborted between its rendering and its submission to the engine.
+            written = self.renderer.action_text(one.token_ids)
+            action = self.parse(written)
             done = replace(
                 result,
                 token_ids=one.token_ids,
@@ -135,7 +137,8 @@ class TurnServer:
                 versions=one.versions,
                 finish_reason=one.finish_reason,
                 text=self.tokenizer.decode(one.token_ids, skip_special_tokens=True),
-                action=self.parse(self.renderer.action_text(one.token_ids)),
+                action=action,
+                written=written if any(isinstance(call, BrokenCall) for call in action.calls) else "",
             )
             self.store(client, [done])
 

@@ -81,6 +81,8 @@ class TurnResult:
         full: Whether the new messages left no room for an action, so that no action was sampled.
         error: One line that says why the messages cannot be put into the context; "" if no error occurred.
         serial: The field `serial` of the `TurnRequest` that this result answers.
+        written: Text of the action with the markup of tool calls, as the model wrote it; "" if no tool call of the
+            action is malformed.
     """
 
     key: tuple[int, int, int]
@@ -95,6 +97,7 @@ class TurnResult:
     full: bool = False
     error: str = ""
     serial: int = 0
+    written: str = ""
 
 
 class SamplesTurns(Protocol):

@@ -6,9 +6,9 @@ from typing import ClassVar
 
 import pytest
 
-from rltrain.environments.tool_calls import BrokenCall, ParsedAction
+from rltrain.environments.tool_calls import BrokenCall, ParsedAction, ToolCall, hermes
 from tests.scripted_turns import END, REQUEST, Script, call, limits, say
-from workers.environments.episode import run_episode
+from workers.environments.episode import run_episode, transcript_message
 from workers.environments.recording import ATTEMPTS
 from workers.environments.user_environment import UserEnvironment
 
@@ -133,6 +133,29 @@ def test_T7_the_policy_is_told_what_was_wrong_with_a_call(action, told):
     found = run(engine, tools=tools, call_timeout_s=0.1)
     assert [m["content"] for m in engine.requests[1].messages] == [told]
     assert (found.stop_reason, found.error) == ("answer", "")
+
+
+def test_a_malformed_call_is_in_the_messages_as_the_model_wrote_it():
+    text = 'I look.\n<tool_call>\n{"key": }\n</tool_call>\nDone.'
+    assert transcript_message(hermes(text), text) == {"role": "assistant", "content": text}
+    good = '<tool_call>{"name": "add", "arguments": {}}</tool_call>'
+    mixed = transcript_message(hermes(text + good), text + good)
+    assert mixed["content"] == 'I look.\n\nDone.\n<tool_call>\n{"key": }\n</tool_call>'
+    assert [call["function"]["name"] for call in mixed["tool_calls"]] == ["add"]
+    assert transcript_message(hermes(good), "")["content"] == ""
+
+
+def test_a_malformed_call_changes_neither_the_ids_nor_the_messages_to_the_model():
+    broken = ParsedAction("", [BrokenCall("<tool_call>{</tool_call>", "the call is not valid JSON", "c0")])
+    right = ParsedAction("", [ToolCall("add", {"a": 1, "b": 2}, "c0")])
+    engines = [Script(action, say("sorry")) for action in (broken, right)]
+    shown, called = (run(engine, tools={"add": add}) for engine in engines)
+    assert shown.response_ids() == called.response_ids()
+    assert [m["role"] for m in engines[0].requests[1].messages] == ["tool"]
+    assert [m["content"] for m in shown.messages] == [
+        "go", "<tool_call>{</tool_call>", "error: the call is not valid JSON", "sorry",
+    ]  # fmt: skip
+    assert shown.tool_calls == 0
 
 
 def test_limits_end_a_trajectory_with_their_names_and_its_reward_is_still_asked_for():

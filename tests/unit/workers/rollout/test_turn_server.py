@@ -98,3 +98,10 @@ def test_a_new_context_renders_the_whole_conversation_and_cuts_no_prompt_and_no_
     assert request.max_tokens == 10
     _, (full,) = server.begin("a", [turn(2, "", key=(2, 0, 3), messages=messages, room=20)])
     assert full.full
+
+
+def test_only_an_action_with_a_malformed_call_comes_with_its_text_as_the_model_wrote_it(server, tokenizer):
+    texts = ["hello", '<tool_call>{"name": "f"}</tool_call>', '<tool_call>{"k": }</tool_call> end']
+    requests, _ = server.begin("a", [turn(number, "hi") for number in range(3)])
+    server.deliver([completion(*one) for one in zip(requests, [tokenizer] * 3, texts, strict=True)])
+    assert [one.written for one in server.take("a")] == ["", "", texts[2]]
