@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from decimal import Decimal
 from pathlib import Path
 from types import MappingProxyType, ModuleType
-from typing import Any
+from typing import Any, Literal
 
 from rltrain.base.errors import ConfigError, described, one_line
 from rltrain.base.storage import local_path
@@ -76,6 +76,10 @@ _TOO_LARGE = ": a score outside float32's range (3.4e38); scale the score down"
 _LARGEST = (2 - 2**-23) * 2.0**127  # Largest finite float32 number; scores are sent as float32.
 _SHOWN = 80  # Largest number of characters of a value that an error message shows.
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+_LISTED = 10  # Largest number of classes that an error message lists.
+Kind = Literal["function", "class"]  # What a path of the user names.
+_PLURAL: Mapping[Kind, str] = {"function": "functions", "class": "classes"}
+_NAME: Mapping[Kind, str] = {"function": "function", "class": "Class"}  # Name that shows the form of a path.
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 
 
@@ -139,27 +143,35 @@ def load_function(path: str) -> Callable[..., Any]:
     return adapted(function)
 
 
-def import_function(path: str, where: str) -> Callable[..., Any]:
-    """Import a function that need not be a reward function, such as a function that returns rows of data.
+def import_function(path: str, where: str, kind: Kind = "function") -> Callable[..., Any]:
+    """Import a function or a class that need not compute rewards, such as a function that returns rows of data.
 
     Args:
-        path: `package.module:function` or `file.py:function`. The module or file is searched for as in `load_function`.
+        path: `package.module:name` or `file.py:name`. The module or file is searched for as in `load_function`.
         where: start of the error message, such as "reward function 'file.py:score'".
+        kind: what `path` is meant to name, for the error message. `import_function` does not check that `path` names a
+            class if `kind` is "class".
 
     Raises:
-        ConfigError: the function cannot be imported, for one of the reasons listed in `load_function`.
+        ConfigError: `path` has no colon, or the function or class cannot be imported, for one of the reasons listed in
+            `load_function`.
     """
     target, _, name = path.rpartition(":")
-    return _function_of(target, name, where)
+    if not target or not name:
+        raise ConfigError(
+            f"{where}: no {kind} name is given after a colon; use file.py:{_NAME[kind]} or package.module:{_NAME[kind]}"
+        )
+    return _function_of(target, name, where, kind)
 
 
-def _function_of(target: str, name: str, where: str) -> Callable[..., Any]:
-    module = _file_module(local_path(target, where), where) if _is_file(target) else _module(target, where)
+def _function_of(target: str, name: str, where: str, kind: Kind = "function") -> Callable[..., Any]:
+    is_file = _is_file(target)
+    module = _file_module(local_path(target, where), where, kind) if is_file else _module(target, where, kind)
     function: Callable[..., Any] | None = getattr(module, name, None)
     if function is None and not hasattr(module, name):
-        raise ConfigError(f"{where}: {target} has no function '{name}'{_nearest_function(name, module)}")
+        raise ConfigError(f"{where}: {target} has no {kind} '{name}'{_nearest(name, module, kind)}")
     if not callable(function):
-        raise ConfigError(f"{where}: '{name}' is of type {type(function).__name__}, not a function; name a function")
+        raise ConfigError(f"{where}: '{name}' is of type {type(function).__name__}, not a {kind}; name a {kind}")
     return function
 
 
@@ -374,7 +386,7 @@ def _is_file(target: str) -> bool:
     return target.endswith(".py") or "/" in target
 
 
-def _module(target: str, where: str) -> ModuleType:
+def _module(target: str, where: str, kind: Kind) -> ModuleType:
     if "" not in sys.path and os.getcwd() not in sys.path:
         # `python -m` adds the working directory to `sys.path`, but an installed console command does not. Ray passes
         # `sys.path` to its workers.
@@ -387,15 +399,18 @@ def _module(target: str, where: str) -> ModuleType:
         missing = error.name if isinstance(error, ModuleNotFoundError) else None
         if missing and (target == missing or target.startswith(f"{missing}.")):
             raise ConfigError(
-                f"{where}: there is no module '{missing}'; check the name, or give the file: path/to/file.py:function"
+                f"{where}: there is no module '{missing}'; check the name, or give the file: "
+                f"path/to/file.py:{_NAME[kind]}"
             ) from None
         raise ConfigError(f"{where}: {target} does not import ({described(error)}); fix that error first") from error
 
 
-def _file_module(file: Path, where: str) -> ModuleType:
+def _file_module(file: Path, where: str, kind: Kind) -> ModuleType:
     file = file.resolve()
     if file.exists() and not file.is_file():
-        raise ConfigError(f"{where}: {file} is not a regular file; name a Python file, path/to/file.py:function")
+        raise ConfigError(
+            f"{where}: {file} is not a regular file; name a Python file, path/to/file.py:{_NAME[kind]}"
+        )
     if not file.is_file():
         folder = file.parent
         beside = [p.name for p in folder.iterdir()] if folder.is_dir() else []
@@ -437,10 +452,19 @@ def source_name(key: str, path: str) -> str:
     return f"{key}: {path}"
 
 
-def _nearest_function(name: str, module: ModuleType) -> str:
-    names = [key for key, value in vars(module).items() if inspect.isfunction(value)]
+def _nearest(name: str, module: ModuleType, kind: Kind) -> str:
+    """Return the end of an error message, which names the function or class of a module whose name is most similar to
+    `name`. If `kind` is "class", the end of the error message also lists the classes of the module.
+    """
+    is_kind = inspect.isclass if kind == "class" else inspect.isfunction
+    found = {key: value for key, value in vars(module).items() if is_kind(value)}
+    own = [key for key, value in found.items() if value.__module__ == module.__name__]
+    names = (own or list(found)) if kind == "class" else list(found)
     near = difflib.get_close_matches(name, names, n=1, cutoff=0.0)
-    return f"; the nearest is '{near[0]}'" if near else "; the module contains no functions"
+    if not near:
+        return f"; the module contains no {_PLURAL[kind]}"
+    shown = f"{', '.join(names[:_LISTED])}{' and others' if len(names) > _LISTED else ''}"
+    return f"; the nearest is '{near[0]}'{f'; its classes are {shown}' if kind == 'class' else ''}"
 
 
 def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:

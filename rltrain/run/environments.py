@@ -181,7 +181,7 @@ def load_environment(config: RolloutConfig) -> type | None:
     if config.environment is None:
         return None
     where = f"rollout.environment={config.environment}"
-    found: Any = import_function(config.environment, where)
+    found: Any = import_function(config.environment, where, "class")
     if not inspect.isclass(found):
         raise ConfigError(f"{where}: names a function; it must be a class, as in my_env.py:HigherLower")
     return found

@@ -52,7 +52,7 @@ class EnvironmentWorker:
     ) -> None:
         self.name, self.limits, self.epoch = name, limits, 0
         path = source.environment
-        self.make: Any = import_function(path, f"rollout.environment={path}") if path else None
+        self.make: Any = import_function(path, f"rollout.environment={path}", "class") if path else None
         self.tools: dict[str, Any] = {
             tool: import_function(path, f"rollout.tools: {path}") for tool, path in source.tools.items()
         }

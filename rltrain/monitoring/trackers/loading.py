@@ -13,7 +13,7 @@ from rltrain.monitoring.trackers.background import BackgroundSink
 from rltrain.monitoring.trackers.mlflow_tracker import MlflowTracker
 from rltrain.monitoring.trackers.trackio_tracker import TrackioTracker
 from rltrain.monitoring.trackers.wandb_tracker import WandbTracker
-from rltrain.rewards.loading import load_function
+from rltrain.rewards.loading import import_function
 
 KEY = "trainer.trackers"
 TENSORBOARD = "tensorboard"
@@ -84,14 +84,7 @@ def _class(path: str) -> Callable[[Path], Sink]:
         near = difflib.get_close_matches(path, NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else "name your own class as package.module:Class or file.py:Class"
         raise ConfigError(f"{KEY}=[{path}]: not one of {', '.join(NAMES)}; {hint}")
-    try:
-        found: Callable[[Path], Sink] = load_function(path)
-    except ConfigError as error:
-        text = str(error).replace("reward function '", f"{KEY} '", 1)
-        # The hint in the error message is removed, because the hint lists functions instead of classes.
-        if " has no function '" in text:
-            text = text.rpartition("; ")[0].replace(" has no function '", " has no class '", 1)
-        raise ConfigError(text) from error
+    found: Callable[[Path], Sink] = import_function(path, f"{KEY} '{path}'", "class")
     return found
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from rltrain.base.errors import ConfigError
 from rltrain.rewards.loading import BUILTIN as BUILTIN_NAMES
-from rltrain.rewards.loading import absolute, bind, call, check_aggregation, check_columns, load_function
+from rltrain.rewards.loading import absolute, bind, call, check_aggregation, check_columns, import_function, load_function
 from rltrain.rewards.result import ScoreError
 from tests.reward_configs import reward_function
 from workers.reward.messages import RewardRequest
@@ -149,6 +149,34 @@ def test_a_package_that_lacks_another_says_so_and_is_not_called_missing(tmp_path
     monkeypatch.syspath_prepend(tmp_path)
     message = error_of("rltrain_test_lacking:score")
     assert "rltrain_test_lacking does not import (ModuleNotFoundError: No module named 'not_installed_here')" in message
+
+
+def test_a_class_that_is_not_there_is_named_with_the_nearest_class_and_all_classes(tmp_path):
+    text = "from random import Random\ndef reset(): ...\nclass ResetRaises: ...\nclass Other: ...\nhalf = 0.5\n"
+    path = write(tmp_path, text)
+    with pytest.raises(ConfigError) as caught:
+        import_function(f"{path}:ResetRaise", "rollout.environment=x", "class")
+    assert str(caught.value) == (
+        f"rollout.environment=x: {path} has no class 'ResetRaise'; the nearest is 'ResetRaises'; its classes are "
+        "ResetRaises, Other"
+    )
+    with pytest.raises(ConfigError, match="'half' is of type float, not a class; name a class"):
+        import_function(f"{path}:half", "x", "class")
+    with pytest.raises(ConfigError, match="the module contains no classes"):
+        import_function(f"{write(tmp_path, 'x = 1', 'empty.py')}:Game", "x", "class")
+    with pytest.raises(ConfigError, match=r"there is no module 'no_such'; .* path/to/file\.py:Class"):
+        import_function("no_such:Game", "x", "class")
+
+
+@pytest.mark.parametrize("path", ["my_env.Game", "my_env.py", "game", "my_env.py:", ":Game", ""])
+def test_a_path_without_a_colon_is_refused_with_the_form_of_a_path(path):
+    with pytest.raises(ConfigError) as caught:
+        import_function(path, f"rollout.environment={path}", "class")
+    assert str(caught.value) == (
+        f"rollout.environment={path}: no class name is given after a colon; use file.py:Class or package.module:Class"
+    )
+    with pytest.raises(ConfigError, match=r"^x: no function .* use file\.py:function or package\.module:function$"):
+        import_function(path, "x")
 
 
 def test_what_is_no_function_is_refused(tmp_path):
