@@ -8,7 +8,7 @@ get the tokenizer as an argument.
 import itertools
 import zlib
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -53,6 +53,11 @@ class Prompt:
     columns: dict[str, Any]
     messages: list[dict[str, str]] | None = None
     supervised_ids: list[int] | None = None
+
+    @property
+    def chat(self) -> Sequence[Mapping[str, Any]]:
+        """The prompt as chat messages. A prompt that is text is the text of one user message."""
+        return self.messages or [{"role": "user", "content": self.text}]
 
 
 class PromptSet(Sequence[Prompt]):
@@ -128,6 +133,10 @@ class PromptSet(Sequence[Prompt]):
         """
         for row in self._kept:
             yield self._rows.place(row), self._form.values(self._rows.row(row))
+
+    def token_counts(self) -> list[int]:
+        """Return the number of token ids of each prompt."""
+        return [end - start for start, end in itertools.pairwise(self._ends)]
 
     def largest_id(self) -> int:
         """Return the largest token id in any prompt or supervised answer."""

@@ -408,9 +408,7 @@ def _module(target: str, where: str, kind: Kind) -> ModuleType:
 def _file_module(file: Path, where: str, kind: Kind) -> ModuleType:
     file = file.resolve()
     if file.exists() and not file.is_file():
-        raise ConfigError(
-            f"{where}: {file} is not a regular file; name a Python file, path/to/file.py:{_NAME[kind]}"
-        )
+        raise ConfigError(f"{where}: {file} is not a regular file; name a Python file, path/to/file.py:{_NAME[kind]}")
     if not file.is_file():
         folder = file.parent
         beside = [p.name for p in folder.iterdir()] if folder.is_dir() else []

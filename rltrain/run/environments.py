@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rltrain.base.errors import ConfigError, one_line
+from rltrain.data.chat_templates import TemplateError
 from rltrain.data.prompts import PromptSet
 from rltrain.data.turn_rendering import TurnRenderer
 from rltrain.environments.agents import OFFERED, is_function, missing_arguments
@@ -31,13 +32,16 @@ def environments_for(
 
     Raises:
         ConfigError: the environment or a tool cannot be loaded or described to the model, or a data set in `prompts`
-            lacks a column that the environment needs.
+            lacks a column that the environment needs, or all prompts of a data set are longer than
+            `rollout.max_prompt_length` together with the descriptions of the tools.
     """
     source, schemas = tools_of_run(config)
     if config.agent is not None:
         source = replace(source, agent=agent_of(config.agent, prompts))
     turns = turn_format(config, schemas, tokenizer, stop_ids)
     check_environment_columns(config, prompts)
+    if schemas:
+        check_prompt_lengths(config, schemas, tokenizer, stop_ids, prompts)
     return Environments(source, turns, limits_of(config), config.environment_memory_mb)
 
 
@@ -53,7 +57,7 @@ def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[st
             be reached, or two tools have the same name.
     """
     environment = load_environment(config)
-    schemas = [_schema(_unbound(environment, name), name) for name in _tools_of(environment)]
+    schemas = [_schema_of_method(environment, name) for name in _tools_of(environment)]
     functions: dict[str, str] = {}
     servers: dict[str, list[str]] = {}
     for tool in config.tools:
@@ -63,7 +67,7 @@ def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[st
             schemas += found
         elif tool.path is not None:
             where = f"rollout.tools: '{tool.path}'"
-            schemas.append(_schema(import_function(tool.path, where), where))
+            schemas.append(_schema(_tool_function(tool.path, where), where))
             functions[tool.name] = absolute(tool.path)
     names = [schema["function"]["name"] for schema in schemas]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -176,7 +180,7 @@ def load_environment(config: RolloutConfig) -> type | None:
     """Import the class of the environment, or return None if the run has no environment.
 
     Raises:
-        ConfigError: the class cannot be imported, or `rollout.environment` does not name a class.
+        ConfigError: the class cannot be imported or needs arguments, or `rollout.environment` does not name a class.
     """
     if config.environment is None:
         return None
@@ -184,7 +188,20 @@ def load_environment(config: RolloutConfig) -> type | None:
     found: Any = import_function(config.environment, where, "class")
     if not inspect.isclass(found):
         raise ConfigError(f"{where}: names a function; it must be a class, as in my_env.py:HigherLower")
+    if needed := _needed_arguments(found):
+        raise ConfigError(
+            f"{where}: the __init__ of the class needs {', '.join(needed)}, but rltrain creates each object without "
+            "arguments; give each parameter a default, or make it a parameter of reset, which gets columns of the data"
+        )
     return found
+
+
+def _needed_arguments(environment: type) -> list[str]:
+    """Return the parameters without a default value with which an object of a class is created."""
+    try:
+        return missing_arguments(environment, [])
+    except (TypeError, ValueError):  # Some classes that are written in C have no signature.
+        return []
 
 
 def check_environment_columns(config: RolloutConfig, prompts: Sequence[PromptSet]) -> None:
@@ -198,6 +215,37 @@ def check_environment_columns(config: RolloutConfig, prompts: Sequence[PromptSet
                 f"rollout.environment={config.environment}: reset needs {', '.join(missing)}, but {one.where} has only "
                 f"the columns {', '.join(one.columns) or 'of the prompt'}; rename the parameter or give it a default"
             )
+
+
+def check_prompt_lengths(
+    config: RolloutConfig,
+    schemas: Sequence[Mapping[str, Any]],
+    tokenizer: Any,
+    stop_ids: Sequence[int],
+    prompts: Sequence[PromptSet],
+) -> None:
+    """Raise ConfigError if the shortest prompt of a data set is longer than `rollout.max_prompt_length` together with
+    the descriptions of the tools.
+    """
+    longest = max(max(one.token_counts(), default=0) for one in prompts)
+    with TurnRenderer(tokenizer, tools=schemas, stop_ids=stop_ids) as renderer:
+        for one in prompts:
+            counts = one.token_counts()
+            if not counts:
+                continue
+            shortest = one[counts.index(min(counts))]
+            try:
+                total = len(renderer.prompt_ids(shortest.chat))
+                added = total - len(renderer.with_tools([]).prompt_ids(shortest.chat))
+            except TemplateError:  # The run counts a conversation whose prompt cannot be rendered as failed.
+                continue
+            if total > config.max_prompt_length:
+                raise ConfigError(
+                    f"rollout.max_prompt_length={config.max_prompt_length}: the descriptions of the tools add {added} "
+                    f"tokens to each prompt, so even the shortest prompt of {one.where} has {total} tokens; set "
+                    f"rollout.max_prompt_length={longest + total - len(shortest.ids)}, which is enough for the longest "
+                    "prompt, or describe fewer tools or in fewer words"
+                )
 
 
 def _tools_of(environment: type | None) -> list[str]:
@@ -214,6 +262,24 @@ def _unbound(environment: type | None, name: str) -> Callable[..., Any]:
         return found
     bound: Callable[..., Any] = method.__get__(object(), object)
     return bound
+
+
+def _tool_function(path: str, where: str) -> Callable[..., Any]:
+    function = import_function(path, where)
+    if inspect.isclass(function):
+        raise ConfigError(
+            f"{where}: names a class, and a tool is a function; the class of an environment, whose methods are tools, "
+            f"belongs in rollout.environment={path}"
+        )
+    return function
+
+
+def _schema_of_method(environment: type | None, name: str) -> dict[str, Any]:
+    method = _unbound(environment, name)
+    code = getattr(inspect.unwrap(method), "__code__", None)
+    place = f" ({code.co_filename}:{code.co_firstlineno})" if code else ""
+    assert environment is not None, "a method that is a tool must belong to an environment"
+    return _schema(method, f"rollout.environment: the method {name} of the class {environment.__name__}{place}")
 
 
 def _schema(function: Callable[..., Any], where: str) -> dict[str, Any]:

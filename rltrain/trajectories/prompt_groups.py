@@ -326,10 +326,9 @@ class PromptGroups:
 def episodes_of(group: Group, *, temperature: float, seed: int) -> list[EpisodeRequest]:
     """Return, for each missing trajectory of a group, a request to run the trajectory in an environment."""
     prompt = group.prompt
-    messages = prompt.messages or [{"role": "user", "content": prompt.text}]
     return [
         EpisodeRequest(
-            (group.uid, number), messages, prompt.columns, temperature if number < group.samples else 0.0, seed
+            (group.uid, number), prompt.chat, prompt.columns, temperature if number < group.samples else 0.0, seed
         )
         for number in range(group.size)
         if number not in group.trajectories

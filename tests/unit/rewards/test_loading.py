@@ -15,7 +15,15 @@ import pytest
 
 from rltrain.base.errors import ConfigError
 from rltrain.rewards.loading import BUILTIN as BUILTIN_NAMES
-from rltrain.rewards.loading import absolute, bind, call, check_aggregation, check_columns, import_function, load_function
+from rltrain.rewards.loading import (
+    absolute,
+    bind,
+    call,
+    check_aggregation,
+    check_columns,
+    import_function,
+    load_function,
+)
 from rltrain.rewards.result import ScoreError
 from tests.reward_configs import reward_function
 from workers.reward.messages import RewardRequest

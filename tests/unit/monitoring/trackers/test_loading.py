@@ -81,8 +81,8 @@ def test_the_default_is_tensorboard_and_a_resumed_run_may_change_it():
          "trainer.trackers=[tensorboard,tensorboard]: tensorboard appears more than once; list each tracker once"),
         (["my_sink.py:Half"], "trainer.trackers=[my_sink.py:Half]: the class lacks log_eval, restore; a tracker must "
                               "have the methods log_step, log_eval, restore, close"),
-        (["my_sink.py:Mein"], "trainer.trackers 'my_sink.py:Mein': my_sink.py has no class 'Mein'; the nearest is 'Mine'; "
-                              "its classes are Mine, Half, Demanding"),
+        (["my_sink.py:Mein"], "trainer.trackers 'my_sink.py:Mein': my_sink.py has no class 'Mein'; the nearest is "
+                              "'Mine'; its classes are Mine, Half, Demanding"),
         (["my_sink.py:function"], "trainer.trackers=[my_sink.py:function]: is not a class; name a class with the "
                                   "methods log_step, log_eval, restore, close"),
         (["my_sink.py:Demanding"], "trainer.trackers=[my_sink.py:Demanding]: cannot be created with the output "
