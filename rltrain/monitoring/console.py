@@ -6,6 +6,7 @@ import math
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -171,7 +172,10 @@ class ConsoleDisplay:
         errors = [error for error in batch.non_tensor_batch["reward_error"] if error]
         if errors and (not self.failures_seen or step % PLAIN_EVERY == 0):
             first = one_line(errors[0])
-            text = f"  step {step}: {len(errors)} of {len(batch)} rewards failed and are left out: {first}"
+            # The stop reason of a conversation is "error" if the conversation failed, so that no reward was computed.
+            reasons = Counter(batch.non_tensor_batch.get("stop_reason", ()))
+            what = "conversations" if reasons["error"] == len(errors) else "rewards"
+            text = f"  step {step}: {len(errors)} of {len(batch)} {what} failed and are left out: {first}"
             self.console.print(Text(text, "yellow"), soft_wrap=True)
         self.failures_seen = self.failures_seen or bool(errors)
 

@@ -533,15 +533,18 @@ class Collector:
         self.first_failure = self.first_failure or time.monotonic()
         if time.monotonic() < self.first_failure + PATIENCE_S or self.config.algorithm.dynamic_sampling:
             return
-        there = groups.groups.values()
+        there = [*groups.groups.values()]
         failures = [result for group in there for result in group.results.values() if result.failed]
         total = sum(group.size for group in there)
         if len(failures) > self.config.reward.max_failed_fraction * total:
-            raise self._too_many(failures, total)
+            raise self._too_many(there, failures, total)
 
-    def _too_many(self, failures: Sequence[SampleScores], total: int) -> RewardError:
+    def _too_many(self, groups: Sequence[Group], failures: Sequence[SampleScores], total: int) -> RewardError:
         """Return a RewardError whose message lists the three most frequent kinds of failure, in descending order of
         frequency.
+
+        A failed conversation has no reward. The message calls such a failure a failure of the conversation, because no
+        reward function was called.
         """
         kinds = Counter(result.error for result in failures).most_common(3)
         first = {result.error: result.key for result in reversed(failures)}
@@ -550,9 +553,16 @@ class Collector:
             for error, count, (uid, number) in ((error, count, first[error]) for error, count in kinds)
         )
         limit = self.config.reward.max_failed_fraction
+        broken = {one.key for group in groups for one in group.trajectories.values() if one.error}
+        conversations = sum(result.key in broken for result in failures)
+        what, note = "rewards", ""
+        if conversations == len(failures):
+            what, note = "conversations", ", which limits failed conversations too"
+        elif conversations:
+            note = f" ({conversations} of them because the conversation failed)"
         return RewardError(
-            f"{len(failures) / total:.0%} of the rewards failed, {len(failures)} of {total}, above "
-            f"reward.max_failed_fraction={limit:g}: {shown}"
+            f"{len(failures) / total:.0%} of the {what} failed, {len(failures)} of {total}, above "
+            f"reward.max_failed_fraction={limit:g}{note}: {shown}"
         )
 
     def _check_failures(self, groups: Sequence[Group], batch: DataProto) -> None:
@@ -565,6 +575,6 @@ class Collector:
                 "number for the samples that a function judges"
             )
         if len(failures) > self.config.reward.max_failed_fraction * len(results):
-            error = self._too_many(failures, len(results))
+            error = self._too_many(groups, failures, len(results))
             error.batch = batch
             raise error

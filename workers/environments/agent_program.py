@@ -25,7 +25,7 @@ from workers.environments.daemon_threads import in_daemon_thread
 from workers.environments.episode import Samples, environment_seed
 from workers.environments.messages import EpisodeRequest, Limits
 from workers.environments.recording import with_attempts
-from workers.environments.user_environment import without_exit
+from workers.environments.user_environment import raised_at, without_exit
 
 LAST_BYTES = 4096  # Number of bytes that are read from the end of a command's output to find the last line.
 # Python program that asks the kernel to kill the program's process when the parent process ends (PR_SET_PDEATHSIG), and
@@ -203,7 +203,7 @@ async def _ended(program: Program, task: Task, session: AgentSession) -> tuple[s
         if session.lost.done():
             raise
         if not session.stop_reason:
-            raise EnvironmentFailure(f"the agent failed: {described(error)}") from error
+            raise EnvironmentFailure(f"the agent failed: {described(error)}{raised_at(error)}") from error
         reward = None
     finally:
         running.cancel()

@@ -2,10 +2,13 @@
 
 import asyncio
 import inspect
+import sysconfig
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
 from typing import Any
 
-from rltrain.base.errors import described
+from rltrain.base.errors import described, one_line
 from rltrain.environments.contract import (
     CLOSE,
     RESET,
@@ -20,6 +23,11 @@ from rltrain.environments.contract import (
 )
 from rltrain.environments.tool_calls import ToolCall
 from workers.environments.daemon_threads import in_daemon_thread
+
+# Folders of files whose lines are not the user's code.
+_OURS = tuple(f"{Path(__file__).parents[2] / name}/" for name in ("rltrain", "workers"))
+_INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
+_STANDARD = f"{sysconfig.get_path('stdlib')}/"
 
 
 class UserEnvironment:
@@ -118,13 +126,30 @@ class UserEnvironment:
         except TimeoutError:
             raise EnvironmentFailure(f"the environment's {name} took more than {self._timeout_s:g} s") from None
         except Exception as error:
-            raise EnvironmentFailure(f"the environment's {name} raised {described(error)}") from error
+            raise EnvironmentFailure(f"the environment's {name} raised {described(error)}{raised_at(error)}") from error
 
     async def _called(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         async with asyncio.timeout(self._timeout_s):
             if inspect.iscoroutinefunction(function):
                 return await without_exit(function(*args, **kwargs))
             return await in_daemon_thread(lambda: function(*args, **kwargs))
+
+
+def raised_at(error: BaseException) -> str:
+    """Return the file and the line of the user's code that raised an exception, in the form " (file.py:12)".
+
+    The line is the last line of the traceback that lies outside rltrain and outside Python's standard library. If there
+    are several such lines, lines of installed packages are left out. If there is no such line, the returned text is "".
+    """
+    # The traceback is read with `walk_tb`, which opens no source files. The user's code may refer to a source file that
+    # cannot be opened.
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    installed = [(file, line) for file, line in lines if file.startswith(_INSTALLED)]
+    others = [(file, line) for file, line in lines if not file.startswith((*_OURS, *_INSTALLED, _STANDARD))]
+    if not (found := others or [one for one in installed if not one[0].startswith(_OURS)]):
+        return ""
+    file, line = found[-1]
+    return f" ({one_line(file)}:{line})"
 
 
 async def without_exit(call: Awaitable[Any]) -> Any:

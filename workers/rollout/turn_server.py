@@ -86,7 +86,10 @@ class TurnServer:
             return TurnResult(turn.key, error=said, serial=turn.serial), [], 0
         result = TurnResult(turn.key, observed, messages=messages, serial=turn.serial)
         if first and len(observed) > turn.max_prompt_tokens:
-            said = f"the prompt has {len(observed)} tokens, above rollout.max_prompt_length={turn.max_prompt_tokens}"
+            said = (
+                f"the prompt has {len(observed)} tokens with the descriptions of the tools and the text of the "
+                f"environment's reset, above rollout.max_prompt_length={turn.max_prompt_tokens}"
+            )
             return replace(result, error=said), [], 0
         room = turn.room if first else turn.room - len(observed)
         context = [*turn.context_ids, *turn.action_ids, *observed]

@@ -73,6 +73,14 @@ def test_failed_rewards_are_told_at_the_first_step_that_has_any_and_then_now_and
     assert lines[0].endswith("1 of 1 rewards failed and are left out: it [b]broke[/b]")
 
 
+def test_failed_conversations_are_not_told_as_failed_rewards():
+    for reasons, told in ((["error", "done"], "1 of 2 conversations failed"), (["done"] * 2, "1 of 2 rewards failed")):
+        where = console()
+        objects = {"reward_error": ["reset raised", ""], "stop_reason": reasons}
+        ConsoleDisplay(30, 0, where).failures(1, DataProto.from_dict({"x": torch.zeros(2)}, objects))
+        assert f"step 1: {told} and are left out: reset raised" in where.file.getvalue()
+
+
 def test_of_several_rewards_each_is_shown_before_the_accuracy():
     parts = {"reward/right/mean": 0.5, "reward/short/mean": -1.25}
     assert "reward 0.50  right 0.50  short -1.25  acc 25%  kl" in step_text({**METRICS, **parts})

@@ -8,6 +8,7 @@ import pytest
 from rltrain.base.errors import RewardError
 from rltrain.base.random_streams import stream_seed
 from rltrain.batch.data_proto import DataProto
+from rltrain.batch.trajectory import Trajectory, Turn
 from rltrain.data.prompts import Prompt
 from rltrain.settings.compose import compose
 from rltrain.trajectories.batch_building import to_batch
@@ -268,6 +269,32 @@ async def test_too_many_failed_rewards_stop_the_run_and_the_first_of_this_step_a
         "error 3 (3 x, first in prompt group 0, sample 3)"
     )
     assert len(caught.value.batch) == 12
+
+
+async def test_failed_conversations_stop_the_run_as_conversations_and_not_as_rewards(collector):
+    class Broken(Engines):
+        all_break = True
+
+        async def poll(self):
+            (answer,) = await super().poll()
+            breaks = self.all_break or answer.key[1] == 3
+            turn = Turn((), (), (), (), "abort")
+            return [Trajectory(*answer.key, [turn], "error", error="reset raised (a.py:1)") if breaks else answer]
+
+    with pytest.raises(RewardError) as caught:
+        await collect(collector(engines=Broken()), 0)
+    assert str(caught.value) == (
+        "100% of the conversations failed, 12 of 12, above reward.max_failed_fraction=0.5, which limits failed "
+        "conversations too: reset raised (a.py:1) (12 x, first in prompt group 0, sample 0)"
+    )
+    some = Broken()
+    some.all_break = False
+    with pytest.raises(RewardError) as caught:
+        await collect(collector(some_fail, engines=some), 0)
+    assert str(caught.value).startswith(
+        "75% of the rewards failed, 9 of 12, above reward.max_failed_fraction=0.5 (3 of them because the conversation "
+        "failed): error 1 (3 x"
+    )
 
 
 async def test_failures_past_the_limit_are_not_waited_for_to_the_end(monkeypatch, collector):

@@ -1,6 +1,8 @@
 """Tests of one trajectory in an environment, with an engine that answers from a script."""
 
 import asyncio
+import inspect
+import json
 import time
 from typing import ClassVar
 
@@ -214,7 +216,8 @@ def test_T7_a_failed_environment_starts_again_and_then_gives_a_trajectory_with_a
     monkeypatch.setattr(Fails, "made", 0)
     monkeypatch.setattr(Fails, "failures", ATTEMPTS)
     found = run(Script(say("a")), Fails)
-    assert found.error == f"the environment's {method} raised OSError: no connection"
+    line = inspect.getsourcelines(Fails._maybe)[1] + 2
+    assert found.error == f"the environment's {method} raised OSError: no connection ({__file__}:{line})"
     assert (found.stop_reason, found.response_ids()) == ("error", ())
 
 
@@ -225,3 +228,21 @@ def test_a_step_that_returns_something_else_is_a_failure_of_the_environment(retu
             return returned
 
     assert "return" in run(Script(say("a")), Odd).error or "reward" in run(Script(say("a")), Odd).error
+
+
+def test_an_error_names_the_line_of_the_user_and_not_that_of_a_library():
+    class Reads:
+        def reset(self):
+            json.loads("{")
+
+        def step(self, text): ...
+
+    line = inspect.getsourcelines(Reads.reset)[1] + 1
+    assert run(Script(say("a")), Reads).error.endswith(f"({__file__}:{line})")
+
+    class Wants:
+        def reset(self, *, absent): ...
+
+        def step(self, text): ...
+
+    assert run(Script(say("a")), Wants).error.endswith("required keyword-only argument: 'absent'")
