@@ -138,7 +138,9 @@ class TeacherEndpoint:
         models = {model.id: model async for model in client.models.list()}
         self.model = self.model or next(iter(models), None)
         if self.model not in models:
-            raise ValueError(f"has no model {self.model}; its models are {', '.join(models) or 'none'}")
+            if not models:
+                raise ValueError("serves no model")
+            raise ValueError(f"has no model {self.model}; its models are {', '.join(models)}")
         limit = getattr(models[self.model], "max_model_len", None)
         return limit if isinstance(limit, int) else None
 

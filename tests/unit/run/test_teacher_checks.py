@@ -196,7 +196,7 @@ def cut(answer):
             "the endpoint accepts 32 tokens (max_model_len), but a row may have 32 tokens and one more token is ",
         ),
         ({"decode": lambda token: chr(token + 1)}, "has another tokenizer than the policy (token 61 is "),
-        ({"models": lambda: {"object": "list", "data": []}}, "has no model None; its models are none"),
+        ({"models": lambda: {"object": "list", "data": []}}, "serves no model"),
     ],
     ids=lambda value: "" if isinstance(value, dict) else value[:30],
 )
