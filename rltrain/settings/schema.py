@@ -727,12 +727,12 @@ class PlacementConfig:
     def __post_init__(self) -> None:
         require(
             self.shard_ranks is None or (self.shard_ranks >= 1 and self.actor_ranks % self.shard_ranks == 0),
-            f"shard_ranks={self.shard_ranks} is not a positive divisor of actor_ranks={self.actor_ranks}: every copy of "
+            f"shard_ranks={self.shard_ranks} is no positive divisor of actor_ranks={self.actor_ranks}: every copy of "
             "a model needs the same number of ranks; use a divisor, or null for one copy over all ranks",
         )
         require(
             self.sequence_ranks >= 1 and self.actor_ranks % self.sequence_ranks == 0,
-            f"sequence_ranks={self.sequence_ranks} is not a positive divisor of actor_ranks={self.actor_ranks}: every "
+            f"sequence_ranks={self.sequence_ranks} is no positive divisor of actor_ranks={self.actor_ranks}: every "
             "packed sequence is shared by the same number of ranks; use a divisor, or 1",
         )
         for name, value in self.env_vars.items():

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rltrain.base.errors import described
+from rltrain.base.process_limits import start_thread, thread_ends
 
 
 async def in_daemon_thread(function: Callable[[], Any]) -> Any:
@@ -42,8 +43,9 @@ async def in_daemon_thread(function: Callable[[], Any]) -> Any:
             error = raised
         except BaseException as raised:
             error = RuntimeError(described(raised))
+        thread_ends()
         with contextlib.suppress(RuntimeError):  # The event loop may have been closed during the call.
             loop.call_soon_threadsafe(settle, result, error)
 
-    threading.Thread(target=run, name="environment", daemon=True).start()
+    start_thread(threading.Thread(target=run, name="environment", daemon=True))
     return await future

@@ -61,7 +61,9 @@ class EnvironmentWorker:
             self.tools |= {tool: self.servers[address].tool(tool) for tool in names}
         self.program = program_of(source.agent) if source.agent else None
         if memory_mb is not None:
-            limit_memory(memory_mb)  # The memory limit is set after the imports of the user's modules.
+            limit_memory(
+                memory_mb, beside_stacks=True
+            )  # The memory limit is set after the imports of the user's modules.
         self.replicas: dict[ReplicaId, Replica] = {}
         self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.finished: list[Trajectory] = []
