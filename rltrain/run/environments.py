@@ -197,7 +197,7 @@ def load_environment(config: RolloutConfig) -> type | None:
 
 
 def _needed_arguments(environment: type) -> list[str]:
-    """Return the parameters without a default value with which an object of a class is created."""
+    """Return the names of the arguments that a call of the class requires, because they have no default value."""
     try:
         return missing_arguments(environment, [])
     except (TypeError, ValueError):  # Some classes that are written in C have no signature.

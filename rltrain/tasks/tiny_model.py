@@ -86,7 +86,7 @@ def make_start(
     path = Path(path)
     if path.exists():
         raise FileExistsError(
-            f"{path}: the starting model needs a path that does not exist; remove this path or choose another one"
+            f"{path}: already exists, but the starting model needs a new path; remove this path, or choose another"
         )
     with _own_random_state(seed), _threads(THREADS):
         model = tiny_model()

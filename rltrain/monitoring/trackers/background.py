@@ -25,7 +25,7 @@ class GivesUp(Protocol):
     """Optional interface of a sink whose library may keep the run's process from exiting."""
 
     def give_up(self) -> None:
-        """Stop the work that the library of the sink is still doing.
+        """Make the library that the sink uses, such as wandb, stop sending data.
 
         `BackgroundSink` calls `give_up` in the main thread if the sink's method `close` takes too long.
         """
