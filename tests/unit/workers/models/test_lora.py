@@ -66,7 +66,7 @@ class Run:
         return folder / "model"
 
     def sent(self, version: int) -> list[Bucket]:
-        count = self.worker.start_export(None, version, True).buckets
+        count = len(self.worker.start_export(None, version, True).takes_part)
         made = [join([self.worker.export(number, None)]) for number in range(count)]
         self.worker.end_export()
         return made
