@@ -78,7 +78,7 @@ def test_progress_is_told_after_every_step(tmp_path: Path) -> None:
 
 def test_an_existing_path_is_refused_and_kept(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
-    with pytest.raises(FileExistsError, match="remove this path or choose another one"):
+    with pytest.raises(FileExistsError, match="remove this path, or choose another"):
         make_start(MEDIAN, tmp_path / "mine", seed=0, steps=STEPS)
     assert list(tmp_path.iterdir()) == [tmp_path / "mine"]
 
