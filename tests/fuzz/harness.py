@@ -84,6 +84,7 @@ def status_of(overrides: Sequence[str]) -> int | None:
     with (
         mock.patch.object(rltrain.main, "train", train),
         mock.patch.object(rltrain.main, "join_cluster", return_value=None),
+        mock.patch.object(rltrain.main, "check_each_node", return_value=None),
         mock.patch.object(Job, "__call__", train),  # A sweep calls its `Job` for each run.
         read_once(),
     ):
