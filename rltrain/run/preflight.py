@@ -3,16 +3,18 @@
 `--check` prints all results. A run on a cluster makes the same check in its first seconds.
 """
 
-import os
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from rltrain.base.errors import ConfigError
+from rltrain.base.storage import Folder
+from rltrain.base.storage import absolute as absolute_url
 from rltrain.data.hub import hub_name, portable
 from rltrain.data.model_weights import BUILTIN_MODEL
 from rltrain.rewards.loading import absolute
+from rltrain.run.checks import output_folder
 from rltrain.settings.schema import Config
 from workers.cluster.node_facts import NodeFacts, Questions, Silent, devices_here, facts_here, facts_of_nodes
 
@@ -44,7 +46,7 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """Whether the run can work with what was found."""
+        """Whether the check has passed, so that the finding does not prevent the run from starting."""
         return not self.remedy
 
     def __str__(self) -> str:
@@ -230,7 +232,7 @@ def _clock(node: NodeFacts, driver: NodeFacts, took_s: float) -> Iterator[Findin
 
 
 def _fit(config: Config, facts: Sequence[NodeFacts]) -> Iterator[Finding]:
-    """Check that each process fits on one node, and that all processes fit on all nodes together."""
+    """Check that the largest node has a device for each shard of an engine, and that each node has enough CPUs."""
     on_gpus = any(node.gpus for node in facts)
     device: Callable[[NodeFacts], float] = (lambda node: node.gpus) if on_gpus else (lambda node: node.cpus)
     name = "GPUs" if on_gpus else "CPUs"
@@ -267,14 +269,13 @@ def _shared_folders(config: Config) -> dict[str, Path]:
     from rltrain.tasks.tiny_model import cache_root
 
     trainer = config.trainer
-    folders = {"trainer.output_dir": trainer.output_dir, "trainer.checkpoint_dir": trainer.checkpoint_dir}
+    folders = {f"trainer.output_dir={trainer.output_dir}": output_folder(trainer)}
+    checkpoints = Folder(absolute_url(trainer.checkpoint_dir))
+    if checkpoints.local:
+        folders[f"trainer.checkpoint_dir={trainer.checkpoint_dir}"] = Path(checkpoints.root)
     if config.model.path == BUILTIN_MODEL:
-        folders["RLTRAIN_CACHE"] = str(cache_root())
-    return {
-        f"{name}={folder}": Path(os.path.abspath(Path(folder).expanduser()))
-        for name, folder in folders.items()
-        if "://" not in folder
-    }
+        folders[f"RLTRAIN_CACHE={cache_root()}"] = cache_root().absolute()
+    return folders
 
 
 def _same_everywhere(config: Config) -> Mapping[str, str]:

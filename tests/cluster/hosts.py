@@ -142,7 +142,7 @@ class Host:
 
 
 class Cluster:
-    """Hosts on one network, on which Ray can be started.
+    """A Ray cluster whose nodes are hosts on one network.
 
     Args:
         hosts: the hosts; Ray's head runs on the first one.

@@ -1,7 +1,6 @@
 """Runs on a cluster of three hosts, whose hostnames resolve to a loopback address or not at all."""
 
 import json
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -35,19 +34,20 @@ def cluster():
         yield cluster
 
 
-def submit(cluster: Cluster, output: Path, *overrides: str) -> subprocess.CompletedProcess[str]:
-    """Submit a run with `ray job submit` from the head's host, and wait until it ends."""
+def submit(cluster: Cluster, output: Path, *overrides: str) -> None:
+    """Submit a run with `ray job submit` from the head's host, and assert that the run succeeds."""
     host, address = cluster.hosts[0], "http://127.0.0.1:8265"
     for _ in range(60):
         if host.run([RAY, "job", "list", "--address", address], cluster.env).returncode == 0:
             break
         time.sleep(0.5)
-    return host.run(
+    done = host.run(
         [RAY, "job", "submit", "--address", address, "--", sys.executable, "-m", "rltrain.main",
          f"trainer.output_dir={output}", *SMALL, *overrides],
         cluster.env,
         timeout=600,
     )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
 
 
 def rows(output: Path) -> list[dict[str, float]]:
@@ -91,11 +91,10 @@ def equal(found: list[dict[str, float]], expected: list[dict[str, float]]) -> No
 
 def test_a_submitted_job_on_three_hosts_equals_the_run_in_one_process(cluster, shared, alone):
     output = shared / "disaggregated"
-    done = submit(
+    submit(
         cluster, output, "placement=disaggregated", "rollout=hf", "placement.actor_ranks=4", "placement.shard_ranks=2",
         "placement.reward_workers=2",
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     equal(rows(output), alone)
     assert len(nodes_of(output, "actor rank")) >= 2
     assert len(nodes_of(output, "actor rank") | nodes_of(output, "rollout")) == 3
@@ -105,11 +104,10 @@ def test_a_submitted_job_on_three_hosts_equals_the_run_in_one_process(cluster, s
 @pytest.mark.broad
 def test_colocated_ranks_that_share_sequences_equal_the_run_in_one_process(cluster, shared, alone):
     output = shared / "colocated"
-    done = submit(
+    submit(
         cluster, output, "placement=colocated", "rollout=hf", "placement.actor_ranks=4", "placement.sequence_ranks=2",
         "placement.rollout_replicas=2",
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     equal(rows(output), alone)
     assert len(nodes_of(output, "training rank") | nodes_of(output, "rollout")) >= 2
 
@@ -117,9 +115,8 @@ def test_colocated_ranks_that_share_sequences_equal_the_run_in_one_process(clust
 @pytest.mark.broad
 def test_an_engine_of_two_shards_gets_the_weights_of_ranks_on_other_hosts(cluster, shared):
     output = shared / "sharded_engine"
-    done = submit(
+    submit(
         cluster, output, "placement=disaggregated", "rollout=vllm", "rollout.vllm.tensor_parallel_size=2",
         "placement.actor_ranks=2",
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     assert len(rows(output)) == 2

@@ -81,7 +81,7 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class Silent:
-    """A node that could not answer.
+    """A node of the Ray cluster that did not tell the driver the facts about itself.
 
     Attributes:
         name: Address of the node.

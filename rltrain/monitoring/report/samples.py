@@ -30,10 +30,9 @@ from rltrain.monitoring.report.run_files import RunFiles
 
 # A real number x is stored as round(k asinh(x / s)) with s = 0.001, so the resolution of numbers near 0 is s / k.
 SMALLEST = 1e-3
-# Each key of BYTES_OF_NUMBER is a possible constant k of the encoding round(k asinh(x / s)), from the finest to the
-# coarsest rounding. Each value of BYTES_OF_NUMBER is the compressed size of a real number in bytes. The sizes in
-# BYTES_OF_NUMBER were measured on log-probs of real runs. If a real number is stored as round(k asinh(x / s)), the
-# relative rounding error is at most about 1 / (2 k).
+# The page of a report stores a floating-point number x as the integer round(k asinh(x / s)), where s is a scale and k
+# is a key of BYTES_OF_NUMBER. The relative rounding error is at most about 1 / (2 k), so a larger k rounds more finely.
+# BYTES_OF_NUMBER maps k to the compressed size of a number in bytes, as measured on log-probs of runs.
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
