@@ -71,7 +71,7 @@ async def test_the_rank_that_died_is_named_with_its_phase_and_another_takes_its_
     pending, began = [rank.start(Event.wait) for rank in group.ranks], time.monotonic()
     os.kill(pid, number)
     with pytest.raises(
-        WorkerLost, match=rf"event.wait: rank 1 \(pid {pid} on node .*\) (is gone|has been stopped)"
+        WorkerLost, match=rf"event.wait: rank 1 \(pid {pid} on .*\) (is gone|has been stopped)"
     ) as told:
         await results(pending)
     assert time.monotonic() - began < 30
@@ -131,7 +131,7 @@ async def test_a_process_that_says_that_it_is_of_no_more_use_is_ended_and_named_
         raise error
 
     pid = await pid_of(group, 1)
-    with pytest.raises(WorkerLost, match=rf"rank 1 \(pid {pid} on node .*\) lost its engine"):
+    with pytest.raises(WorkerLost, match=rf"rank 1 \(pid {pid} on .*\) lost its engine"):
         await on([group.ranks[1].process], give_up)
     assert [rank.process.how_lost for rank in group.ranks] == ["", "lost its engine"]
     assert psutil.wait_procs([psutil.Process(pid)] if psutil.pid_exists(pid) else [], timeout=10)[1] == []
