@@ -18,6 +18,7 @@ from typing import Any
 
 from rltrain.base.errors import ConfigError, one_line
 from rltrain.data.hub import local_directory
+from rltrain.data.safetensors_rows import stored_rows
 from rltrain.settings.typed import require
 
 BUILTIN_MODEL = "builtin"
@@ -188,8 +189,8 @@ def _torch_file(file: Path, where: str) -> dict[str, StoredTensor]:
     return {name: StoredTensor(file, str(tensor.dtype), tuple(tensor.shape)) for name, tensor in content.items()}
 
 
-def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
-    """Build a transformers model on the meta device, without allocating memory for weights.
+def skeleton(path: str, kind: Any = None, where: str | None = None, *, attention: str = "eager") -> Any:
+    """Build a transformers model on the meta device, in float32 and without allocating memory for weights.
 
     Args:
         path: the model's directory, or "builtin" for the built-in model.
@@ -197,6 +198,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
             model is built with one output.
         where: the config key and the model's path, for the start of error messages; by default, the key `model.path`
             and the value of `path`.
+        attention: name under which transformers knows the model's attention function.
 
     Raises:
         ConfigError: transformers cannot build a model of the class `kind` from config.json.
@@ -213,7 +215,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None) -> Any:
         try:
             folder, heads = local_directory(path), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **heads)
-            return kind.from_config(config, trust_remote_code=False, attn_implementation="eager")
+            return kind.from_config(config, trust_remote_code=False, attn_implementation=attention, dtype=torch.float32)
         except Exception as error:  # The model type is unknown, or the config does not fit the type.
             raise ConfigError(
                 f"{where or f'model.path={path}'}: transformers cannot create {kind.__name__} from its config.json "
@@ -312,7 +314,7 @@ def _loaded_without_weights(model: Any, tensors: Mapping[str, StoredTensor], whe
 def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kwargs: Any) -> Any:
     """Load the model in a directory, and check that every parameter of the model was read from the weight files.
 
-    Every transformers model whose weights a run uses is loaded with `load_whole`.
+    Rollout engines of the transformers library load their model with `load_whole`. Training ranks use `read_weights`.
 
     Args:
         kind: the transformers Auto class that loads the model.
@@ -336,6 +338,44 @@ def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kw
         )
     require_whole(model, found, where, new_head=new_head)
     return model
+
+
+def read_weights(model: Any, path: str, where: str, *, device: Any, new_head: bool = False) -> None:
+    """Read the weights of a model that `skeleton` built on the meta device.
+
+    If a parameter is a DTensor, only this process's shard of the parameter is read from the weight files. A tensor in
+    the weight files for which the model has no parameter is not read.
+
+    Args:
+        model: the model, whose parameters and buffers are replaced in place.
+        path: the model's directory, which `check_weights` has accepted.
+        where: the config key and the model's path, for the start of error messages.
+        device: device of the loaded weights.
+        new_head: whether weight files without the model's head are accepted, as in `check_weights`.
+
+    Raises:
+        ConfigError: transformers could not load some of the model's parameters from the weight files.
+    """
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.modeling_utils import LoadStateDictConfig
+
+    files = weight_files(local_directory(path), where)
+    state = None
+    if files[0].suffix == SAFETENSORS:
+        state = {name: tensor for file in files for name, tensor in stored_rows(file).items()}
+    # `from_pretrained` uses the following two methods. `from_pretrained` itself cannot read shards for a mesh of
+    # devices that the caller has chosen.
+    how = LoadStateDictConfig(
+        pretrained_model_name_or_path=path,
+        ignore_mismatched_sizes=True,
+        device_map={"": device},
+        weight_mapping=get_model_conversion_mapping(model),
+    )
+    with reported(where):
+        found, _ = model._load_pretrained_model(model, state, [str(file) for file in files], how)
+        found = model._finalize_model_loading(model, how, found)
+    report = found.to_dict() | {"unexpected_keys": []}
+    require_whole(model, report, where, new_head=new_head)
 
 
 def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head: bool = False) -> None:

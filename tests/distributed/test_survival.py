@@ -70,9 +70,7 @@ async def test_the_rank_that_died_is_named_with_its_phase_and_another_takes_its_
     pid = await pid_of(group, 1)
     pending, began = [rank.start(Event.wait) for rank in group.ranks], time.monotonic()
     os.kill(pid, number)
-    with pytest.raises(
-        WorkerLost, match=rf"event.wait: rank 1 \(pid {pid} on .*\) (is gone|has been stopped)"
-    ) as told:
+    with pytest.raises(WorkerLost, match=rf"event.wait: rank 1 \(pid {pid} on .*\) (is gone|has been stopped)") as told:
         await results(pending)
     assert time.monotonic() - began < 30
     assert "rank 0" not in str(told.value)

@@ -120,7 +120,7 @@ def test_F1_small_steps_accumulate_in_float32_as_a_float64_reference_says(start,
     from transformers import AutoModelForCausalLM
 
     from workers.models.fsdp import Optimizer, full, shard
-    from workers.models.packed_forward import load_model
+    from workers.models.loading import load_model
 
     config = dataclasses.replace(config_of().actor, lr=1e-6, lr_schedule="constant", max_grad_norm=1e9)
     model = shard(load_model(AutoModelForCausalLM, start), config_of())

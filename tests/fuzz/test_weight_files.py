@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from rltrain.run.checks import check
 from rltrain.settings.compose import compose
-from workers.models.packed_forward import load_model
+from workers.models.loading import load_model
 
 ONE, PARTS, TORCH, TORCH_PARTS, TIED = "one file", "shards", "torch file", "torch shards", "tied"
 FORMS = [ONE, PARTS, TORCH, TORCH_PARTS, TIED]
@@ -326,6 +326,11 @@ def assert_each_parameter_is_the_files(model, folder: Path, *, body_alone: bool)
         assert same, f"{name} is not what its file holds"
 
 
+def zero(name: str, shape: torch.Size) -> torch.Tensor:
+    """Return the value of a parameter that is not in the weight files."""
+    return torch.zeros(shape)
+
+
 @functools.cache
 def usual(folder: str, role: tuple[str, ...]):
     words = [
@@ -354,7 +359,7 @@ def test_weights_are_loaded_whole_or_refused_in_one_line(here_once, forms, form,
     if not said:
         assert_each_parameter_is_the_files(load_model(kind, str(folder)), folder, body_alone=False)
         if critic:
-            made = load_model(AutoModelForTokenClassification, str(folder), new_head=True, num_labels=1)
+            made = load_model(AutoModelForTokenClassification, str(folder), new_head=True, first_value=zero)
             assert_each_parameter_is_the_files(made, folder, body_alone=True)
     assert not Path("was_run").exists()
 
@@ -364,7 +369,7 @@ def test_weights_are_loaded_whole_or_refused_in_one_line(here_once, forms, form,
 @cases(0.04, 12)
 def test_a_loader_that_nothing_was_checked_for_takes_no_random_parameter_either(here_once, forms, form, done):
     folder = spoiled(forms[form], done, here_once / "weights")
-    with mock.patch("rltrain.data.model_weights.check_weights"):
+    with mock.patch("workers.models.loading.check_weights"):
         try:
             model = load_model(AutoModelForCausalLM, str(folder))
         except Exception:  # A model that transformers cannot load is not trained.

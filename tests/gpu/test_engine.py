@@ -17,7 +17,8 @@ from rltrain.settings.compose import compose
 from rltrain.tasks.tokenizer import EOS_ID, VOCAB_SIZE, char_tokenizer
 from workers.cluster.processes import Role, results
 from workers.models.fsdp import device
-from workers.models.packed_forward import load_model, pack, policy_output, to_device
+from workers.models.loading import load_model
+from workers.models.packed_forward import pack, policy_output, to_device
 from workers.placement import ENGINE, spawner
 from workers.rollout.messages import Completion, Request
 from workers.rollout.worker import RolloutWorker

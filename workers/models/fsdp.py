@@ -4,7 +4,7 @@ import contextlib
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -38,12 +38,25 @@ def device() -> torch.device:
     return torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
 
 
+def weights_device(config: ModelConfig) -> torch.device:
+    """Return the device that holds this rank's shards of a model's weights."""
+    return torch.device("cpu") if config.cpu_offload else device()
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the model's decoder layers, which are the modules that transformers never splits over devices."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     """Shard a model over the ranks in place, with each decoder layer as a separate FSDP unit.
 
-    The settings of the sharding come from `config.model` and `config.placement`. Master weights, gradients and the
-    gradient reduction stay in float32. If the setting `model.dtype` is bfloat16, matrix products use bfloat16. If
-    several ranks split the tokens of a pack, the attribute `sequence` of the model is set to the group of these ranks.
+    The model may still be empty (on the meta device). A model that needs neither sharding nor a change of dtype stays
+    on its device. The settings of the sharding come from `config.model` and `config.placement`. Master weights,
+    gradients and the gradient reduction stay in float32. If the setting `model.dtype` is bfloat16, matrix products use
+    bfloat16. If several ranks split the tokens of a pack, the attribute `sequence` of the model is set to the group of
+    these ranks.
 
     Raises:
         ConfigError: the config enables CPU offload or compilation, but the ranks have no GPU.
@@ -53,13 +66,11 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
         if getattr(config.model, key) and device().type == "cpu":
             raise ConfigError(f"model.{key}=true: needs GPUs, but these ranks have none; use model.{key}=false")
     vars(model)["sequence"] = sequence_group(config.placement.sequence_ranks)
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    layers = decoder_layers(model)
     for layer in layers:
         prepare(layer, config.model)
     if dist.get_world_size() == 1 and compute == torch.float32 and not config.model.cpu_offload:
-        cast(nn.Module, model).to(device())  # on a single rank in float32, nothing needs to be sharded or converted
-        return model
+        return model  # on a single rank in float32, nothing needs to be sharded or converted
     options: dict[str, Any] = {
         "mesh": sharding_mesh(config.placement.shard_ranks),
         "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=torch.float32),
@@ -73,7 +84,7 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
 
 
 def frozen(model: PreTrainedModel, config: Config, dtype: torch.dtype | None = None) -> PreTrainedModel:
-    """Freeze a model that is never trained, shard the model, and put it into evaluation mode, all in place.
+    """Freeze a model that is never trained, and shard the model, both in place.
 
     The frozen weights are stored in `dtype`. If `dtype` is None, the frozen weights are stored in the dtype
     `model.dtype`, in which the model computes.
@@ -81,8 +92,7 @@ def frozen(model: PreTrainedModel, config: Config, dtype: torch.dtype | None = N
     for parameter in model.parameters():
         parameter.requires_grad_(False)
         parameter.data = parameter.data.to(dtype or getattr(torch, config.model.dtype))
-    shard(model, config).eval()
-    return model
+    return shard(model, config)
 
 
 @contextlib.contextmanager

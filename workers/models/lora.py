@@ -8,7 +8,8 @@ whether or not the layer has an adapter.
 """
 
 import difflib
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,11 +42,10 @@ class Adapter:
     scale: float
 
 
-def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTrainedModel:
-    """Freeze a causal language model and add adapters to its target layers, both in place.
+def adapt(model: PreTrainedModel, config: LoRAConfig) -> None:
+    """Freeze a causal language model and add empty adapters to its target layers, both in place.
 
-    The matrix A of each adapter is random, depends only on `seed`, and is the same on every rank. The matrix B starts
-    at 0, so the adapters do not change the model's outputs before training.
+    The parameters of the adapters are on the meta device. `first_adapter_values` returns their first values.
 
     Raises:
         ConfigError: `adapted_layers` rejects one of the target layers in the config.
@@ -64,12 +64,26 @@ def adapt(model: PreTrainedModel, config: LoRAConfig, *, seed: int) -> PreTraine
         task_type="CAUSAL_LM",
         inference_mode=False,
     )
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        inject_adapter_in_model(settings, model)  # peft changes `model` in place
+    inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)  # peft changes `model` in place
     found = {name.removesuffix(".weight") for name in adapters_of(model)}
     assert found == set(layers), f"peft has adapted layers that differ from the checked layers: {found ^ set(layers)}"
-    return model
+
+
+def first_adapter_values(seed: int) -> Callable[[str, torch.Size], Tensor]:
+    """Return a function that returns the first value of an adapter's parameter, from the parameter's name and shape.
+
+    The matrix A of each adapter is random, as in peft, and depends only on `seed` and on the order of the calls. The
+    matrix B is 0, so the adapters do not change the model's outputs before training.
+    """
+    source = torch.Generator().manual_seed(seed)
+
+    def value(name: str, shape: torch.Size) -> Tensor:
+        whole = torch.zeros(shape)
+        if HALVES[0] in name:
+            nn.init.kaiming_uniform_(whole, a=math.sqrt(5), generator=source)
+        return whole
+
+    return value
 
 
 def adapted_layers(model: PreTrainedModel, config: LoRAConfig) -> list[str]:

@@ -24,9 +24,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from rltrain.algorithms import full_kl
 from rltrain.algorithms.ratio import as_float
 from rltrain.base import trace
-from rltrain.base.errors import ConfigError
 from rltrain.batch.data_proto import COLUMNS, DataProto, offsets_of, positions
-from rltrain.data.model_weights import load_whole
 from workers.cluster.progress import tick
 from workers.models.fsdp import device, forward_only
 from workers.models.fused_head import PROBE, check_probe, logit_scale, replaced_head, token_log_probs
@@ -250,36 +248,6 @@ def _inverse(permutation: Tensor) -> Tensor:
 
 AttentionInterface.register(PACKED, packed_attention)
 AttentionMaskInterface.register(PACKED, lambda *args, **kwargs: None)
-
-
-def load_model(
-    kind: Any, path: str, *, where: str | None = None, new_head: bool = False, **kwargs: Any
-) -> PreTrainedModel:
-    """Load a Hugging Face model directory with packed attention and float32 master weights.
-
-    Args:
-        kind: Auto class of transformers that builds the model.
-        path: the model directory.
-        where: config key and path for the start of error messages, `model.path=PATH` by default.
-        new_head: whether the parameters outside the base model, such as the last layer, are newly initialized.
-        **kwargs: keyword arguments that are passed on to `load_whole`.
-
-    Raises:
-        ConfigError: the weights are incomplete, or the model's attention function cannot be replaced.
-    """
-    where = where or f"model.path={path}"
-    try:
-        model: PreTrainedModel = load_whole(
-            kind, path, where, new_head=new_head, dtype=torch.float32, attn_implementation=PACKED, **kwargs
-        )
-        return model
-    except KeyError as error:  # some architectures look up attention functions in a table of their own
-        if PACKED not in error.args:
-            raise
-        raise ConfigError(
-            f"{where}: this model implements its own attention, which cannot be replaced by attention over packed "
-            "rows; use a model of another architecture"
-        ) from error
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Export of a checkpoint's policy in Hugging Face format, from the checkpoint's files.
 
-The export holds one tensor in memory at a time and needs no collective communication. The model's config and the
-tokenizer's files are small and are collected before the weights are written. The weights are streamed from the
-checkpoint into safetensors files. Adapters are merged into the base weights, and are also saved separately in peft's
-format.
+All ranks of a run write the export together: each rank writes some of the safetensors files. A rank holds one tensor
+in memory at a time and needs no collective communication. The model's config and the tokenizer's files are small and
+are collected before the weights are written. The weights are streamed from the checkpoint into safetensors files.
+Adapters are merged into the base weights, and are also saved separately in peft's format.
 
 The export does not use the safetensors library, because the library needs all tensors of a file at once and writes to
 local paths only. PyTorch's own consolidation of safetensors files works only on local paths, and writes every tensor
@@ -87,8 +87,27 @@ def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
     return made | beside
 
 
-def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, folder: Folder) -> list[str]:
-    """Write the policy in Hugging Face format.
+@dataclass(frozen=True)
+class Share:
+    """The part of an export that one of several ranks writes.
+
+    Attributes:
+        rank: number of the rank. Rank 0 also writes all files other than safetensors files.
+        ranks: number of ranks that write the export together.
+    """
+
+    rank: int = 0
+    ranks: int = 1
+
+    def of(self, shards: list[list[_Part]]) -> list[tuple[int, list[_Part]]]:
+        """Return the safetensors files that this rank writes, each as the file's number and tensors."""
+        return list(enumerate(shards))[self.rank :: self.ranks]
+
+
+def export_model(
+    state: StateFiles, small: Mapping[str, bytes], model: Any, folder: Folder, share: Share | None = None
+) -> list[str]:
+    """Write the policy, or one rank's share of the policy, in Hugging Face format.
 
     Args:
         state: checkpoint files of the actor.
@@ -96,13 +115,15 @@ def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, fold
         model: the policy, with or without adapters. Only the parameter names of the model are used, to undo the changes
             that transformers makes to the names and shapes of weights when transformers loads a model.
         folder: target folder, which need not exist.
+        share: the share of the export that this rank writes; by default, the whole export.
 
     Returns:
-        The paths of the written files, relative to `folder`.
+        The paths of the files that this rank wrote, relative to `folder`.
     """
-    written = list(small)
-    for name, content in small.items():
-        _write(folder, name, content)
+    share = share or Share()
+    written = list(small) if share.rank == 0 else []
+    for name in written:
+        _write(folder, name, small[name])
     if ADAPTER_CONFIG in small:
         settings = json.loads(small[ADAPTER_CONFIG])
         parts = list(_merged(state, settings))
@@ -114,10 +135,10 @@ def export_model(state: StateFiles, small: Mapping[str, bytes], model: Any, fold
             )
             for name in state.names("model")
         ]
-        written += _write_tensors(folder, f"{ADAPTER}/adapter_model", halves)
+        written += _write_tensors(folder, f"{ADAPTER}/adapter_model", halves, share)
     else:
         parts = [part for name in state.names("model") for part in _as_in_files(state, name, model)]
-    return written + _write_tensors(folder, "model", parts)
+    return written + _write_tensors(folder, "model", parts, share)
 
 
 def _reading(state: StateFiles, name: str) -> Callable[[], Tensor]:
@@ -160,12 +181,31 @@ def _merged(state: StateFiles, settings: Mapping[str, Any]) -> Iterator[_Part]:
         yield _Part(name, tuple(base.size(name)), make)
 
 
-def _write_tensors(folder: Folder, stem: str, parts: list[_Part]) -> list[str]:
-    """Write tensors in order into safetensors files of at most `SHARD_BYTES`, and return the file names.
+def _write_tensors(folder: Folder, stem: str, parts: list[_Part], share: Share) -> list[str]:
+    """Write this rank's share of the tensors into safetensors files, and return the names of the written files.
 
-    A tensor larger than `SHARD_BYTES` gets its own file. If there are several safetensors files, an index file is
-    written too.
+    If there are several safetensors files, rank 0 also writes an index file.
     """
+    shards = _in_files(parts)
+    if len(shards) == 1:
+        names = [f"{stem}.safetensors"]
+    else:
+        names = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
+    written = []
+    for number, shard in share.of(shards):
+        _write_shard(folder, names[number], shard)
+        written.append(names[number])
+    if len(shards) > 1 and share.rank == 0:
+        where = {part.name: Path(name).name for name, shard in zip(names, shards, strict=True) for part in shard}
+        total = sum(_FLOAT_BYTES * math.prod(part.size) for part in parts)
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        written.append(f"{stem}.safetensors.index.json")
+        _write(folder, written[-1], json.dumps(index, indent=2).encode())
+    return written
+
+
+def _in_files(parts: list[_Part]) -> list[list[_Part]]:
+    """Divide tensors in order into files of at most `SHARD_BYTES`. A larger tensor gets its own file."""
     shards: list[list[_Part]] = [[]]
     room = SHARD_BYTES
     for part in parts:
@@ -175,19 +215,7 @@ def _write_tensors(folder: Folder, stem: str, parts: list[_Part]) -> list[str]:
             room = SHARD_BYTES
         shards[-1].append(part)
         room -= size
-    if len(shards) == 1:
-        names = [f"{stem}.safetensors"]
-    else:
-        names = [f"{stem}-{n:05d}-of-{len(shards):05d}.safetensors" for n in range(1, len(shards) + 1)]
-    for name, shard in zip(names, shards, strict=True):
-        _write_shard(folder, name, shard)
-    if len(shards) > 1:
-        where = {part.name: Path(name).name for name, shard in zip(names, shards, strict=True) for part in shard}
-        total = sum(_FLOAT_BYTES * math.prod(part.size) for part in parts)
-        index = {"metadata": {"total_size": total}, "weight_map": where}
-        names.append(f"{stem}.safetensors.index.json")
-        _write(folder, names[-1], json.dumps(index, indent=2).encode())
-    return names
+    return shards
 
 
 def _write_shard(folder: Folder, name: str, parts: list[_Part]) -> None:

@@ -15,7 +15,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from rltrain.base.errors import ConfigError, described
 from rltrain.batch.data_proto import DataProto, jagged
-from workers.models.packed_forward import Pack, load_model, pack, policy_output
+from workers.models.loading import FirstValue, load_model, load_sample_layers
+from workers.models.packed_forward import Pack, pack, policy_output
 
 LENGTHS = (4, 3, 4, 3)  # number of tokens in each test row
 # Largest accepted change of a last hidden state when another row changes, relative to the state's norm.
@@ -24,34 +25,53 @@ LENGTHS = (4, 3, 4, 3)  # number of tokens in each test row
 TOLERANCE = 1e-4
 
 
-def load_policy(path: str, where: str = "") -> PreTrainedModel:
-    """Load a causal language model, and check that packed rows do not influence each other.
+def load_policy(
+    path: str,
+    where: str = "",
+    *,
+    arrange: Callable[[PreTrainedModel], object],
+    first_value: FirstValue | None = None,
+    device: torch.device,
+) -> PreTrainedModel:
+    """Load a causal language model, after a check that packed rows do not influence each other.
 
     Args:
         path: model directory in Hugging Face format.
         where: start of error messages, `model.path=PATH` by default.
+        arrange: function that changes the empty model in place, as in `load_model`. Usually, `arrange` shards the
+            model.
+        first_value: function that returns the values of parameters that the weight files lack, as in `load_model`.
+        device: device of the weights.
 
     Raises:
         ConfigError: the model cannot be loaded, or the model lets packed rows influence each other.
     """
     where = where or f"model.path={path}"
-    model = load_model(AutoModelForCausalLM, path, where=where)
-    check_rows_apart(
-        model, model.get_output_embeddings(), lambda packed: policy_output(model, packed, temperature=1.0), where
-    )
-    return model
+    check_policy_rows_apart(path, where)
+    return load_model(AutoModelForCausalLM, path, where=where, arrange=arrange, first_value=first_value, device=device)
+
+
+def check_policy_rows_apart(path: str, where: str) -> None:
+    """Raise ConfigError if rows that are packed together influence each other in a causal language model.
+
+    Args:
+        path: model directory in Hugging Face format.
+        where: start of the error message: the config key and the path.
+    """
+    sample = load_sample_layers(AutoModelForCausalLM, path, where=where)
+    head = sample.get_output_embeddings()
+    check_rows_apart(sample, head, lambda packed: policy_output(sample, packed, temperature=1.0), where)
 
 
 @torch.no_grad()
 def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], where: str) -> None:
     """Raise ConfigError if packed rows influence each other, or if the model fails in a packed forward pass.
 
-    The check runs two or four forward passes without gradients, each over 11 random tokens. With a model of 10^10
-    parameters in float32 on a CPU, the check takes a few seconds. The check changes neither the model nor the global
-    random state.
+    The check runs two or four forward passes without gradients, each over 11 random tokens. The check changes neither
+    the model nor the global random state.
 
     Args:
-        model: the model in evaluation mode, before sharding.
+        model: the model in evaluation mode and unsharded, with at least one layer of each kind.
         head: the model's last layer, whose inputs (1, N, H) are compared. It does not matter whether the last layer
             receives all tokens or only the tokens that predict a response token, because every test token predicts a
             response token.

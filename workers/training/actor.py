@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from rltrain.algorithms import (
     POLICY_LOSSES,
@@ -30,9 +31,9 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.settings.algorithm_config import AlgorithmConfig, KLLossConfig
 from rltrain.settings.schema import Config
 from workers.cluster.progress import tick
-from workers.models.fsdp import Optimizer, device, full, shard
+from workers.models.fsdp import Optimizer, device, full, shard, weights_device
 from workers.models.fused_head import logit_scale
-from workers.models.lora import adapt
+from workers.models.lora import adapt, first_adapter_values
 from workers.models.packed_forward import Pack, TeacherStates, microbatch, policy_output, row_pass, unpack
 from workers.models.row_isolation import load_policy
 from workers.models.weight_shards import local_shard, weight_groups, whole_of
@@ -79,11 +80,14 @@ class ActorWorker:
     def _load_start(self) -> None:
         """Set up the state in which training starts: weights from the model directory, and a new optimizer."""
         config = self.config
-        model = load_policy(str(self.path))
-        if config.model.lora:
-            model = adapt(model, config.model.lora, seed=config.trainer.seed)
-        self.model = shard(model, config)
-        self.model.eval()  # With dropout, the trained policy would differ from the policy that generated the samples.
+        # The model is in evaluation mode, because dropout would make the trained policy differ from the policy that
+        # generated the samples.
+        self.model = load_policy(
+            str(self.path),
+            arrange=self._arrange,
+            first_value=first_adapter_values(config.trainer.seed),
+            device=weights_device(config.model),
+        )
         self.optimizer = Optimizer(
             [p for p in self.model.parameters() if p.requires_grad],
             config.actor,
@@ -91,6 +95,12 @@ class ActorWorker:
             max_skipped=config.trainer.max_skipped_updates,
         )
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
+
+    def _arrange(self, model: PreTrainedModel) -> None:
+        """Add adapters to the empty model if the config requests adapters, and shard the model."""
+        if self.config.model.lora:
+            adapt(model, self.config.model.lora)
+        shard(model, self.config)
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """Compute the old log-probs, and other columns that the settings require, before the update changes the

@@ -4,14 +4,15 @@ import functools
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModelForTokenClassification
+from transformers import AutoModelForTokenClassification, PreTrainedModel
 
 from rltrain.algorithms import aggregate_loss, value_loss
 from rltrain.base import trace
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.schema import Config
-from workers.models.fsdp import Optimizer, shard
-from workers.models.packed_forward import Pack, load_model, microbatch, response_values, row_pass, unpack
+from workers.models.fsdp import Optimizer, shard, weights_device
+from workers.models.loading import load_model, load_sample_layers
+from workers.models.packed_forward import Pack, microbatch, response_values, row_pass, unpack
 from workers.models.row_isolation import check_rows_apart
 from workers.training.dispatch import Minibatch, UpdateResult
 from workers.training.rank_state import RankState, Saved
@@ -32,14 +33,18 @@ class CriticWorker:
     def _load_start(self) -> None:
         """Set up the initial state: weights from the model directory, a value head of zeros, and a new optimizer."""
         config, path = self.config, self.path
-        model = load_model(AutoModelForTokenClassification, path, new_head=True, num_labels=1)
-        name, head = next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)
-        check_rows_apart(model, head, functools.partial(response_values, model), f"model.path={path}")
-        value_head = nn.Linear(head.in_features, 1, bias=False)
-        nn.init.zeros_(value_head.weight)
-        setattr(model, name, value_head)
-        self.model = shard(model, config)
-        self.model.eval()  # Dropout would make the critic's values random.
+        sample = load_sample_layers(AutoModelForTokenClassification, path, new_head=True)
+        check_rows_apart(sample, _head(sample)[1], functools.partial(response_values, sample), f"model.path={path}")
+        del sample  # the memory of the sample is free before the weights are read
+        # The model is in evaluation mode, because dropout would make the critic's values random.
+        self.model = load_model(
+            AutoModelForTokenClassification,
+            path,
+            new_head=True,
+            arrange=self._arrange,
+            first_value=lambda _, shape: torch.zeros(shape),  # only the value head is not in the weight files
+            device=weights_device(config.model),
+        )
         self.optimizer = Optimizer(
             list(self.model.parameters()),
             config.critic,
@@ -47,6 +52,12 @@ class CriticWorker:
             max_skipped=config.trainer.max_skipped_updates,
         )
         self.state = RankState("critic", self.model, self.optimizer)
+
+    def _arrange(self, model: PreTrainedModel) -> None:
+        """Replace the last layer of the empty model by a value head without a bias, and shard the model."""
+        name, head = _head(model)
+        setattr(model, name, nn.Linear(head.in_features, 1, bias=False, device="meta"))
+        shard(model, self.config)
 
     def compute_values(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """Compute the column `values`, with rows in the order of `microbatches`."""
@@ -112,3 +123,8 @@ class CriticWorker:
             self.state.load(url)
         elif self.optimizer.steps:
             self._load_start()
+
+
+def _head(model: PreTrainedModel) -> tuple[str, nn.Linear]:
+    """Return the name and the module of a token classifier's last layer, which has one output per token."""
+    return next((n, m) for n, m in model.named_children() if isinstance(m, nn.Linear) and m.out_features == 1)

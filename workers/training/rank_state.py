@@ -35,7 +35,7 @@ from rltrain.base.errors import CheckpointError, described
 from rltrain.base.storage import Folder
 from workers.cluster.progress import tick
 from workers.models.fsdp import Optimizer
-from workers.models.policy_export import export_model, small_files
+from workers.models.policy_export import Share, export_model, small_files
 from workers.models.state_files import INDEX, StateFiles, StateReader
 
 STATE, MODEL = "state", "model"  # Names of folders in a checkpoint.
@@ -120,7 +120,7 @@ class RankState:
         writer = FsspecWriter(folder.at(f"{STATE}/{self.role}").url, sync_files=folder.local)
         # The exported model's small files are made in the calling thread, because the transformers library is not
         # thread-safe.
-        small = self.small if self.base is not None and dist.get_rank() == 0 else None
+        small = self.small if self.base is not None else None
         write = functools.partial(save, writer.stage(self.tensors()), storage_writer=writer, process_group=self.group)
         self.result = None
         self.thread = threading.Thread(
@@ -145,7 +145,8 @@ class RankState:
                 if name.startswith(f"__{rank}_") or (name == INDEX and not rank)
             ]
             if small is not None:
-                exported = export_model(StateFiles(state), small, self.model, folder.at(MODEL))
+                share = Share(rank, dist.get_world_size())
+                exported = export_model(StateFiles(state), small, self.model, folder.at(MODEL), share)
                 names += [f"{MODEL}/{name}" for name in exported]
             files = {name: folder.checksum(name) for name in names}
             self.result = Saved(files, seconds=time.perf_counter() - began)

@@ -1,6 +1,7 @@
 """The reference model for KL terms and self-distillation: a sharded copy of the initial policy."""
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -8,7 +9,7 @@ from torch import Tensor
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.schema import Config
 from workers.cluster.progress import tick
-from workers.models.fsdp import frozen
+from workers.models.fsdp import frozen, weights_device
 from workers.models.packed_forward import Pack, policy_output, row_pass
 from workers.models.row_isolation import load_policy
 from workers.models.weight_shards import local_shard, move_weights, weight_groups
@@ -36,7 +37,12 @@ class ReferenceWorker(TeacherWorker):
         A moving average of weights is kept in float32, because bfloat16 would round small updates away.
         """
         averages = self.config.algorithm.reference.refresh_coef < 1
-        self.model = frozen(load_policy(self.path, self.where), self.config, torch.float32 if averages else None)
+        self.model = load_policy(
+            self.path,
+            self.where,
+            arrange=partial(frozen, config=self.config, dtype=torch.float32 if averages else None),
+            device=weights_device(self.config.model),
+        )
         self.groups = weight_groups(self.model)
         self.state = RankState("reference", self.model, None)
         self.changed = False

@@ -11,8 +11,9 @@ from rltrain.base.errors import ConfigError
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.schema import Config
 from workers.cluster.progress import tick
-from workers.models.fsdp import device, forward_only, frozen
-from workers.models.packed_forward import Pack, load_model, pack, stand_in, to_device
+from workers.models.fsdp import device, forward_only, frozen, weights_device
+from workers.models.loading import load_model, load_sample_layers
+from workers.models.packed_forward import Pack, pack, stand_in, to_device
 from workers.models.row_isolation import check_rows_apart
 
 
@@ -30,10 +31,17 @@ class RewardModelWorker:
 
     def __init__(self, config: Config, path: str) -> None:
         where = f"reward model {path}"
-        model = load_model(AutoModelForSequenceClassification, path, where=where, num_labels=1)
-        _check(model, where)
-        check_rows_apart(model, score_head(model), functools.partial(row_scores, model), where)
-        self.model = frozen(model, config)
+        sample = load_sample_layers(AutoModelForSequenceClassification, path, where=where)
+        _check(sample, where)
+        check_rows_apart(sample, score_head(sample), functools.partial(row_scores, sample), where)
+        del sample  # the memory of the sample is free before the weights are read
+        self.model = load_model(
+            AutoModelForSequenceClassification,
+            path,
+            where=where,
+            arrange=functools.partial(frozen, config=config),
+            device=weights_device(config.model),
+        )
 
     def compute_scores(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """Compute the column `model_scores`, with rows in the order of `microbatches`.

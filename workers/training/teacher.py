@@ -1,12 +1,14 @@
 """A teacher: a frozen, sharded language model that scores the tokens of the policy's answers."""
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
 from rltrain.base.errors import ConfigError
 from rltrain.batch.data_proto import DataProto
 from rltrain.settings.schema import Config
-from workers.models.fsdp import frozen, full
+from workers.models.fsdp import frozen, full, weights_device
 from workers.models.fused_head import logit_scale
 from workers.models.packed_forward import Pack, policy_output, row_pass
 from workers.models.row_isolation import load_policy
@@ -23,7 +25,9 @@ class TeacherWorker:
 
     def __init__(self, config: Config, path: str, where: str = "") -> None:
         self.config, self.where = config, where or f"teacher {path}"
-        self.model = frozen(load_policy(path, self.where), config)
+        self.model = load_policy(
+            path, self.where, arrange=partial(frozen, config=config), device=weights_device(config.model)
+        )
 
     def score_responses(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
         """Compute the teacher's columns for the responses of a batch, with rows in the order of `microbatches`.

@@ -194,6 +194,6 @@ def test_attention_that_the_kernel_does_not_compute_is_refused(setting):
 
 
 def test_models_load_with_packed_attention(start):
-    from workers.models.packed_forward import load_model
+    from workers.models.loading import load_model
 
     assert load_model(AutoModelForCausalLM, start).config._attn_implementation == PACKED

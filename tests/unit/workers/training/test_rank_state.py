@@ -28,6 +28,7 @@ from rltrain.settings.compose import compose
 from tests.policy_weights import merged_weights
 from workers.models import policy_export
 from workers.models.fsdp import full
+from workers.models.policy_export import Share, export_model
 from workers.models.state_files import INDEX, StateFiles, _Unpickler, read_index
 from workers.training.actor import ActorWorker
 from workers.training.critic import CriticWorker
@@ -166,6 +167,21 @@ def test_the_export_is_the_model_for_transformers_in_one_file_or_several(
         peft = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(start), tmp_path / "model/adapter")
         for name, tensor in peft.merge_and_unload().named_parameters():
             assert (tensor - weights[name]).abs().max() < 1e-6, name
+
+
+@pytest.mark.parametrize("overrides", [[], [LORA]])
+def test_the_shares_of_several_ranks_together_are_the_export_of_one_rank(start, tmp_path, overrides, monkeypatch):
+    monkeypatch.setattr(policy_export, "SHARD_BYTES", 100_000)
+    made = actor(start, *overrides)
+    write(made, tmp_path)
+    state, folder = StateFiles(Folder(str(tmp_path / "state/actor"))), Folder(str(tmp_path / "shares"))
+    written = [export_model(state, made.state.small, made.model, folder, Share(rank, 3)) for rank in range(3)]
+    assert all(len(names) > 1 for names in written)
+    names = [name for one in written for name in one]
+    whole = tmp_path / "model"
+    assert sorted(names) == sorted(str(path.relative_to(whole)) for path in whole.rglob("*") if path.is_file())
+    assert len(set(names)) == len(names)
+    assert all((tmp_path / "shares" / name).read_bytes() == (whole / name).read_bytes() for name in names)
 
 
 def test_a_checkpoint_of_another_model_is_refused(start, tmp_path):

@@ -1,0 +1,187 @@
+"""Loading of models: each rank reads only its own shards of the weights, and no process ever holds a whole model.
+
+A model is first built on the meta device, which allocates no memory for weights. The caller then changes the empty
+model, for example adds adapters and shards the model. Finally, transformers' own loading code reads the shards of this
+rank from the weight files.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from transformers import PreTrainedModel
+
+from rltrain.base.errors import ConfigError
+from rltrain.data.model_weights import check_weights, read_weights, skeleton
+from workers.models.fsdp import decoder_layers
+from workers.models.lora import WRAPPED, is_adapter
+from workers.models.packed_forward import PACKED
+
+# Function that returns the whole first value of a parameter that the weight files lack, from the parameter's name and
+# shape.
+FirstValue = Callable[[str, torch.Size], Tensor]
+
+
+def load_model(
+    kind: Any,
+    path: str,
+    *,
+    where: str | None = None,
+    new_head: bool = False,
+    arrange: Callable[[PreTrainedModel], object] | None = None,
+    first_value: FirstValue | None = None,
+    device: torch.device | str = "cpu",
+) -> PreTrainedModel:
+    """Load a Hugging Face model directory with packed attention, by default in float32 and unsharded.
+
+    Args:
+        kind: Auto class of transformers that builds the model.
+        path: the model directory.
+        where: config key and path for the start of error messages, `model.path=PATH` by default.
+        new_head: whether the parameters outside the base model are not read from the weight files.
+        arrange: function that changes the model in place before the weights are read. The function can shard the model,
+            convert its parameters to another dtype, and add or replace modules.
+        first_value: function that returns the values of all parameters that are not read from the weight files, such
+            as adapters. Each rank calls the function in the same order. May be None if there are no such parameters.
+        device: device of the weights.
+
+    Returns:
+        The model in evaluation mode.
+
+    Raises:
+        ConfigError: the weights are incomplete, or the model's attention function cannot be replaced.
+    """
+    where = where or f"model.path={path}"
+    check_weights(path, where, kind, new_head=new_head)
+    model = empty_model(kind, path, where)
+    if arrange is not None:
+        arrange(model)
+    source = empty_model(kind, path, where)
+    lent = _lend(model, source, body=f"{source.base_model_prefix}." if new_head else "")
+    read_weights(source, path, where, device=device, new_head=new_head)
+    _take_back(model, source, lent)
+    for name, parameter in list(model.named_parameters()):
+        if parameter.is_meta:
+            assert first_value is not None, f"{name} is not in the weight files, and has no first value"
+            whole = first_value(name, parameter.shape).to(device, parameter.dtype)
+            _set_parameter(model, name, nn.Parameter(_sharded_like(whole, parameter), parameter.requires_grad))
+    return model.eval()
+
+
+def empty_model(kind: Any, path: str, where: str) -> PreTrainedModel:
+    """Build a model with packed attention on the meta device, without allocating memory for weights.
+
+    Raises:
+        ConfigError: transformers cannot build the model, or the model's attention function cannot be replaced.
+    """
+    try:
+        model: PreTrainedModel = skeleton(path, kind, where, attention=PACKED)
+        return model
+    except ConfigError as error:  # some architectures look up attention functions in a table of their own
+        if isinstance(error.__cause__, KeyError) and PACKED in error.__cause__.args:
+            raise ConfigError(
+                f"{where}: this model implements its own attention, which cannot be replaced by attention over packed "
+                "rows; use a model of another architecture"
+            ) from error
+        raise
+
+
+def load_sample_layers(kind: Any, path: str, *, where: str | None = None, new_head: bool = False) -> PreTrainedModel:
+    """Load a model with only one decoder layer of each kind, on the CPU in float32, with packed attention.
+
+    Two layers are of the same kind if their modules, the shapes of their parameters and the settings of their modules
+    are the same.
+
+    Raises:
+        ConfigError: the weights are incomplete, or the model's attention function cannot be replaced.
+    """
+    where = where or f"model.path={path}"
+    check_weights(path, where, kind, new_head=new_head)
+    model = empty_model(kind, path, where)
+    kept = _one_of_each_kind(model)
+    for stack, layers in kept.items():
+        for number in set(range(len(stack))) - set(layers):
+            stack[number] = nn.Module()  # a tensor for which the model has no parameter is not read from the files
+    read_weights(model, path, where, device="cpu", new_head=new_head)
+    for stack, layers in kept.items():
+        chosen = [stack[number] for number in layers]
+        del stack[:]
+        stack.extend(chosen)
+    return model.eval()
+
+
+def _one_of_each_kind(model: nn.Module) -> dict[nn.ModuleList, list[int]]:
+    """Return, for each list of decoder layers, the indices of the first layers of each kind."""
+    layers = {id(layer) for layer in decoder_layers(model)}
+    stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and m and all(id(one) in layers for one in m)]
+    kept: dict[nn.ModuleList, list[int]] = {}
+    for stack in stacks:
+        first: dict[tuple[object, ...], int] = {}
+        for number, layer in enumerate(stack):
+            first.setdefault(_description(layer), number)
+        kept[stack] = list(first.values())
+    return kept
+
+
+def _description(layer: nn.Module) -> tuple[object, ...]:
+    """Return what distinguishes a layer from layers of other kinds."""
+    modules = tuple((name, type(module).__name__, _settings(module)) for name, module in layer.named_modules())
+    return (*modules, *((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()))
+
+
+def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
+    """Return the plain attributes of a module, except the attributes that hold the index of a layer."""
+    return tuple(
+        (name, value)
+        for name, value in sorted(vars(module).items())
+        if isinstance(value, bool | float | str | None)
+        or (isinstance(value, int) and "layer" not in name and "idx" not in name)
+    )
+
+
+def _lend(model: nn.Module, source: nn.Module, body: str) -> dict[str, str]:
+    """Give the parameters of `model` to the module `source`, under the names that the weight files use.
+
+    Args:
+        model: the model that shall be loaded.
+        source: model with the structure that transformers loads, without adapters.
+        body: prefix of the names of all parameters that the weight files hold.
+
+    Returns:
+        A dict from the names of the parameters in `model` to the names in `source`.
+    """
+    lent = {
+        name: name.replace(WRAPPED, ".")
+        for name, _ in model.named_parameters(remove_duplicate=False)
+        if not is_adapter(name) and name.startswith(body)
+    }
+    for name, other in lent.items():
+        _set_parameter(source, other, model.get_parameter(name))
+    return lent
+
+
+def _take_back(model: nn.Module, source: nn.Module, lent: dict[str, str]) -> None:
+    """Replace the parameters that `_lend` lent, and all buffers, by the loaded parameters and buffers of `source`."""
+    for name, other in lent.items():
+        loaded = source.get_parameter(other)
+        loaded.requires_grad_(model.get_parameter(name).requires_grad)
+        _set_parameter(model, name, loaded)
+    for name, buffer in source.named_buffers():
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, buffer)
+
+
+def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    parent, _, last = name.rpartition(".")
+    setattr(model.get_submodule(parent), last, parameter)
+
+
+def _sharded_like(whole: Tensor, like: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor that every rank holds as a whole, as a DTensor if `like` is a DTensor."""
+    if not isinstance(like, DTensor):
+        return whole
+    mesh = like.device_mesh
+    replicated = DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
+    return replicated.redistribute(mesh, like.placements)
