@@ -56,6 +56,8 @@ if TYPE_CHECKING:
     from rltrain.monitoring.console import ConsoleDisplay
     from rltrain.monitoring.tracking import Tracker
     from rltrain.run.checkpoints import Checkpoint, Checkpoints
+    from rltrain.run.memory.parts import Node
+    from rltrain.run.memory.plan import MemoryPlan
     from rltrain.run.signals import Signals
     from rltrain.trainer import Trainer
     from rltrain.trajectories.collector import Collector
@@ -218,6 +220,7 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
     files of the run are written.
     """
     from rltrain.monitoring.console import summary
+    from rltrain.run.memory.plan import require_room
     from rltrain.run.resume import beginning, require_usable
     from rltrain.trajectories.token_rewards import with_all_knobs
 
@@ -233,18 +236,17 @@ def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     if start.over:
         return 0
-    if config.placement.on_cluster:
-        join_cluster(config)
-    if config.placement.on_cluster or args.action == "check":
-        check_each_node(config, console, show=args.action == "check")
+    nodes = nodes_for(config, args, console)
     if args.action == "check":
         return 0
     began = time.perf_counter()
-    plan(config, args, console, prompts, evaluations)
+    memory = memory_of(config, nodes)
+    plan(config, args, console, prompts, evaluations, memory)
     if warning := sandbox_warning(config):
         print(f"warning: {warning}", file=sys.stderr)  # noqa: T201 (reward processes cannot print: output dropped)
     if args.action == "plan":
-        return 0
+        return show_memory(config, memory, console)
+    require_room(config, memory)
     output_dir = locked_folder(config, args, lock, tokenizer)
     with ray_connection(config):
         tracker, curve, status = train(
@@ -613,17 +615,44 @@ def load_data(config: Config, tokenizer: Any) -> tuple[PromptSet, dict[str, Prom
     return prompts, evaluations
 
 
+def memory_of(config: Config, nodes: "Sequence[Node]") -> "MemoryPlan":
+    """Return the memory plan of a run on the given machines."""
+    from rltrain.run.memory.facts import model_facts
+    from rltrain.run.memory.plan import memory_plan
+
+    return memory_plan(config, model_facts(config, on_gpu=any(node.gpus for node in nodes)), nodes)
+
+
+def show_memory(config: Config, memory: "MemoryPlan", console: Console) -> int:
+    """Print the table of the memory plan, and return the exit status of a run that would fit.
+
+    Raise ConfigError if the run would not fit.
+    """
+    from rltrain.run.memory.plan import require_room
+    from rltrain.run.memory.table import table
+
+    for line in table(memory):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+    require_room(config, memory)
+    return 0
+
+
 def plan(
-    config: Config, args: Args, console: Console, prompts: PromptSet, evaluations: Mapping[str, PromptSet]
+    config: Config,
+    args: Args,
+    console: Console,
+    prompts: PromptSet,
+    evaluations: Mapping[str, PromptSet],
+    memory: "MemoryPlan",
 ) -> None:
     """Print the plan of the run: the model, the data, the devices and the main settings."""
     import torch
-    from transformers import AutoModelForSequenceClassification
 
     from rltrain.algorithms import POLICY_LOSSES
     from rltrain.data.model_weights import parameter_count
     from rltrain.rewards.loading import load_function
     from rltrain.rewards.signatures import trainer_of
+    from rltrain.run.memory.table import summary as memory_summary
     from rltrain.run.plan import Facts, show_plan
     from rltrain.trajectories.token_rewards import with_all_knobs
 
@@ -646,11 +675,7 @@ def plan(
         own_splits=prompts.own_splits,
         needs_critic=needs_critic(config.algorithm),
         devices=f"{gpus} GPUs" if gpus else f"{cpu_cores()} CPU cores",
-        on_gpu=gpus > 0,
-        reward_models={
-            model.name: parameter_count(model.path, AutoModelForSequenceClassification)
-            for model in config.reward.models
-        },
+        memory=memory_summary(memory),
         teachers={model.name: parameter_count(model.path) for model in config.algorithm.distillation.models},
         signatures={
             function.name: trainer
@@ -692,17 +717,31 @@ def join_cluster(config: Config) -> None:
         check_cluster(config, resources)
 
 
-def check_each_node(config: Config, console: Console, *, show: bool) -> None:
-    """Check that each node can take part in the run, and print the results if `show` is true.
+def nodes_for(config: Config, args: Args, console: Console) -> "list[Node]":
+    """Return the machines on which the run takes place, after checking that each machine can take part.
+
+    `--check` also prints the results of the check. For `--plan`, the config can describe a cluster that is not there.
 
     Raise ConfigError if a check fails.
     """
-    from rltrain.run.preflight import check_nodes, report, require_passed
+    from rltrain.run.memory.facts import machine, nodes_of, planned_nodes
+    from rltrain.run.preflight import ask_nodes, findings, report, require_passed
 
-    found = check_nodes(config)
-    for line in report(found) if show else ():
+    if args.action == "plan" and config.placement.nodes is not None:
+        nodes = planned_nodes(config.placement)
+        if config.placement.gpus_per_node:
+            check_cluster(config, {"GPU": len(nodes) * config.placement.gpus_per_node})
+        return nodes
+    if config.placement.on_cluster:
+        join_cluster(config)
+    elif args.action != "check":
+        return [machine()]
+    answers = ask_nodes(config)
+    found = findings(config, *answers)
+    for line in report(found) if args.action == "check" else ():
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     require_passed(found)
+    return nodes_of(answers[0])
 
 
 if __name__ == "__main__":

@@ -13,13 +13,10 @@ from rich.text import Text
 from rltrain.settings.algorithm_config import AlgorithmConfig, CorrectionConfig, NormalizationConfig
 from rltrain.settings.distillation_config import REFERENCE
 from rltrain.settings.sampling_config import ReuseConfig
-from rltrain.settings.schema import ALL_LINEAR, REWARD_MODEL, Config, DataConfig, RolloutConfig, TrainerConfig
+from rltrain.settings.schema import ALL_LINEAR, Config, DataConfig, RolloutConfig, TrainerConfig
 
 # Maximum width of the plan's panel, and width of the panel's borders and labels, both in terminal columns.
 _WIDEST, _FRAME = 100, 15
-_BYTES = {"float32": 4, "bfloat16": 2}
-# Bytes that master weights, gradients and Adam's state take per parameter on a training rank, whatever the model dtype.
-_MASTER, _GRADIENT, _ADAM = 4, 4, 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +36,7 @@ class Facts:
         own_splits: whether the source of the prompts has different rows for training and for evaluation.
         needs_critic: whether the advantage estimator needs the values of a critic.
         devices: description of the devices that ranks and engines run on, such as "2 CPU cores".
-        on_gpu: whether the devices are GPUs.
-        reward_models: dict that maps the name of each reward model to its number of parameters, or to None if this
-            number cannot be read from the model files.
+        memory: the memory plan in one line.
         teachers: dict that maps the name of each teacher with its own model on the training ranks to the number of
             parameters of the teacher.
         signatures: dict that maps each reward function that was written for another trainer to the name of that
@@ -64,8 +59,7 @@ class Facts:
     own_splits: bool = False
     needs_critic: bool = False
     devices: str = ""
-    on_gpu: bool = False
-    reward_models: Mapping[str, int | None] = field(default_factory=dict)
+    memory: str = ""
     teachers: Mapping[str, int | None] = field(default_factory=dict)
     signatures: Mapping[str, str] = field(default_factory=dict)
     uses_ratio: bool = True
@@ -94,7 +88,7 @@ def plan_rows(config: Config, facts: Facts) -> list[tuple[str, str]]:
         *([("turns", _turns(config.rollout))] if config.rollout.has_environment else []),
         *([("sampling", _sampling(config.rollout))] if config.rollout.is_restricted else []),
         ("processes", _processes(config, facts)),
-        ("memory", _memory(config, facts)),
+        ("memory", facts.memory),
         ("output", config.trainer.output_dir),
     ]
 
@@ -457,54 +451,6 @@ def _staleness(config: Config) -> str:
             "trainer.max_staleness=0 the policy learns better"
         )
     return f"; engines generate while ranks train, at most {versions} behind training"
-
-
-def _memory(config: Config, facts: Facts) -> str:
-    if not facts.parameters:
-        return "not estimated: the size of the model is unknown"
-    shards = config.placement.shard_ranks or config.placement.actor_ranks
-    shard = facts.parameters / shards
-    trained, frozen = shard * (_MASTER + _GRADIENT + _ADAM), _BYTES[config.model.dtype]
-    # A reference model that is a moving average of the actor's weights is kept in float32. A reference model that is
-    # frozen, or that becomes a copy of the actor, is kept in the model's dtype.
-    reference = _MASTER if config.algorithm.reference.refresh_coef < 1 else frozen
-    by_role = {"actor": trained, "reference": shard * reference, "critic": trained}
-    if facts.adapters is not None:
-        of_adapters = facts.adapters / shards
-        by_role["actor"] = shard * _MASTER + of_adapters * (_MASTER + _GRADIENT + _ADAM)
-    for name, parameters in facts.reward_models.items():
-        by_role[f"{REWARD_MODEL} {name}"] = (parameters or 0) / shards * frozen
-    for teacher in config.algorithm.distillation.models:
-        by_role[teacher.role] = (facts.teachers.get(teacher.name) or 0) / shards * frozen
-    roles = config.roles(needs_critic=facts.needs_critic)
-    ranks = [f"{role} {_bytes(by_role[role])}" for role in roles]
-    total = (
-        f" = {_bytes(sum(by_role[role] for role in roles))}" if len(roles) > 1 and config.placement.share_ranks else ""
-    )
-    # A rank holds the whole model in host memory until the model has been sharded or moved to a GPU.
-    whole = f"; at the start, a rank needs {_bytes(facts.parameters * _MASTER)} of host memory for the whole model"
-    start = whole if shards > 1 or facts.on_gpu else ""
-    engine = _engine_memory(config, facts)
-    return f"a rank: {' + '.join(ranks)}{total}; an engine: {engine}; activations come on top{start}"
-
-
-def _engine_memory(config: Config, facts: Facts) -> str:
-    assert facts.parameters is not None, "`_memory` calls this function only if the size of the model is known"
-    vllm = config.rollout.vllm if config.rollout.engine == "vllm" else None
-    if config.rollout.engine == "stored":
-        return "no model"
-    weights = f"weights {_bytes(facts.parameters * _BYTES[config.model.dtype] / config.rollout.shards)}"
-    if vllm is None:
-        return weights
-    cache = (
-        f"{vllm.gpu_memory_utilization:.0%} of its GPU in total" if facts.on_gpu else f"KV cache {vllm.kv_cache_mb} MB"
-    )
-    return f"{weights}, {cache}" if facts.on_gpu else f"{weights} + {cache}"
-
-
-def _bytes(count: float) -> str:
-    unit, name = (2**30, "GB") if count >= 2**30 else (2**20, "MB")
-    return f"{count / unit:,.1f} {name}"
 
 
 def _count(number: int, noun: str) -> str:

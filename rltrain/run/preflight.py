@@ -54,10 +54,18 @@ class Finding:
         return f"{self.node}: {self.what}: {self.found}" + (f"; {self.remedy}" if self.remedy else "")
 
 
-def check_nodes(config: Config) -> list[Finding]:
-    """Check all nodes of the Ray cluster to which this process is connected, or this machine for a run on one machine.
+Answers = tuple[list[NodeFacts], list[Silent], float]
 
-    For the time of the check, a small file is written next to each folder that all nodes must share.
+
+def check_nodes(config: Config) -> list[Finding]:
+    """Check all nodes of the Ray cluster to which this process is connected, or this machine."""
+    return findings(config, *ask_nodes(config))
+
+
+def ask_nodes(config: Config) -> Answers:
+    """Return the facts about the nodes with the driver's node first, the silent nodes, and the seconds that it took.
+
+    For the time of the questions, a small file is written next to each folder that all nodes must share.
     """
     probes: dict[str, str] = {}
     disks: dict[str, str] = {}
@@ -70,13 +78,11 @@ def check_nodes(config: Config) -> list[Finding]:
             Path(path).write_bytes(b"")
         questions = Questions(_same_everywhere(config), probes, disks)
         if config.placement.on_cluster:
-            facts, silent, took_s = facts_of_nodes(questions, ANSWER_S)
-        else:
-            facts, silent, took_s = [facts_here(questions, "127.0.0.1", devices_here())], [], 0.0
+            return facts_of_nodes(questions, ANSWER_S)
+        return [facts_here(questions, "127.0.0.1", devices_here())], [], 0.0
     finally:
         for path in probes.values():
             Path(path).unlink(missing_ok=True)
-    return findings(config, facts, silent, took_s)
 
 
 def require_passed(found: Sequence[Finding]) -> None:

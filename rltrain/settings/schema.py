@@ -718,6 +718,23 @@ class PlacementConfig:
     env_vars: dict[str, str] = key(
         "Environment variables of all worker processes, such as NCCL_DEBUG.", values="mapping from names to text"
     )
+    nodes: int | None = key(
+        "Number of machines for which --plan makes the memory plan, for a cluster that is not there. nodes has no "
+        "effect on training. null: the machines that are there.",
+        at_least=1,
+    )
+    gpus_per_node: int | None = key(
+        "With placement.nodes, number of GPUs of one machine. null: no GPUs.",
+        at_least=0,
+    )
+    gpu_memory_gb: float | None = key(
+        "With placement.nodes, memory of one GPU. null: unknown, allowed only without GPUs.", unit="GB", above=0
+    )
+    node_memory_gb: float | None = key(
+        "With placement.nodes, memory of one machine. null: unknown, so that the memory plan does not compare it.",
+        unit="GB",
+        above=0,
+    )
 
     @property
     def on_cluster(self) -> bool:
@@ -735,6 +752,7 @@ class PlacementConfig:
             f"sequence_ranks={self.sequence_ranks} is no positive divisor of actor_ranks={self.actor_ranks}: every "
             "packed sequence is shared by the same number of ranks; use a divisor, or 1",
         )
+        self._require_whole_nodes()
         for name, value in self.env_vars.items():
             require(
                 isinstance(name, str) and bool(name) and not set("=\0") & set(name),
@@ -750,6 +768,27 @@ class PlacementConfig:
                 f"{name}={getattr(self, name)} with launcher=inprocess: one process holds one worker of each role; "
                 "use placement=local",
             )
+
+    def _require_whole_nodes(self) -> None:
+        """Raise ConfigError if the keys that describe a cluster for `--plan` do not fit together."""
+        for name in ("gpus_per_node", "gpu_memory_gb", "node_memory_gb"):
+            value = getattr(self, name)
+            require(
+                value is None or self.nodes is not None,
+                f"{name}={value} without placement.nodes: the key describes the machines of a cluster that is not "
+                "there; set placement.nodes too, or leave the key out",
+            )
+        require(
+            self.nodes is None or self.on_cluster,
+            f"nodes={self.nodes} with a run on this machine: the key describes a cluster for --plan; use "
+            "placement=colocated or placement=disaggregated, or leave the key out",
+        )
+        gpus, memory = self.gpus_per_node or 0, self.gpu_memory_gb
+        require(
+            (gpus > 0) == (memory is not None),
+            f"gpus_per_node={gpus} with gpu_memory_gb={'null' if memory is None else memory}: GPUs and their memory "
+            "belong together; set both, as in placement.gpus_per_node=8 placement.gpu_memory_gb=80",
+        )
 
 
 @section

@@ -17,6 +17,7 @@ from hypothesis import HealthCheck, settings
 import rltrain.data.row_sources
 import rltrain.main
 from rltrain.base.errors import ConfigError
+from rltrain.run.memory.parts import Node
 from rltrain.run.sweep import Job
 
 # Total number of cases in all fuzz tests together. Each test gets a fixed share of the cases.
@@ -84,7 +85,7 @@ def status_of(overrides: Sequence[str]) -> int | None:
     with (
         mock.patch.object(rltrain.main, "train", train),
         mock.patch.object(rltrain.main, "join_cluster", return_value=None),
-        mock.patch.object(rltrain.main, "check_each_node", return_value=None),
+        mock.patch.object(rltrain.main, "nodes_for", return_value=[Node("this machine", None)]),
         mock.patch.object(Job, "__call__", train),  # A sweep calls its `Job` for each run.
         read_once(),
     ):

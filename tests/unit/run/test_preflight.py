@@ -13,7 +13,8 @@ from workers.cluster.node_facts import NodeFacts, Questions, Silent, content_of,
 VERSIONS = {"Python": "3.11.7", "rltrain": "0a0b0c0d", "ray": "2.60.0", "torch": "2.14.0", "vllm": "0.33.0"}
 HEALTHY = NodeFacts(
     name="one (10.0.0.1)", interface="eth0", versions=VERSIONS, cores=64, cpus=64.0, gpus=8.0, torch_gpus=8,
-    gpu_driver="GPU driver: 580", shm_free=1 << 34, clock=1000.0, contents={"model.path=/m": 7},
+    gpu_driver="GPU driver: 580", memory=1 << 40, gpu_memory=80 << 30, shm_free=1 << 34, clock=1000.0,
+    contents={"model.path=/m": 7},
     sees=["trainer.output_dir=/s"], disk_free={"trainer.output_dir=/s": 1 << 40},
 )  # fmt: skip
 

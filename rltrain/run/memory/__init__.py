@@ -1,0 +1,1 @@
+"""The memory plan: what each process of a run keeps in memory in each phase, and whether the machines have room."""

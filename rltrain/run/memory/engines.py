@@ -1,0 +1,130 @@
+"""The memory of a rollout engine: weights, KV cache and the activations of a generation step."""
+
+from rltrain.run.memory.parts import (
+    GENERATE,
+    LOG_PROBS,
+    MASTER,
+    PHASES,
+    SAVE,
+    START,
+    SYNC,
+    UPDATE,
+    WIDTHS,
+    Limits,
+    ModelShape,
+    Part,
+    Process,
+    total,
+)
+from rltrain.settings.schema import Config
+
+MIB = 1 << 20
+# Memory of an engine without any model: Python, torch, the library of the engine, and what these load.
+VLLM_BASE, HF_BASE, STORED_BASE = 800 * MIB, 370 * MIB, 200 * MIB
+# Memory that CUDA takes on a GPU for an engine that sleeps.
+ASLEEP = 700 * MIB
+# Bytes per logit of a generation step: float32 logits, scaled logits and probabilities, and float64 sums.
+LOGIT_BYTES = 4 + 4 + 4 + 8
+
+
+def kv_token_bytes(config: Config, shape: ModelShape) -> float:
+    """Return the bytes that one token takes in the KV cache of one shard of an engine."""
+    return 2 * shape.layers * shape.keys * WIDTHS[config.model.dtype] / config.rollout.shards
+
+
+def longest_row(config: Config) -> int:
+    """Return the maximum number of tokens of a prompt and its answer."""
+    return config.rollout.max_prompt_length + config.rollout.max_response_length
+
+
+def rows_at_once(config: Config) -> int:
+    """Return the largest number of answers that one engine generates at a time."""
+    step = config.sequences_per_step * (1 + config.trainer.steps_ahead)
+    evaluation = config.data.val_size * config.trainer.eval_samples if config.data.evaluations else 0
+    return min(config.rollout.max_concurrent_sequences, -(-max(step, evaluation) // config.placement.rollout_replicas))
+
+
+def engine(config: Config, shape: ModelShape, limits: Limits, *, gpu_memory: int | None, on_gpu: bool) -> Process:
+    """Return one shard of an engine, of which a run has `rollout_replicas` times the number of shards.
+
+    Args:
+        config: the whole config.
+        shape: sizes of the model.
+        limits: sizes that the program has fixed.
+        gpu_memory: bytes of a GPU; None on a CPU, or if unknown.
+        on_gpu: whether engines run on GPUs.
+    """
+    count = config.placement.rollout_replicas * config.rollout.shards
+    if config.rollout.engine == "stored":
+        return Process(name="engine", count=count, host=_always([Part("libraries", STORED_BASE)]), device={})
+    base = Part("libraries", VLLM_BASE if config.rollout.engine == "vllm" else HF_BASE)
+    if on_gpu and config.rollout.engine == "vllm":
+        return Process(
+            name="engine", count=count, host=_always([base]), device=_vllm_on_gpu(config, shape, gpu_memory or 0)
+        )
+    weights = Part("engine weights", shape.parameters * WIDTHS[config.model.dtype] / config.rollout.shards)
+    cache = _vllm_cache(config) if config.rollout.engine == "vllm" else _hf_cache(config, shape)
+    reserved = [cache] if config.rollout.engine == "vllm" else []
+    working = _working(config, shape)
+    phases = {phase: [weights, *([cache, *working] if phase == GENERATE else reserved)] for phase in PHASES}
+    phases[SYNC] = [*phases[SYNC], *_received(config, shape, limits)]
+    if on_gpu:
+        return Process(name="engine", count=count, host=_always([base]), device=phases)
+    phases = {phase: [base, *parts] for phase, parts in phases.items()}
+    return Process(name="engine", count=count, host=phases, device={})
+
+
+def _always(parts: list[Part]) -> dict[str, list[Part]]:
+    return dict.fromkeys(PHASES, parts)
+
+
+def _vllm_cache(config: Config) -> Part:
+    assert config.rollout.vllm is not None, "a config that selects the vLLM engine has the settings `rollout.vllm`"
+    size = config.rollout.vllm.kv_cache_mb
+    return Part("KV cache", size * MIB, f"lower rollout.vllm.kv_cache_mb={size}")
+
+
+def _hf_cache(config: Config, shape: ModelShape) -> Part:
+    rows = rows_at_once(config)
+    # A token is added to a layer's cache by copying the cache, so one layer's cache exists twice.
+    size = rows * longest_row(config) * kv_token_bytes(config, shape) * (1 + 1 / shape.layers)
+    most = config.rollout.max_concurrent_sequences
+    return Part("KV cache", size, f"lower rollout.max_concurrent_sequences={most} below {rows}")
+
+
+def _working(config: Config, shape: ModelShape) -> list[Part]:
+    """Return the activations and the logits of a generation step.
+
+    Answers to the same prompt share the computation of the prompt.
+    """
+    rows, width = rows_at_once(config), WIDTHS[config.model.dtype]
+    prompts = -(-rows // config.rollout.samples_per_prompt) * config.rollout.max_prompt_length
+    activations = prompts * (3 * shape.hidden + 3 * shape.feed_forward) * width
+    return [Part("activations", activations), Part("logits", rows * shape.vocabulary * LOGIT_BYTES)]
+
+
+def _received(config: Config, shape: ModelShape, limits: Limits) -> list[Part]:
+    """Return what an engine needs to receive weights beside the shared file, which the training ranks count."""
+    one_host = not config.placement.on_cluster
+    return [] if one_host else [Part("sync buckets", max(limits.bucket_bytes, shape.largest * MASTER))]
+
+
+def _vllm_on_gpu(config: Config, shape: ModelShape, gpu_memory: int) -> dict[str, list[Part]]:
+    """Return the memory of a vLLM engine on a GPU, which takes a fixed share of the GPU unless it sleeps."""
+    assert config.rollout.vllm is not None, "a config that selects the vLLM engine has the settings `rollout.vllm`"
+    share = config.rollout.vllm.gpu_memory_utilization
+    weights = shape.parameters * WIDTHS[config.model.dtype] / config.rollout.shards
+    remedy = f"lower rollout.vllm.gpu_memory_utilization={share:g}"
+    awake = [Part("engine weights", weights), Part("KV cache", max(0.0, share * gpu_memory - weights), remedy)]
+    if not config.takes_turns:
+        return _always(awake)
+    asleep = [Part("CUDA", ASLEEP)]
+    loading = [Part("CUDA", ASLEEP), Part("engine weights", weights)]
+    return {START: awake, GENERATE: awake, LOG_PROBS: asleep, UPDATE: asleep, SYNC: loading, SAVE: awake}
+
+
+def cache_rows(config: Config, process: Process, shape: ModelShape) -> float:
+    """Return how many answers of the maximum length fit into the KV cache of a vLLM engine at a time."""
+    phases = process.device or process.host
+    room = total([part for part in phases[GENERATE] if part.what == "KV cache"])
+    return room / (kv_token_bytes(config, shape) * longest_row(config))

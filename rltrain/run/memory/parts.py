@@ -1,0 +1,132 @@
+"""The terms of the memory plan: the shape of a model, the parts of a process's memory, and the machines of a run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+# Phases of a run, in the order in which they begin. A training step goes from "generate" to "sync".
+START, GENERATE, LOG_PROBS, UPDATE, SYNC, SAVE = PHASES = ("start", "generate", "log-probs", "update", "sync", "save")
+WIDTHS = {"float32": 4, "bfloat16": 2}  # Bytes of a number, by dtype.
+# Bytes of a master weight, of its gradient and of AdamW's two moments. All are float32, whatever the model's dtype.
+MASTER, GRADIENT, MOMENTS = 4, 4, 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape:
+    """Sizes of a model, on which its memory depends. All sizes are numbers of elements, not of bytes.
+
+    Attributes:
+        parameters: all parameters; tied parameters count once.
+        layer: parameters of the largest decoder layer.
+        outside: parameters outside the decoder layers: embeddings, last norm and output head.
+        largest: elements of the largest parameter tensor.
+        layers: number of decoder layers.
+        hidden: width of the hidden states.
+        queries, keys: width of all query heads together, and of all key heads together.
+        feed_forward: width of the feed-forward part that one token uses, over all experts that the token uses.
+        vocabulary: rows of the output head.
+        gated: whether the feed-forward part has a gate.
+        norms_heads: whether queries and keys are normalised.
+        tied: whether the output head is also the embedding.
+    """
+
+    parameters: int
+    layer: int
+    outside: int
+    largest: int
+    layers: int
+    hidden: int
+    queries: int
+    keys: int
+    feed_forward: int
+    vocabulary: int
+    gated: bool = True
+    norms_heads: bool = False
+    tied: bool = False
+
+    @property
+    def head(self) -> int:
+        """Number of elements of the output head."""
+        return self.vocabulary * self.hidden
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Sizes that the program itself has fixed.
+
+    Attributes:
+        bucket_bytes: bytes of a bucket of the weight sync, unless a single tensor is larger.
+        buckets: number of buckets in memory at a time.
+        chunk: number of logits that the output head computes at a time.
+    """
+
+    bucket_bytes: int
+    buckets: int
+    chunk: int
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a process's memory.
+
+    Attributes:
+        what: description of the part, such as "activations".
+        size: bytes.
+        remedy: what makes the part smaller, as text that follows "to make room, "; "" if nothing does.
+    """
+
+    what: str
+    size: float
+    remedy: str = ""
+
+
+Phases = Mapping[str, Sequence[Part]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """The memory of one process, and the number of processes that are like it.
+
+    Attributes:
+        name: kind of the process, such as "training rank".
+        count: number of processes of this kind.
+        host: maps each phase to the parts in the memory of the machine.
+        device: maps each phase to the parts in the memory of the process's GPU; {} for a process without a GPU.
+    """
+
+    name: str
+    count: int
+    host: Phases
+    device: Phases
+
+
+@dataclass(frozen=True)
+class Node:
+    """One machine, or what the user says about one machine of a cluster that is not there.
+
+    Attributes:
+        name: name of the machine, for messages.
+        memory: bytes of its memory; None if unknown.
+        gpus: number of its GPUs.
+        gpu_memory: bytes of the memory of its smallest GPU; None if it has no GPU, or if unknown.
+    """
+
+    name: str
+    memory: int | None
+    gpus: int = 0
+    gpu_memory: int | None = None
+
+
+def total(parts: Sequence[Part]) -> float:
+    """Return the bytes of all parts together."""
+    return sum(part.size for part in parts)
+
+
+def peak(phases: Phases) -> str:
+    """Return the phase in which a process needs the most memory."""
+    return max(PHASES, key=lambda phase: total(phases.get(phase, ())))
+
+
+def said(size: float) -> str:
+    """Return a number of bytes as text, such as "1.5 GB"."""
+    unit, name = (2**30, "GB") if size >= 2**30 else (2**20, "MB")
+    return f"{size / unit:,.1f} {name}"

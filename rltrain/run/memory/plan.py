@@ -1,0 +1,182 @@
+"""The memory plan of a run: the processes, the machines and GPUs on which they run, and what does not fit."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rltrain.base.errors import ConfigError
+from rltrain.run.memory.engines import cache_rows, engine
+from rltrain.run.memory.parts import PHASES, Limits, ModelShape, Node, Part, Process, peak, said, total
+from rltrain.run.memory.training import roles_of, training_ranks
+from rltrain.settings.schema import Config
+
+MIB = 1 << 20
+# The estimate differs from measured peaks by at most this fraction.
+TOLERANCE = 0.15
+# Memory of the driver, of Ray's daemons and of one reward worker.
+DRIVER, REWARD_WORKER = 500 * MIB, 80 * MIB
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts:
+    """What the memory plan needs to know about the models of a run.
+
+    Attributes:
+        shape: sizes of the model that is trained.
+        others: maps the roles of reward models and teachers to the sizes of their models.
+        adapters: number of parameters of the adapters, or None if the whole model is trained.
+        needs_critic: whether the run has a critic.
+        limits: sizes that the program has fixed.
+    """
+
+    shape: ModelShape
+    limits: Limits
+    others: Mapping[str, ModelShape]
+    adapters: int | None = None
+    needs_critic: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Memory that several processes share: one GPU, or the memory of all machines.
+
+    Attributes:
+        name: what the place is, such as "each GPU".
+        capacity: bytes of the place; None if unknown.
+        needs: maps each phase to the parts of all processes in the place.
+    """
+
+    name: str
+    capacity: float | None
+    needs: Mapping[str, Sequence[Part]]
+
+    @property
+    def phase(self) -> str:
+        """The phase in which the place is fullest."""
+        return peak(self.needs)
+
+    @property
+    def size(self) -> float:
+        """Bytes that are needed in the fullest phase."""
+        return total(self.needs[self.phase])
+
+    @property
+    def fits(self) -> bool:
+        """Whether the place may have room, given the tolerance of the estimate."""
+        return self.capacity is None or self.size * (1 - TOLERANCE) <= self.capacity
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The memory plan of a run.
+
+    Attributes:
+        processes: the kinds of processes, with training ranks first and the engine after them.
+        places: the GPUs and the memory of the machines.
+        cache_rows: number of answers of the maximum length in the KV cache of a vLLM engine; None without vLLM.
+    """
+
+    processes: Sequence[Process]
+    places: Sequence[Place]
+    cache_rows: float | None
+
+
+def memory_plan(config: Config, models: ModelFacts, nodes: Sequence[Node]) -> MemoryPlan:
+    """Return the memory plan of a run.
+
+    Args:
+        config: the whole config.
+        models: the models of the run.
+        nodes: the machines on which the run takes place.
+    """
+    on_gpu = any(node.gpus for node in nodes)
+    gpu_memory = min((node.gpu_memory for node in nodes if node.gpus and node.gpu_memory), default=None)
+    roles = roles_of(config, models.shape, models.others, adapters=models.adapters, needs_critic=models.needs_critic)
+    ranks = training_ranks(config, roles, models.limits, on_gpu=on_gpu)
+    answers = engine(config, models.shape, models.limits, gpu_memory=gpu_memory, on_gpu=on_gpu)
+    others = [
+        _fixed("reward worker", config.placement.reward_workers, REWARD_WORKER),
+        _fixed("driver and Ray", 1, DRIVER),
+    ]
+    processes = [*ranks, answers, *others]
+    places = _gpus(config, ranks, answers, gpu_memory) if on_gpu else []
+    rows = cache_rows(config, answers, models.shape) if config.rollout.engine == "vllm" else None
+    if on_gpu and gpu_memory is None:
+        rows = None
+    return MemoryPlan(processes=processes, places=[*places, _machines(processes, nodes)], cache_rows=rows)
+
+
+def _fixed(name: str, count: int, size: float) -> Process:
+    return Process(name=name, count=count, host=dict.fromkeys(PHASES, (Part("process", size),)), device={})
+
+
+def _gpus(config: Config, ranks: Sequence[Process], answers: Process, capacity: int | None) -> list[Place]:
+    """Return the kinds of GPUs: a GPU that a rank and an engine share, or GPUs that have one process each."""
+    if not config.placement.share_ranks or not answers.device:
+        alone = [Place(name=f"GPU of each {one.name}", capacity=capacity, needs=one.device) for one in ranks]
+        if answers.device:
+            alone.append(Place(name="GPU of each engine", capacity=capacity, needs=answers.device))
+        return alone
+    (rank,) = ranks
+    if config.takes_turns:
+        needs = {phase: [*rank.device[phase], *answers.device[phase]] for phase in PHASES}
+    else:
+        # Ranks and engines compute at the same time, so that the engine is always awake.
+        needs = {phase: [*rank.device[phase], *answers.device[peak(answers.device)]] for phase in PHASES}
+    return [Place(name="GPU of each rank and engine", capacity=capacity, needs=needs)]
+
+
+def _machines(processes: Sequence[Process], nodes: Sequence[Node]) -> Place:
+    """Return the memory of all machines together.
+
+    A process keeps the memory that it has freed, so the peaks of all processes add up.
+    """
+    parts = [
+        Part(part.what, part.size * process.count, part.remedy)
+        for process in processes
+        for part in process.host[peak(process.host)]
+    ]
+    known = [node.memory for node in nodes]
+    capacity = None if None in known else float(sum(memory or 0 for memory in known))
+    name = nodes[0].name if len(nodes) == 1 else f"{len(nodes)} nodes"
+    return Place(name=f"memory of {name}", capacity=capacity, needs=dict.fromkeys(PHASES[:1], parts))
+
+
+def require_room(config: Config, plan: MemoryPlan) -> None:
+    """Raise an error if a part of the run certainly has no room.
+
+    Raises:
+        ConfigError: a GPU or the machines have too little memory, or the KV cache has no room for one answer.
+    """
+    for place in plan.places:
+        if not place.fits:
+            raise ConfigError(_refusal(place))
+    rows, rollout = plan.cache_rows, config.rollout
+    if rows is not None and rollout.vllm is not None and rows < 1:
+        on_gpu = any(process.device for process in plan.processes)
+        key = (
+            f"raise rollout.vllm.gpu_memory_utilization={rollout.vllm.gpu_memory_utilization:g}"
+            if on_gpu
+            else f"use rollout.vllm.kv_cache_mb={math.ceil(rollout.vllm.kv_cache_mb / rows)} or more"
+        )
+        longest = rollout.max_prompt_length + rollout.max_response_length
+        raise ConfigError(
+            f"memory: the KV cache of an engine has room for only {rows * longest:,.0f} tokens, but a prompt and its "
+            f"answer have up to {longest:,} tokens; {key}, or lower rollout.max_response_length="
+            f"{rollout.max_response_length}"
+        )
+
+
+def _refusal(place: Place) -> str:
+    assert place.capacity is not None, "only a place whose size is known can be too small"
+    parts = place.needs[place.phase]
+    over = place.size * (1 - TOLERANCE) - place.capacity
+    lowerable = sorted((part for part in parts if part.remedy), key=lambda part: -part.size)
+    enough = [part for part in lowerable if part.size >= over]
+    # The remedy is for the largest part, because a part that can shrink enough is always among the largest.
+    best = (enough or lowerable)[:1]
+    what = f"; {best[0].what} take {said(best[0].size)}: {best[0].remedy}" if best else "; use a smaller model"
+    when = f" in the phase {place.phase}" if len(place.needs) > 1 else ""
+    return (
+        f"memory: {place.name}: the run needs about {said(place.size)}{when}, but there is {said(place.capacity)}{what}"
+    )

@@ -1,0 +1,310 @@
+"""The memory of a training rank: parameters, gradients, optimizer states, gathered layers and activations."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from rltrain.run.memory.parts import (
+    GRADIENT,
+    LOG_PROBS,
+    MASTER,
+    MOMENTS,
+    PHASES,
+    SAVE,
+    START,
+    SYNC,
+    UPDATE,
+    WIDTHS,
+    Limits,
+    ModelShape,
+    Part,
+    Process,
+    total,
+)
+from rltrain.settings.schema import REWARD_MODEL, Config
+
+MIB = 1 << 20
+# Memory of a training rank without any model: Python, torch, transformers and the libraries that they load.
+RANK_BASE = 370 * MIB
+# Memory that CUDA and NCCL take on a GPU for each process.
+GPU_CONTEXT = 700 * MIB
+# Number of chunks of logits that exist at a time, all in float32.
+CHUNKS = 3
+# On a CPU, `keep_freed_memory` makes glibc keep freed blocks. Each step frees gradients and activations, and new blocks
+# are allocated among the freed ones, so that holes remain. Measured for models of 24M, 52M and 135M parameters, the
+# holes were as large as the gradients and a quarter of the activations. The model of 24M parameters had none without `keep_freed_memory`.
+HOLES_OF_GRADIENTS, HOLES_OF_ACTIVATIONS = 1.0, 0.25
+# Copies of the largest tensor that exist while the exported model is written: bytes, tensor, assembled tensor.
+EXPORT_COPIES = 3
+MORE_RANKS = "raise placement.actor_ranks={}, over which parameters are sharded"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoleMemory:
+    """What the memory of one role of a training rank depends on.
+
+    Attributes:
+        name: the role, such as "actor".
+        shape: sizes of the role's model.
+        trained: number of trained parameters; 0 for a model that is never trained.
+        width: bytes of a stored parameter.
+        has_head: whether the model computes logits over the vocabulary.
+    """
+
+    name: str
+    shape: ModelShape
+    trained: int
+    width: int
+    has_head: bool = True
+
+
+def training_ranks(
+    config: Config, roles: Sequence[RoleMemory], limits: Limits, *, on_gpu: bool, base: int = RANK_BASE
+) -> list[Process]:
+    """Return the training ranks of a run.
+
+    With `placement.share_ranks`, one process has all roles. Otherwise, each role has processes of its own.
+    """
+    count = config.placement.actor_ranks
+    if config.placement.share_ranks:
+        return [_process("training rank", count, config, roles, limits, on_gpu=on_gpu, base=base)]
+    return [_process(f"{role.name} rank", count, config, [role], limits, on_gpu=on_gpu, base=base) for role in roles]
+
+
+def roles_of(
+    config: Config, shape: ModelShape, others: Mapping[str, ModelShape], *, adapters: int | None, needs_critic: bool
+) -> list[RoleMemory]:
+    """Return the roles of a run's training ranks.
+
+    Args:
+        config: the whole config.
+        shape: sizes of the model that is trained.
+        others: maps the roles of reward models and teachers to the sizes of their models.
+        adapters: number of parameters of the adapters, or None if the whole model is trained.
+        needs_critic: whether the run has a critic.
+    """
+    compute = WIDTHS[config.model.dtype]
+    # A reference model that is a moving average of the actor's weights is kept in float32.
+    averaged = config.algorithm.reference.refresh_coef < 1
+    found = []
+    for name in config.roles(needs_critic=needs_critic):
+        if name == "actor":
+            trained = shape.parameters if adapters is None else adapters
+            found.append(RoleMemory(name=name, shape=shape, trained=trained, width=MASTER))
+        elif name == "critic":
+            found.append(RoleMemory(name=name, shape=shape, trained=shape.parameters, width=MASTER, has_head=False))
+        elif name == "reference":
+            width = MASTER if averaged else compute
+            found.append(RoleMemory(name=name, shape=shape, trained=0, width=width))
+        else:
+            has_head = not name.startswith(REWARD_MODEL)
+            found.append(RoleMemory(name=name, shape=others[name], trained=0, width=compute, has_head=has_head))
+    return found
+
+
+def _process(
+    name: str,
+    count: int,
+    config: Config,
+    roles: Sequence[RoleMemory],
+    limits: Limits,
+    *,
+    on_gpu: bool,
+    base: int,
+) -> Process:
+    memory = RankMemory(config, roles, limits, on_gpu=on_gpu)
+    fixed = Part("libraries", base)
+    if not on_gpu:
+        phases = {phase: [fixed, *memory.device(phase), *memory.host(phase)] for phase in PHASES}
+        return Process(name=name, count=count, host=phases, device={})
+    context = Part("CUDA and NCCL", GPU_CONTEXT)
+    return Process(
+        name=name,
+        count=count,
+        host={phase: [fixed, *memory.host(phase)] for phase in PHASES},
+        device={phase: [context, *memory.device(phase)] for phase in PHASES},
+    )
+
+
+class RankMemory:
+    """The memory of the roles of one training rank.
+
+    Args:
+        config: the whole config.
+        roles: the roles that the rank has.
+        limits: sizes that the program has fixed.
+        on_gpu: whether the rank computes on a GPU.
+    """
+
+    def __init__(self, config: Config, roles: Sequence[RoleMemory], limits: Limits, *, on_gpu: bool) -> None:
+        self.config, self.roles, self.limits, self.on_gpu = config, roles, limits, on_gpu
+        placement = config.placement
+        self.shards = placement.shard_ranks or placement.actor_ranks
+        self.compute = WIDTHS[config.model.dtype]
+        # On a single rank in float32, the model computes with its parameters themselves, so nothing is gathered.
+        self.gathers = placement.actor_ranks > 1 or config.model.dtype != "float32" or config.model.cpu_offload
+        self.more_ranks = MORE_RANKS.format(placement.actor_ranks)
+
+    def device(self, phase: str) -> list[Part]:
+        """Return the parts that are on the rank's device, which is its GPU, or the machine's memory on a CPU."""
+        states = [] if self.config.model.cpu_offload else self.states(phase)
+        if phase == START:
+            loads = (self.loading(role) for role in self.roles)
+            return [*states, max(loads, key=lambda part: part.size)]
+        if phase == LOG_PROBS:
+            return [*states, *self.largest(self.forward(role) for role in self.roles)]
+        if phase == UPDATE:
+            updates = [self.update(role) for role in self.roles if role.trained]
+            return [*states, *self.largest(updates)]
+        if phase == SYNC:
+            return [*states, *self.sending()]
+        return states
+
+    def host(self, phase: str) -> list[Part]:
+        """Return the parts that are in the machine's memory even if the rank computes on a GPU."""
+        states = self.states(phase) if self.config.model.cpu_offload else []
+        return [*states, *self.saving()] if phase == SAVE else states
+
+    def states(self, phase: str) -> list[Part]:
+        """Return what a rank keeps between the phases. Optimizer states exist after the first optimizer step."""
+        weights = sum(role.shape.parameters * role.width + _extra(role) for role in self.roles) / self.shards
+        moments = sum(role.trained for role in self.roles) * MOMENTS / self.shards
+        parts = [Part("parameters", weights, self.more_ranks)]
+        if self.config.algorithm.needs_full_kl and any(role.name == "actor" for role in self.roles):
+            actor = next(role for role in self.roles if role.name == "actor")
+            parts.append(Part("reference's output head", actor.shape.head * self.compute))
+        return parts if phase == START else [*parts, Part("optimizer states", moments, self.more_ranks)]
+
+    @staticmethod
+    def largest(choices: Iterable[list[Part]]) -> list[Part]:
+        """Return the list of parts with the most bytes; [] if there are no lists."""
+        return max(choices, key=total, default=[])
+
+    def loading(self, role: RoleMemory) -> Part:
+        """Return what a rank needs beside its own shard while it loads a model.
+
+        A rank reads its own rows of the weight files, and gathers one group of parameters at a time.
+        """
+        return Part("loading", max(role.shape.layer, role.shape.outside) * self.compute if self.gathers else 0)
+
+    def gathered(self, role: RoleMemory) -> Part:
+        """Return the parameters that FSDP gathers: those outside the layers, one layer, and the next layer."""
+        size = (role.shape.outside + 2 * role.shape.layer) * self.compute if self.gathers else 0
+        return Part("gathered parameters", size)
+
+    def forward(self, role: RoleMemory) -> list[Part]:
+        """Return what a forward pass without gradients needs."""
+        shape, tokens = role.shape, self.tokens(role)
+        matrices = 3 if shape.gated else 2
+        widths = 3 * shape.hidden + matrices * shape.feed_forward
+        parts = [
+            self.gathered(role),
+            Part("activations", tokens * widths * self.compute, self.fewer(role)),
+        ]
+        return [*parts, self.chunk(role)] if role.has_head else parts
+
+    def update(self, role: RoleMemory) -> list[Part]:
+        """Return what forward and backward pass need in addition to the states of the rank.
+
+        At the end of the forward pass, all activations exist, and the backward pass begins with the output head. At the
+        end of the backward pass, all gradients exist. The larger of the two moments counts.
+        """
+        shape, full = role.shape, role.trained >= role.shape.parameters
+        head = Part("gradient of the head", shape.head * self.compute if full and role.has_head else 0)
+        own = Part("gradients", role.trained * GRADIENT / self.shards, self.more_ranks)
+        layer = shape.layer * (self.compute + GRADIENT) if self.gathers and full else 0
+        reduced = [Part("gradients of a layer", layer)] if layer else []
+        activations = Part("activations", self.activations(role), self.fewer(role))
+        chunk = [self.chunk(role)] if role.has_head else []
+        holes = 0 if self.on_gpu else HOLES_OF_GRADIENTS * own.size + HOLES_OF_ACTIVATIONS * activations.size
+        both = [self.gathered(role), head, Part("freed memory that glibc keeps", holes)]
+        begin = [*both, activations, *chunk, *([own] if self.passes(role) > 1 else [])]
+        end = [*both, own, *([head] if shape.tied else []), *reduced]
+        return self.largest([begin, end])
+
+    def activations(self, role: RoleMemory) -> float:
+        """Return the bytes that a forward pass keeps for the backward pass."""
+        layer, tokens = saved_bytes(role.shape, self.compute, kernel=self.on_gpu), self.tokens(role)
+        of_head = role.shape.hidden * (3 * MASTER + self.compute)
+        if not self.config.model.activation_checkpointing:
+            return tokens * (role.shape.layers * layer + of_head)
+        return tokens * (role.shape.layers * role.shape.hidden * self.compute + layer + of_head)
+
+    def chunk(self, role: RoleMemory) -> Part:
+        """Return the logits that exist at a time."""
+        rollout = self.config.rollout
+        share = rollout.max_response_length / (rollout.max_prompt_length + rollout.max_response_length)
+        logits = self.tokens(role) * share * role.shape.vocabulary
+        return Part("logits of a chunk", CHUNKS * min(self.limits.chunk, logits) * MASTER)
+
+    def tokens(self, role: RoleMemory) -> int:
+        """Return the largest number of tokens that the rank computes in one forward pass."""
+        return min(self._section(role), self.row_tokens())
+
+    def passes(self, role: RoleMemory) -> int:
+        """Return the number of forward and backward passes for one mini-batch, if all rows have the maximum length."""
+        return -(-self.row_tokens() // self._section(role))
+
+    def row_tokens(self) -> int:
+        """Return the tokens of a mini-batch that one rank computes, if all rows have the maximum length."""
+        config = self.config
+        rows = config.trainer.prompts_per_minibatch * config.rollout.samples_per_prompt
+        longest = config.rollout.max_prompt_length + config.rollout.max_response_length
+        return -(-rows * longest // config.placement.actor_ranks)
+
+    def _section(self, role: RoleMemory) -> int:
+        return (self.config.critic if role.name == "critic" else self.config.actor).max_tokens_per_microbatch
+
+    def fewer(self, role: RoleMemory) -> str:
+        """Return the remedy for activations that are too large."""
+        section = "critic" if role.name == "critic" else "actor"
+        if self.config.model.activation_checkpointing:
+            return f"lower {section}.max_tokens_per_microbatch={self._section(role)}"
+        return (
+            f"lower {section}.max_tokens_per_microbatch={self._section(role)}, or set "
+            "model.activation_checkpointing=true"
+        )
+
+    def sending(self) -> list[Part]:
+        """Return the buckets of a weight sync."""
+        actor = next((role for role in self.roles if role.name == "actor"), None)
+        if actor is None:
+            return []
+        largest = actor.shape.largest * self.compute
+        if self.on_gpu:
+            return [Part("sync buckets", largest / self.shards)]
+        file = self.limits.buckets * max(self.limits.bucket_bytes, largest)
+        return [Part("sync buckets", min(file, actor.shape.parameters * self.compute))]
+
+    def saving(self) -> list[Part]:
+        """Return the copies from which a checkpoint is written, and the tensors of the exported model."""
+        trained = sum(role.trained for role in self.roles)
+        largest = max(role.shape.largest for role in self.roles)
+        return [
+            Part("copies for the checkpoint", trained * (MASTER + MOMENTS) / self.shards, self.more_ranks),
+            Part("export", EXPORT_COPIES * largest * MASTER),
+        ]
+
+
+def _extra(role: RoleMemory) -> int:
+    """Return the bytes of adapters, which exist beside the model's own parameters."""
+    return role.trained * MASTER if 0 < role.trained < role.shape.parameters else 0
+
+
+def saved_bytes(shape: ModelShape, width: int, *, kernel: bool) -> int:
+    """Return the bytes that one decoder layer keeps for each token until the backward pass.
+
+    In a norm, the input, the normalised input and the output are kept. In attention, queries, keys, values and the
+    attention's output are kept, and the input of the output projection unless it is the same memory. In the
+    feed-forward part, the inputs of the gate's function, of the product and of the last matrix are kept.
+
+    Args:
+        shape: sizes of the model.
+        width: bytes of a number in the dtype of the matrix products.
+        kernel: whether an attention kernel for packed rows computes the attention.
+    """
+    norm = MASTER + 2 * width if width < MASTER else 3 * MASTER
+    norms = 2 * shape.hidden * norm
+    if shape.norms_heads:
+        norms += (shape.queries + shape.keys) * (norm - width)
+    attention = (2 if kernel else 3) * shape.queries + 2 * shape.keys
+    return norms + (attention + (4 if shape.gated else 2) * shape.feed_forward) * width

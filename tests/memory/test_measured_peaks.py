@@ -1,0 +1,78 @@
+"""The memory plan of a training rank, compared with the measured peaks of a process that runs the rank's phases."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rltrain.run.memory.facts import model_facts
+from rltrain.run.memory.parts import total
+from rltrain.run.memory.plan import TOLERANCE
+from rltrain.run.memory.training import roles_of, training_ranks
+from rltrain.settings.compose import compose
+
+# Each model is random. The models differ in size, in the share of the vocabulary, in heads, and in the norms of heads.
+MODELS = {
+    "24M": (
+        "LlamaConfig",
+        {"vocab_size": 32000, "hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 8,
+         "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": False},
+        ["actor.max_tokens_per_microbatch=1024", "rollout.samples_per_prompt=4"],
+    ),
+    "52M": (
+        "Qwen3Config",
+        {"vocab_size": 8192, "hidden_size": 640, "intermediate_size": 1792, "num_hidden_layers": 10,
+         "num_attention_heads": 10, "num_key_value_heads": 5, "head_dim": 64, "tie_word_embeddings": True},
+        ["actor.max_tokens_per_microbatch=512", "rollout.samples_per_prompt=2"],
+    ),
+    "135M": (
+        "LlamaConfig",
+        {"vocab_size": 49152, "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30,
+         "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True},
+        ["actor.max_tokens_per_microbatch=512", "rollout.samples_per_prompt=2",
+         "model.activation_checkpointing=true"],
+    ),
+}  # fmt: skip
+CONFIG = [
+    "profile=demo", "placement=inprocess", "rollout=hf", "rollout.max_prompt_length=32",
+    "rollout.max_response_length=224", "trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=2",
+]  # fmt: skip
+CHOSEN = list(MODELS) if os.environ.get("RLTRAIN_MEMORY_TEST") == "full" else ["24M"]
+
+
+def saved(kind, sizes, folder):
+    import torch
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, kind)(**sizes, eos_token_id=1)
+    transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def measured(path, overrides):
+    """Return the largest measured peak of each phase."""
+    command = [sys.executable, "-m", "tests.memory.peaks", path, "0", "1", "", *overrides]
+    lines = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
+    found: dict[str, int] = {}
+    for line in (json.loads(line) for line in lines if line.startswith("{")):
+        found[line["phase"]] = max(line["peak"], found.get(line["phase"], 0))
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", CHOSEN)
+def test_planned_peaks_are_within_the_tolerance_of_measured_peaks(name, tmp_path):
+    kind, sizes, overrides = MODELS[name]
+    saved(kind, sizes, tmp_path)
+    peaks = measured(str(tmp_path), [*CONFIG, *overrides])
+    base = peaks.pop("base")
+    config = compose([f"model.path={tmp_path}", *CONFIG, *overrides])[0]
+    facts = model_facts(config, on_gpu=False)
+    roles = roles_of(config, facts.shape, {}, adapters=None, needs_critic=False)
+    (rank,) = training_ranks(config, roles, facts.limits, on_gpu=False, base=base)
+    planned = {phase: total(rank.host[phase]) for phase in peaks}
+    ratios = {phase: round(planned[phase] / size, 3) for phase, size in peaks.items()}
+    assert all(abs(ratio - 1) <= TOLERANCE for ratio in ratios.values()), f"{ratios}; measured {peaks}"
