@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm demo-reasoning test test-broad cluster-test check browser-test environment-test template-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean
+.PHONY: help setup demo demo-llm demo-reasoning test test-broad cluster-test memory-test check browser-test environment-test template-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -68,12 +68,16 @@ test: setup  ## Unit, end-to-end and distributed tests; each line and branch of 
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/fuzz --ignore=tests/unit/algorithms -n auto --dist loadfile
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/e2e tests/distributed -m "not broad" -n 2 --dist loadfile --timeout 600
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/cluster -m "not broad" -rs
+	@$(TEST_ENV) $(BIN)/python -m pytest tests/memory
 
 test-broad: setup  ## The end-to-end and distributed tests that make test leaves out, because they take long
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/e2e tests/distributed -m broad $(ARGS)
 
 cluster-test: setup  ## Runs on a cluster of three hosts, which are network namespaces on this machine; needs root
 	@$(TEST_ENV) RLTRAIN_CLUSTER_TEST=required $(BIN)/python -m pytest tests/cluster $(ARGS)
+
+memory-test: setup  ## The memory plan against the measured peaks of three random models
+	@$(TEST_ENV) RLTRAIN_MEMORY_TEST=full $(BIN)/python -m pytest tests/memory $(ARGS)
 
 check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
 	$(BIN)/ruff check

@@ -631,7 +631,7 @@ def show_memory(config: Config, memory: "MemoryPlan", console: Console) -> int:
     from rltrain.run.memory.plan import require_room
     from rltrain.run.memory.table import table
 
-    for line in table(memory):
+    for line in ("", *table(memory)):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
     require_room(config, memory)
     return 0

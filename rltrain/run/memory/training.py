@@ -31,7 +31,8 @@ GPU_CONTEXT = 700 * MIB
 CHUNKS = 3
 # On a CPU, `keep_freed_memory` makes glibc keep freed blocks. Each step frees gradients and activations, and new blocks
 # are allocated among the freed ones, so that holes remain. Measured for models of 24M, 52M and 135M parameters, the
-# holes were as large as the gradients and a quarter of the activations. The model of 24M parameters had none without `keep_freed_memory`.
+# holes were as large as the gradients and a quarter of the activations. Without `keep_freed_memory`, the model of 24M
+# parameters had no holes.
 HOLES_OF_GRADIENTS, HOLES_OF_ACTIVATIONS = 1.0, 0.25
 # Copies of the largest tensor that exist while the exported model is written: bytes, tensor, assembled tensor.
 EXPORT_COPIES = 3
