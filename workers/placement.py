@@ -221,7 +221,13 @@ class Workers:
     @property
     def restart_training(self) -> Callable[[], Awaitable[None]] | None:
         """Return the function that restarts the training ranks, or None if the ranks are not separate processes."""
-        return self.training.restart if self.liveness is not None else None
+        if self.liveness is None:
+            return None
+        return functools.partial(self._restart_training, self.liveness)
+
+    async def _restart_training(self, liveness: Liveness) -> None:
+        await liveness.nodes_settled()
+        await self.training.restart()
 
     def waited_for(self) -> str:
         """Return the names of the busy processes for which the driver waits; "" if all roles are in this process."""

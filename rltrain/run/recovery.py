@@ -38,10 +38,13 @@ class Restarts:
         Raises:
             WorkerError: the limit of restarts is reached, or the training ranks cannot be restarted.
         """
+        first = error
         while True:
             if self.restart is None or self.count >= self.limit:
+                # The first error names the machine that was lost if the new ranks do not find room on the others.
+                before = "" if error is first else f"{first}; "
                 raise WorkerError(
-                    f"{error}; the training ranks were restarted {self.count} times, and "
+                    f"{before}{error}; the training ranks were restarted {self.count} times, and "
                     f"trainer.max_restarts={self.limit} allows no further restart: continue with trainer.resume=auto"
                 ) from error
             pause_s = PAUSES_S[min(self.count, len(PAUSES_S) - 1)]

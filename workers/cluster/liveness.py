@@ -8,6 +8,7 @@ counter. On each machine other than the driver's, a small Ray actor observes the
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import Awaitable, Collection, Iterable, Sequence
 from pathlib import Path
@@ -27,6 +28,8 @@ LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # Seconds after which a stopped process (SIGSTOP) counts as dead.
 _PROOF_S = 2.0  # Seconds to wait, after a call has failed, for evidence that a process's death caused the failure.
 _REMOTE_S = 10.0  # Timeout in seconds of a request to the observer actor of a remote machine.
+_PORT_S = 1.0  # Timeout in seconds of a connection to the raylet of a remote machine.
+_NODE_LOST = "is gone with its node (its raylet ended, or the node lost its power or its network)"
 T = TypeVar("T")
 
 
@@ -52,6 +55,7 @@ class WatchedProcess:
         self.identity: Process | None = None
         self.how_lost = ""
         self.sight: Sight | None = None
+        self.seen_at = time.monotonic()  # time of the last observation
         self.moved = time.monotonic()  # time of the last observation that showed progress of the process
         self.stopped_at: float | None = None
         self._changes = changes or Changes()
@@ -77,7 +81,7 @@ class WatchedProcess:
 
         If the process has ended, or has been stopped (SIGSTOP) for `STOPPED_S` seconds, mark the process as lost.
         """
-        before, self.sight = self.sight, sight
+        before, self.sight, self.seen_at = self.sight, sight, now
         if before is None or before.ticks != sight.ticks:
             self.moved = now
         if not sight.state:
@@ -104,9 +108,17 @@ class WatchedProcess:
         finally:
             await cancelled(result, lost)
 
+    @property
+    def loss(self) -> str:
+        """Return where the process ran and how it was lost, or "" if the process has not been lost."""
+        return self.how_lost and f"({self._where}) {self.how_lost}"
+
+    @property
+    def _where(self) -> str:
+        return f"pid {self.identity.pid} on {self.identity.host}" if self.identity else "starting"
+
     def __str__(self) -> str:
-        where = f"pid {self.identity.pid} on {self.identity.host}" if self.identity else "starting"
-        return f"{self.name} ({where})"
+        return f"{self.name} ({self._where})"
 
 
 class Liveness:
@@ -190,6 +202,15 @@ class Liveness:
         for process in list(self.processes):
             if process.sight is not None and process.sight.state == "T":
                 process.lose("was stopped")
+
+    async def nodes_settled(self) -> None:
+        """Wait until Ray knows the nodes whose raylet has ended, so that Ray places no new process on such a node.
+
+        Ray needs several seconds to notice the end of a raylet, and a process that Ray places there cannot start.
+        """
+        deadline = time.monotonic() + self.start_timeout_s
+        while time.monotonic() < deadline and await asyncio.to_thread(_unnoticed):
+            await asyncio.sleep(LOOK_EVERY_S)
 
     def kill(self, processes: Iterable[Process]) -> None:
         """Kill processes and their descendants, without waiting until the killed processes have ended."""
@@ -298,7 +319,7 @@ class Liveness:
                 del self._others[node]
                 if not await asyncio.to_thread(_node_lives, node):
                     for process, _ in there:
-                        process.take(Sight(""), time.monotonic())
+                        process.lose(_NODE_LOST)
                     return
                 sights = []
             for (process, _), sight in zip(there, sights, strict=False):
@@ -377,18 +398,31 @@ class ProgressScope:
             await cancelled(result)
 
     async def proof(self) -> None:
-        """Raise WorkerLost if a process of this `ProgressScope` is found to be lost within `_PROOF_S` seconds.
+        """Raise WorkerLost if a process of this `ProgressScope` is found to be lost.
 
         This method is called after an error that the death of a process may have caused. When a process dies, another
-        process often fails before the driver notices the death, for example because a connection breaks.
+        process often fails before the driver notices the death, for example because a connection breaks. The method
+        returns as soon as every process was observed alive at least `_PROOF_S` seconds after the call of the method. If
+        a process cannot be observed, because its machine does not answer, the method waits until Ray declares the
+        machine dead, but at most `hang_timeout_s`.
         """
         assert self.failure is not None, "a ProgressScope must be used inside its `with` block"
         if self.liveness is not None:
             self.liveness.look()
             self.check()
+            due = time.monotonic() + _PROOF_S
             await asyncio.wait({self.failure}, timeout=_PROOF_S)
+            while self._unseen_since(due) and time.monotonic() < due + self.liveness.hang_timeout_s:
+                await asyncio.wait({self.failure}, timeout=LOOK_EVERY_S)
         if self.failure.done():
             raise self.failure.result()
+
+    def _unseen_since(self, due: float) -> bool:
+        """Return whether the wait has not failed, and a process on a remote machine was not observed since `due`."""
+        if self.liveness is None or self.failure is None or self.failure.done():
+            return False
+        here = self.liveness.here
+        return any(one.identity and one.identity.node != here and one.seen_at < due for one in self.processes)
 
     def check(self) -> None:
         """Make all waits in this `ProgressScope` fail if a process of this `ProgressScope` is lost."""
@@ -422,7 +456,28 @@ class ProgressScope:
             self.failure.set_result(error)
 
 
-def _node_lives(node: str) -> bool:
+def _unnoticed() -> bool:
+    """Return whether Ray counts a node as alive although the node's raylet has ended."""
     import ray
 
-    return any(one["NodeID"] == node and one["Alive"] for one in ray.nodes())
+    return any(_refused(one["NodeManagerAddress"], one["NodeManagerPort"]) for one in ray.nodes() if one["Alive"])
+
+
+def _node_lives(node: str) -> bool:
+    """Return whether Ray counts a node as alive, and the node's raylet does not refuse connections.
+
+    Ray counts a node as alive for some time after its raylet has died, although all workers of the node have ended.
+    """
+    import ray
+
+    known = next((one for one in ray.nodes() if one["NodeID"] == node and one["Alive"]), None)
+    return known is not None and not _refused(known["NodeManagerAddress"], known["NodeManagerPort"])
+
+
+def _refused(host: str, port: int) -> bool:
+    """Return whether a reachable machine refuses connections to a port, because no process listens there."""
+    try:
+        socket.create_connection((host, port), timeout=_PORT_S).close()
+    except OSError as error:
+        return isinstance(error, ConnectionRefusedError)
+    return False

@@ -38,6 +38,10 @@ class WorkerProcess(Protocol):
     concurrent: bool
     how_lost: str
 
+    @property
+    def loss(self) -> str:
+        """Return where the process ran and how it was lost, or "" if the process has not been lost."""
+
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> "Pending[None]":
         """Start creating an object of the class `path` ("module:Class") in the process, under the role name `role`."""
 
@@ -144,7 +148,7 @@ class LocalProcess:
     """
 
     concurrent = False
-    how_lost = ""
+    how_lost = loss = ""
 
     def __init__(self, host: Host) -> None:
         self.host = host

@@ -104,7 +104,7 @@ class EnvironmentPool:
                 self.changes.notify()
                 await self._serve(worker)
             except WorkerLost as error:
-                self._replace(worker, worker.role.process.how_lost or str(error))
+                self._replace(worker, worker.role.process.loss or str(error))
 
     async def _serve(self, worker: "_Worker") -> None:
         process = worker.role.process

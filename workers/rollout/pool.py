@@ -217,8 +217,8 @@ class RolloutPool:
         if not self.replaces or self._deaths > limit:
             raise WorkerError(
                 f"rollout replica {replica.number} {how}; {self._deaths} replicas died without an answer in between, "
-                f"and the limit is {limit}: run with verbose=true, and look at the replica's memory and the cluster's "
-                "free resources"
+                f"and the limit is {limit}: look at the replica's memory and the cluster's free resources "
+                "(verbose=true shows more), and continue with trainer.resume=auto"
             )
         when = " after the update" if self.asleep else ""
         logger.warning("rollout replica %d %s: another process replaces it%s", replica.number, how, when)

@@ -112,7 +112,7 @@ class Replica:
                 await self._serve(pool)
             except WorkerLost as error:
                 self.state = ReplicaState.DEAD
-                await pool.replacement_allowed(self, self.role.process.how_lost or str(error))
+                await pool.replacement_allowed(self, self.role.process.loss or str(error))
                 self.role.process.kill()
                 self._begin()
 

@@ -48,7 +48,7 @@ async def test_ranks_that_die_while_they_start_count_too_and_the_end_is_one_line
         raise WorkerLost("starting: training rank 0 died while it started")
 
     with pytest.raises(
-        WorkerError, match=r"rank 0 died while it started; .* restarted 3 times, .*max_restarts=3"
+        WorkerError, match=r"^actor.update: .* rank 1 is gone; .* rank 0 died while it started; .* restarted 3 times"
     ) as told:
         await Restarts(restart, 3).after(LOST, 0)
     assert len(tried) == 3

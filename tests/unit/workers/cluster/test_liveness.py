@@ -3,11 +3,13 @@
 import asyncio
 import json
 import math
+import socket
 from types import SimpleNamespace
 
 import pytest
 from ray.exceptions import RayActorError
 
+from rltrain.base.background_tasks import cancelled
 from rltrain.base.errors import ClusterLost, WorkerLost
 from tests.fake_replicas import Reply, settled
 from workers.cluster import liveness as module
@@ -352,6 +354,80 @@ async def test_an_error_that_a_death_can_cause_waits_for_its_proof(watch):
         watch._exits.notify()
         with pytest.raises(WorkerLost, match="is gone"):
             await proving
+
+
+async def test_an_error_waits_for_an_observation_of_the_processes_of_remote_machines(watch, clock, monkeypatch):
+    monkeypatch.setattr(module, "_PROOF_S", 0.0)
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.0)
+    (process,) = watch.see(Sight("S"), node="there")
+    clock[0] += 1
+    with ProgressScope([process]) as scope:
+        proving = asyncio.ensure_future(scope.proof())
+        await asyncio.sleep(0.05)
+        assert not proving.done()  # nobody has observed the process since the error
+        process.take(Sight("S"), clock[0])
+        await proving
+        process.seen_at -= 1
+        proving = asyncio.ensure_future(scope.proof())
+        await asyncio.sleep(0.05)
+        process.lose("is gone with its node")
+        with pytest.raises(WorkerLost, match="is gone with its node"):
+            await proving
+        process.how_lost, scope.failure = "", asyncio.get_running_loop().create_future()
+        proving = asyncio.ensure_future(scope.proof())
+        await asyncio.sleep(0.05)
+        clock[0] += watch.hang_timeout_s
+        await proving  # the error is raised after `trainer.hang_timeout_s`, even if the machine does not answer
+
+
+# Tests of the loss of a machine
+
+
+class Elsewhere:
+    """A fake observer actor on a remote machine, whose calls fail."""
+
+    def __init__(self):
+        self.replies = []
+        self.look = SimpleNamespace(remote=self._look)
+
+    def _look(self, _):
+        self.replies.append(Reply())
+        return self.replies[-1]
+
+
+@pytest.mark.parametrize(("listed", "listens", "lost"), [(True, False, True), (False, True, True), (True, True, False)])
+async def test_a_machine_is_lost_if_ray_says_so_or_its_raylet_has_ended(watch, monkeypatch, listed, listens, lost):
+    observer = watch._others["there"] = Elsewhere()
+    monkeypatch.setattr(watch, "_observer", lambda node: watch._others.setdefault(node, observer))
+    (process,) = watch.see(Sight("S"), node="there")
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        if not listens:
+            server.close()
+        node = {"NodeID": "there", "Alive": listed, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+        monkeypatch.setattr("ray.nodes", lambda: [node])
+        observing = asyncio.ensure_future(watch._observe_remote("there"))
+        await settled()
+        observer.replies[0].fail(RayActorError())
+        await asyncio.wait({observing}, timeout=0.5)
+    assert bool(process.how_lost) == observing.done() == lost
+    assert ("is gone with its node" in process.how_lost) == lost
+    await cancelled(observing)
+
+
+async def test_ranks_are_not_started_before_ray_knows_that_a_raylet_has_ended(watch, monkeypatch):
+    monkeypatch.setattr(module, "LOOK_EVERY_S", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    node = {"NodeID": "there", "Alive": True, "NodeManagerAddress": "127.0.0.1", "NodeManagerPort": port}
+    asked = []
+    monkeypatch.setattr("ray.nodes", lambda: asked.append(1) or [node])
+    settling = asyncio.ensure_future(watch.nodes_settled())
+    await asyncio.sleep(0.05)
+    assert asked
+    assert not settling.done()
+    node["Alive"] = False
+    await settling
 
 
 # Tests of the death of Ray daemons

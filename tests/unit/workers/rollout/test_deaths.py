@@ -24,6 +24,7 @@ from tests.fake_replicas import (
     request,
     settled,
 )
+from workers.cluster.progress import Process
 from workers.rollout import pool as pool_module
 from workers.rollout.pool import REPLACEMENTS
 from workers.rollout.replica import ReplicaState
@@ -190,7 +191,8 @@ async def test_deaths_without_an_answer_in_between_are_bounded_and_an_answer_beg
     tasks.check()
     replicas.processes[0].die()
     with pytest.raises(
-        WorkerError, match="rollout replica 0 is gone; 4 replicas died without an answer in between, and the limit is 3"
+        WorkerError,
+        match=r"replica 0 .* is gone; 4 replicas died without an answer in between, and the limit is 3",
     ):
         await tasks.until(pool.poll())
 
@@ -204,11 +206,12 @@ async def test_an_engine_that_is_not_ready_in_time_counts_as_dead(made, tasks, c
         return start()
 
     replicas.all[0]._start = start_with_next_limit
+    replicas.processes[0].identity = Process(7, 0, "node", "machine", 0, 0)
     replicas.processes[0].die()
     await settled()
     tasks.check()
     assert [record.getMessage() for record in caplog.records] == [
-        "rollout replica 0 is gone: another process replaces it",
+        "rollout replica 0 (pid 7 on machine) is gone: another process replaces it",
         "rollout replica 0 was not ready within placement.start_timeout_s=-1 s: are enough resources free?: "
         "another process replaces it",
     ]
@@ -229,7 +232,7 @@ async def test_without_a_way_to_replace_it_a_death_ends_the_run(made, tasks):
     pool, replicas = await made(1)
     pool.replaces = False
     replicas.processes[0].die()
-    with pytest.raises(WorkerError, match="rollout replica 0 is gone"):
+    with pytest.raises(WorkerError, match=r"rollout replica 0 \(starting\) is gone"):
         await tasks.until(pool.poll())
 
 
