@@ -4,6 +4,7 @@ This module starts Ray and the worker processes, or puts all roles into the curr
 """
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import logging
@@ -12,6 +13,7 @@ import secrets
 import socket
 import sys
 import tempfile
+import threading
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,7 +34,7 @@ from workers.cluster.hangups import hangups_ignored
 from workers.cluster.liveness import Liveness
 from workers.cluster.node_settings import Sharing
 from workers.cluster.processes import LocalProcess, Pending, RayProcess, Role, WorkerProcess, recorded_by, results
-from workers.cluster.ray_daemons import Daemons
+from workers.cluster.ray_daemons import Daemons, RemoteDaemon
 from workers.cluster.ray_guard import Guard
 from workers.cluster.shared_devices import SharedDevices
 from workers.cluster.worker_process import Host
@@ -62,6 +64,7 @@ ENVIRONMENT, ENVIRONMENT_WORKER = "environment worker", "workers.environments.wo
 _TOKEN = "RAY_AUTH_TOKEN"
 _TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))  # File in which Ray looks for the user's token.
 _TMP, _LONGEST_TMPDIR = "/tmp", 30
+_DISCONNECT_S = 10.0  # maximum time in seconds to disconnect from a cluster whose head is lost
 _ANSWER_S = 10.0  # timeout in seconds of the test connection to a cluster's port
 _LAST_PORT = 65_535
 COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collective operations, in seconds; a hang is detected earlier
@@ -462,11 +465,36 @@ def disconnect() -> None:
     """Disconnect from Ray, and end all processes of the Ray cluster if this process has started the cluster."""
     import ray
 
-    ray.shutdown()
+    if isinstance(_connection.daemons.lost(), RemoteDaemon):
+        _disconnect_from_lost_head()
+    else:
+        ray.shutdown()
     _connection.daemons = Daemons()
     guard, _connection.guard = _connection.guard, None
     if guard is not None:
         guard.close()
+
+
+def _disconnect_from_lost_head() -> None:
+    """Disconnect from a Ray cluster whose head is lost.
+
+    If the head's machine has no power or no network, Ray waits for the head until TCP gives up after minutes. After
+    `_DISCONNECT_S` seconds, the exit handler of Ray is prevented from waiting again at the end of this process.
+    """
+    import ray
+
+    ending = threading.Thread(target=ray.shutdown, name="ray-shutdown", daemon=True)
+    ending.start()
+    ending.join(_DISCONNECT_S)
+    if ending.is_alive():
+        atexit.register(_exit_at_once)  # the handler that was registered last runs first
+
+
+def _exit_at_once() -> None:
+    with contextlib.suppress(OSError, ValueError):  # the streams may be closed
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(1)
 
 
 async def start(

@@ -7,6 +7,7 @@ counter. On each machine other than the driver's, a small Ray actor observes the
 
 import asyncio
 import contextlib
+import functools
 import json
 import socket
 import time
@@ -17,6 +18,7 @@ from typing import Any, Self, TypeVar
 
 from rltrain.base.background_tasks import BackgroundTasks, Changes, cancelled
 from rltrain.base.errors import ClusterLost, WorkerLost
+from workers.cluster.daemon_threads import in_daemon_thread
 from workers.cluster.exits import Exits
 from workers.cluster.observer import Observer, Sight, innermost
 from workers.cluster.progress import Process
@@ -207,10 +209,18 @@ class Liveness:
         """Wait until Ray knows the nodes whose raylet has ended, so that Ray places no new process on such a node.
 
         Ray needs several seconds to notice the end of a raylet, and a process that Ray places there cannot start.
+
+        Raises ClusterLost if a Ray daemon that the run needs has died.
         """
         deadline = time.monotonic() + self.start_timeout_s
-        while time.monotonic() < deadline and await asyncio.to_thread(_unnoticed):
-            await asyncio.sleep(LOOK_EVERY_S)
+        unnoticed = True
+        while unnoticed and time.monotonic() < deadline:
+            asking = asyncio.ensure_future(in_daemon_thread(_unnoticed))
+            while not asking.done():
+                self.daemons.check()  # without gcs_server, the answer comes after minutes
+                await asyncio.wait({asking}, timeout=LOOK_EVERY_S)
+            if unnoticed := asking.result():
+                await asyncio.sleep(LOOK_EVERY_S)
 
     def kill(self, processes: Iterable[Process]) -> None:
         """Kill processes and their descendants, without waiting until the killed processes have ended."""
@@ -317,7 +327,7 @@ class Liveness:
                 sights: list[Sight] = await asyncio.wrap_future(reply.future())
             except ray.exceptions.RayError:
                 del self._others[node]
-                if not await asyncio.to_thread(_node_lives, node):
+                if not await in_daemon_thread(functools.partial(_node_lives, node)):
                     for process, _ in there:
                         process.lose(_NODE_LOST)
                     return

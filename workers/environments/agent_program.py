@@ -19,9 +19,9 @@ from rltrain.environments.agents import arguments_of, is_function
 from rltrain.environments.contract import EnvironmentFailure, as_reward
 from rltrain.environments.openai_api import ApiError, plain_id
 from rltrain.rewards.loading import import_function
+from workers.cluster.daemon_threads import in_daemon_thread
 from workers.environments.agent_endpoint import MODEL, AgentEndpoint
 from workers.environments.agent_session import AgentSession
-from workers.environments.daemon_threads import in_daemon_thread
 from workers.environments.episode import Samples, environment_seed
 from workers.environments.messages import EpisodeRequest, Limits
 from workers.environments.recording import with_attempts

@@ -22,7 +22,7 @@ from rltrain.environments.contract import (
     tool_names,
 )
 from rltrain.environments.tool_calls import ToolCall
-from workers.environments.daemon_threads import in_daemon_thread
+from workers.cluster.daemon_threads import in_daemon_thread
 
 # Folders of files whose lines are not the user's code.
 _OURS = tuple(f"{Path(__file__).parents[2] / name}/" for name in ("rltrain", "workers"))

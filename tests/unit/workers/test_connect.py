@@ -1,12 +1,16 @@
 """Tests that a one-line error is raised if Ray does not start, or if no Ray cluster is at the given address."""
 
+import atexit
 import socket
+import threading
 
 import pytest
 import ray
 
 from rltrain.base.errors import ConfigError, WorkerError
 from rltrain.settings.compose import compose
+from workers import placement
+from workers.cluster.ray_daemons import Daemons, RemoteDaemon
 from workers.placement import connect
 
 UNASKED = AssertionError("not to be asked")
@@ -40,3 +44,19 @@ def test_ray_that_does_not_come_up_is_one_line_with_the_way_out(monkeypatch, ser
         connect(compose(["verbose=true", f"placement.address={address}"])[0])
     assert said in str(told.value)
     assert "\n" not in str(told.value)
+
+
+@pytest.mark.parametrize("answers", [False, True])
+def test_a_run_does_not_wait_for_a_lost_head_when_it_ends(monkeypatch, answers):
+    head = RemoteDaemon("gcs_server", "10.0.0.1", 6379)
+    monkeypatch.setattr(head, "ended", lambda: True)
+    monkeypatch.setattr(placement._connection, "daemons", Daemons([head]))
+    monkeypatch.setattr(placement, "_DISCONNECT_S", 0.05)
+    end, registered = threading.Event(), []
+    monkeypatch.setattr(ray, "shutdown", lambda: None if answers else end.wait(60))
+    monkeypatch.setattr(atexit, "register", registered.append)
+    placement.disconnect()
+    assert not end.is_set()
+    # Ray's own exit handler would wait for the head again.
+    assert registered == ([] if answers else [placement._exit_at_once])
+    end.set()

@@ -47,5 +47,5 @@ async def in_daemon_thread(function: Callable[[], Any]) -> Any:
         with contextlib.suppress(RuntimeError):  # The event loop may have been closed during the call.
             loop.call_soon_threadsafe(settle, result, error)
 
-    start_thread(threading.Thread(target=run, name="environment", daemon=True))
+    start_thread(threading.Thread(target=run, name="daemon thread", daemon=True))
     return await future

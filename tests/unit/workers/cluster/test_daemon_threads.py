@@ -6,7 +6,7 @@ import textwrap
 
 PROGRAM = """
 import asyncio, time
-from workers.environments.daemon_threads import in_daemon_thread
+from workers.cluster.daemon_threads import in_daemon_thread
 
 async def main():
     try:
