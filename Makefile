@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm demo-reasoning test test-broad cluster-test memory-test check browser-test environment-test template-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean
+.PHONY: help setup demo demo-llm demo-reasoning test test-broad cluster-test memory-test check browser-test environment-test template-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean cluster-recoveries
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -78,6 +78,9 @@ cluster-test: setup  ## Runs on a cluster of three hosts, which are network name
 
 memory-test: setup  ## The memory plan against the measured peaks of three random models
 	@$(TEST_ENV) RLTRAIN_MEMORY_TEST=full $(BIN)/python -m pytest tests/memory $(ARGS)
+
+cluster-recoveries: setup  ## How long runs on such a cluster need to recover from lost links, daemons and machines; needs root
+	@$(TEST_ENV) $(BIN)/python -m tests.cluster.recoveries $(ARGS)
 
 check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
 	$(BIN)/ruff check

@@ -47,6 +47,7 @@ class Watcher:
     def enter(self, phase: str) -> None:
         """Record that a phase begins. If the signal belongs to this phase of this step, schedule the signal."""
         self.phase = phase
+        self.note("phase begins", phase=phase)
         if self.strike and (self.strike.phase, self.strike.step) == (phase, self.step):
             strike, self.strike = self.strike, None
             delay_s = strike.share * self.usual_s.get(phase, 0.0)

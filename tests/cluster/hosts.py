@@ -7,6 +7,7 @@ otherwise, so a folder of this machine is a shared file system. Creating hosts n
 import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from pathlib import Path
 
 BRIDGE = "rltbr0"
 NETWORK = "10.78.0"
+_ATTEMPTS = 4
 # The first process of a host. The kernel gives orphaned processes of the host to it, and it must reap them.
 _INIT = """import os, time
 while True:
@@ -68,14 +70,18 @@ class Host:
         _ip("-n", self.name, "addr", "add", f"{self.address}/24", "dev", "eth0")
         _ip("-n", self.name, "link", "set", "eth0", "up")
         _ip("-n", self.name, "link", "set", "lo", "up")
-        setup = (
+        self._setup = (
             "mount --make-rprivate / && "
             f"mount -t tmpfs -o size={shm_mb}m tmpfs /dev/shm && mount -t tmpfs tmpfs /tmp/ray && "
             f"mount --bind {self.hosts_file} /etc/hosts && hostname {self.name} && exec {sys.executable} -c '{_INIT}'"
         )
+        self._boot()
+
+    def _boot(self) -> None:
+        """Start the host's first process in new namespaces."""
         self.holder = subprocess.Popen(
             ["ip", "netns", "exec", self.name, "unshare", "--mount", "--uts", "--pid", "--fork", "--mount-proc",
-             "--kill-child", "sh", "-c", setup],
+             "--kill-child", "sh", "-c", self._setup],
             stdin=subprocess.DEVNULL, start_new_session=True,
         )  # fmt: skip
         self.init = self._first_process()
@@ -124,6 +130,33 @@ class Host:
         folder = Path(f"/sys/class/net/{self.end}/statistics")  # the other end of the link, so the directions swap
         return int((folder / "tx_bytes").read_text()), int((folder / "rx_bytes").read_text())
 
+    def processes(self) -> dict[int, str]:
+        """Return the command line of each process of the host, by the process id that this machine sees.
+
+        The host's first process is left out, and so are processes that have ended.
+        """
+        found: dict[int, str] = {}
+        with contextlib.suppress(OSError):
+            space = os.readlink(f"/proc/{self.init}/ns/pid")
+            for folder in Path("/proc").glob("[0-9]*"):
+                with contextlib.suppress(OSError):
+                    words = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+                    if words and os.readlink(folder / "ns" / "pid") == space and int(folder.name) != self.init:
+                        found[int(folder.name)] = words
+        return found
+
+    def kill(self, program: str = "") -> None:
+        """Kill the processes whose program has the name `program`, or all processes except the host's first one."""
+        for pid, words in self.processes().items():
+            if not program or Path(words.partition(" ")[0]).name == program:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+
+    def power_on(self) -> None:
+        """Start the host again after `power_off`, with an empty /dev/shm and an empty /tmp/ray."""
+        self._boot()
+        self.link("up")
+
     def power_off(self) -> None:
         """Take the host off the network and kill all its processes at once, as a loss of power does."""
         with contextlib.suppress(RuntimeError):
@@ -131,7 +164,7 @@ class Host:
         self.holder.kill()
         self.holder.wait()
         with contextlib.suppress(ProcessLookupError):
-            os.kill(self.init, 9)
+            os.kill(self.init, signal.SIGKILL)
 
     def remove(self) -> None:
         """Kill all processes of the host, and delete its network namespace."""
@@ -153,7 +186,8 @@ class Cluster:
 
     def __init__(self, hosts: Sequence[Host], env: Mapping[str, str] | None = None) -> None:
         # `ray start` turns authentication on if a token of the user is there, but only on the head.
-        self.hosts, self.env = list(hosts), {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", **(env or {})}
+        ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+        self.hosts, self.env = list(hosts), ray | dict(env or {})
 
     @property
     def address(self) -> str:
@@ -168,13 +202,17 @@ class Cluster:
     def join(self, host: Host, cpus: int = 4, env: Mapping[str, str] | None = None) -> None:
         """Start Ray on one host, and wait until Ray runs there."""
         role = ["--head", f"--port={self.PORT}"] if host is self.hosts[0] else [f"--address={self.address}"]
-        done = host.run(
-            [str(Path(sys.executable).parent / "ray"), "start", *role, f"--node-ip-address={host.address}",
-             f"--num-cpus={cpus}", "--object-store-memory=150000000", "--disable-usage-stats"],
-            {**self.env, **(env or {})},
-        )  # fmt: skip
-        if done.returncode:
-            raise RuntimeError(f"ray start on {host.name} failed:\n{done.stdout}\n{done.stderr}")
+        for _ in range(_ATTEMPTS):  # `ray start` gives up after 30 s, which is too short on a busy machine
+            done = host.run(
+                [str(Path(sys.executable).parent / "ray"), "start", *role, f"--node-ip-address={host.address}",
+                 f"--num-cpus={cpus}", "--object-store-memory=150000000", "--disable-usage-stats"],
+                {**self.env, **(env or {})},
+                timeout=300.0,
+            )  # fmt: skip
+            if not done.returncode:
+                return
+            host.kill()
+        raise RuntimeError(f"ray start on {host.name} failed:\n{done.stdout}\n{done.stderr}")
 
     def main(
         self, *overrides: str, host: Host | None = None, env: Mapping[str, str] | None = None, timeout: float = 300.0
