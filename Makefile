@@ -12,7 +12,7 @@ SEED ?= 0
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo demo-llm demo-reasoning test test-broad cluster-test memory-test check browser-test environment-test template-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean cluster-recoveries
+.PHONY: help setup demo demo-llm demo-reasoning test test-broad cluster-test memory-test check browser-test environment-test template-test fuzz mutants bench bench-gpu chaos soak tracker-test doctor-test clean cluster-recoveries image-test
 
 help:  ## List the targets
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -82,12 +82,12 @@ memory-test: setup  ## The memory plan against the measured peaks of three rando
 cluster-recoveries: setup  ## How long runs on such a cluster need to recover from lost links, daemons and machines; needs root
 	@$(TEST_ENV) $(BIN)/python -m tests.cluster.recoveries $(ARGS)
 
-check: setup  ## Lint, format, types, layers, Dockerfile and shell scripts
+check: setup  ## Lint, format, types, layers, Dockerfiles and shell scripts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/hadolint --config .hadolint.yaml docker/Dockerfile.cpu
+	$(BIN)/hadolint --config .hadolint.yaml docker/Dockerfile.cpu docker/Dockerfile.gpu
 	$(BIN)/shellcheck $(SCRIPTS)
 
 browser-test: setup  ## The report of runs in a headless Chromium, which is installed if the system has none
@@ -103,6 +103,15 @@ environment-test: setup $(GYM)/.ready $(ENVIRONMENTS)/.ready  ## The adapters fo
 
 template-test: setup $(TEMPLATES)/.ready $(SMOLLM2)/model/config.json  ## Conversations with the chat templates of 20 model families
 	@$(TEST_ENV) RLTRAIN_TEMPLATES=$(TEMPLATES) $(BIN)/python -m pytest tests/chat_templates $(ARGS)
+
+# uv resolves a lock from the packages' metadata alone, where pip would download them all.
+IMAGES := build/images
+$(IMAGES)/bin/uv:
+	@$(PYTHON) -m venv $(IMAGES)
+	@$(IMAGES)/bin/python -m pip install -qq --disable-pip-version-check uv==0.13.9
+
+image-test: setup $(IMAGES)/bin/uv  ## Install the packages of the CPU image as its Dockerfile does, and plan those of the GPU image
+	@$(TEST_ENV) RLTRAIN_IMAGE_TEST=$(abspath $(IMAGES))/bin/uv $(BIN)/python -m pytest tests/images $(ARGS)
 
 fuzz: setup  ## Draw COUNT bad and good command lines, environments, data, weights, rewards and checkpoints, with the seed SEED
 	@for file in tests/fuzz/test_*.py; do \

@@ -15,6 +15,7 @@ import yaml
 from rltrain import doctor, report
 from rltrain.main import main
 from rltrain.monitoring.catalogue import METRICS
+from rltrain.run.preflight import SHM_BYTES
 from rltrain.settings.algorithm_rules import check_algorithm
 from rltrain.settings.command_line import parse_args
 from rltrain.settings.compose import compose
@@ -191,10 +192,16 @@ def test_links_of_a_document_lead_somewhere():
         assert all((ROOT / document).parent.joinpath(link).exists() for link in links), document
 
 
-def test_the_compose_file_has_a_head_and_workers():
+def test_each_node_of_the_compose_file_restarts_and_has_room_beside_the_object_store():
     services = yaml.safe_load((ROOT / "docker" / "compose.yaml").read_text())["services"]
     assert list(services) == ["head", "worker"]
-    assert all(service["shm_size"] and service["volumes"] == ["outputs:/outputs"] for service in services.values())
+    for service in services.values():
+        assert service["restart"] == "unless-stopped"
+        assert service["volumes"] == ["outputs:/outputs"]
+        shared, memory = (int(service[name].removesuffix("gb")) << 30 for name in ("shm_size", "mem_limit"))
+        store = int(re.search(r"--object-store-memory=(\d+)", service["command"])[1])
+        assert shared - store >= SHM_BYTES  # as much as the check of a cluster asks for
+        assert memory > 2 * shared
 
 
 @pytest.mark.slow
