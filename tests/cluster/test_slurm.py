@@ -13,9 +13,12 @@ from hosts import hosts
 from refusals import SMALL
 from slurm import Slurm, child_of
 
+from tests.documents import bash_lines
+
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-COMMAND = "sbatch --nodes=2 --cpus-per-task=2 docker/slurm.sh"
-ENV = {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable}
+(COMMAND,) = [line for line in bash_lines("docs/clusters.md") if line.startswith("sbatch ")]
+FEW = ["placement.actor_ranks=2", "placement.rollout_replicas=1"]
+ENV = {"OMP_NUM_THREADS": "1", "PYTHON": sys.executable, "SLURM_CPUS_PER_TASK": "2"}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +35,7 @@ def left(slurm: Slurm) -> list[str]:
 @pytest.mark.broad
 def test_the_script_trains_on_all_nodes_is_requeued_at_its_time_limit_and_goes_on(slurm, tmp_path):
     output, log = tmp_path / "run", tmp_path / "log"
-    overrides = [*SMALL, "trainer.total_steps=60", f"trainer.output_dir={output}"]
+    overrides = [*SMALL, *FEW, "trainer.total_steps=60", f"trainer.output_dir={output}"]
     with log.open("w") as file:
         job = slurm.sbatch(COMMAND, *overrides, env=ENV, stdout=file, stderr=file)
         until = time.monotonic() + 240

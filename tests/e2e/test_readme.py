@@ -7,7 +7,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import yaml
@@ -20,9 +19,9 @@ from rltrain.settings.algorithm_rules import check_algorithm
 from rltrain.settings.command_line import parse_args
 from rltrain.settings.compose import compose
 from rltrain.settings.config_groups import choices
+from tests.documents import ROOT, bash_lines
 from tests.presets import preset
 
-ROOT = Path(__file__).parents[2]
 PRESETS = "config/algorithm/README.md"
 GUIDES = sorted(str(path.relative_to(ROOT)) for path in (ROOT / "docs").glob("*.md"))
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "examples/README.md", "docker/README.md", PRESETS, *GUIDES]
@@ -37,15 +36,6 @@ TINY = [
     "placement=inprocess", "rollout=hf", "trainer.total_steps=2", "trainer.prompts_per_step=4",
     "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=4", "data.val_size=4",
 ]  # fmt: skip
-
-
-def bash_lines(document):
-    """Return the commands in a document's bash blocks.
-
-    Lines that end with a backslash are joined with the next line.
-    """
-    blocks = re.findall(r"^```bash\n(.*?)^```", (ROOT / document).read_text(), re.S | re.M)
-    return [line for block in blocks for line in block.replace("\\\n", " ").splitlines() if line.strip()]
 
 
 def runs(document):
