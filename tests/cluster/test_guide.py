@@ -65,6 +65,7 @@ def test_the_commands_of_the_guide_lead_from_two_machines_to_a_resumed_run(machi
     assert run(head, next(guide)).count(" node_") == 2
     checked = run(head, next(guide), *small)
     assert all(f"{host.name} ({host.address})" in checked for host in machines)
+    assert "memory of 4 nodes" in run(head, next(guide))
 
     run(head, next(guide), *small, "trainer.total_steps=500")
     follow = next(guide)

@@ -44,7 +44,7 @@ def weights_device(config: ModelConfig) -> torch.device:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the model's decoder layers, which are the modules that transformers never splits over devices."""
+    """Return the model's decoder layers, each of which is a separate FSDP unit, according to the model's class."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -81,12 +81,6 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
         fully_shard(layer, **options)
     fully_shard(model, **options)  # `fully_shard` changes `model` in place
     return model
-
-
-def decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return the layers of a model that each form an FSDP unit, according to the model's class."""
-    names = set(getattr(model, "_no_split_modules", None) or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
 
 
 def frozen(model: PreTrainedModel, config: Config, dtype: torch.dtype | None = None) -> PreTrainedModel:

@@ -149,8 +149,7 @@ class RankMemory:
         """Return the parts that are on the rank's device, which is its GPU, or the machine's memory on a CPU."""
         states = [] if self.config.model.cpu_offload else self.states(phase)
         if phase == START:
-            loads = (self.loading(role) for role in self.roles)
-            return [*states, max(loads, key=lambda part: part.size)]
+            return states if self.on_gpu else [*states, self.loading()]
         if phase == LOG_PROBS:
             return [*states, *self.largest(self.forward(role) for role in self.roles)]
         if phase == UPDATE:
@@ -163,6 +162,8 @@ class RankMemory:
     def host(self, phase: str) -> list[Part]:
         """Return the parts that are in the machine's memory even if the rank computes on a GPU."""
         states = self.states(phase) if self.config.model.cpu_offload else []
+        if phase == START and self.on_gpu:
+            return [*states, self.loading()]
         return [*states, *self.saving()] if phase == SAVE else states
 
     def states(self, phase: str) -> list[Part]:
@@ -180,12 +181,18 @@ class RankMemory:
         """Return the list of parts with the most bytes; [] if there are no lists."""
         return max(choices, key=total, default=[])
 
-    def loading(self, role: RoleMemory) -> Part:
-        """Return what a rank needs beside its own shard while it loads a model.
+    def loading(self) -> Part:
+        """Return what a rank needs in addition to its own shards while it loads its models.
 
-        A rank reads its own rows of the weight files, and gathers one group of parameters at a time.
+        Before a rank reads its shard of a model, the rank checks a sample of the model: the parameters outside the
+        layers and one layer, in float32 and in the machine's memory. The sample is freed before the shard is read. If
+        the shard is in the machine's memory too, only the larger of sample and shard counts.
         """
-        return Part("loading", max(role.shape.layer, role.shape.outside) * self.compute if self.gathers else 0)
+        samples = []
+        for role in self.roles:
+            shard = 0 if self.on_gpu else role.shape.parameters * role.width / self.shards
+            samples.append((role.shape.outside + role.shape.layer) * MASTER - shard)
+        return Part("sample of the model", max(0, *samples))
 
     def gathered(self, role: RoleMemory) -> Part:
         """Return the parameters that FSDP gathers: those outside the layers, one layer, and the next layer."""
