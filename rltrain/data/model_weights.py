@@ -363,13 +363,14 @@ def read_weights(model: Any, path: str, where: str, *, device: Any, new_head: bo
     state = None
     if files[0].suffix == SAFETENSORS:
         state = {name: tensor for file in files for name, tensor in stored_rows(file).items()}
+    mapping: Any = get_model_conversion_mapping(model)
     # `from_pretrained` uses the following two methods. `from_pretrained` itself cannot read shards for a mesh of
     # devices that the caller has chosen.
     how = LoadStateDictConfig(
         pretrained_model_name_or_path=path,
         ignore_mismatched_sizes=True,
         device_map={"": device},
-        weight_mapping=get_model_conversion_mapping(model),
+        weight_mapping=mapping,
     )
     with reported(where):
         found, _ = model._load_pretrained_model(model, state, [str(file) for file in files], how)

@@ -60,7 +60,7 @@ class StoredRows:
     def _read(self, first: int, count: int) -> Tensor:
         """Read `count` numbers, beginning with the number `first` of the flattened tensor."""
         found = torch.empty(count, dtype=self.dtype)
-        room = memoryview(found.view(torch.uint8).numpy()).cast("B") if count else memoryview(b"")
+        room = found.view(torch.uint8).numpy().data if count else memoryview(b"")
         with self.file.open("rb", buffering=0) as stream:
             stream.seek(self.start + first * self.dtype.itemsize)
             done = 0

@@ -67,7 +67,8 @@ def load_model(
             assert first_value is not None, f"{name} is not in the weight files, and has no first value"
             whole = first_value(name, parameter.shape).to(device, parameter.dtype)
             _set_parameter(model, name, nn.Parameter(_sharded_like(whole, parameter), parameter.requires_grad))
-    return model.eval()
+    model.eval()
+    return model
 
 
 def empty_model(kind: Any, path: str, where: str) -> PreTrainedModel:
@@ -109,7 +110,8 @@ def load_sample_layers(kind: Any, path: str, *, where: str | None = None, new_he
         chosen = [stack[number] for number in layers]
         del stack[:]
         stack.extend(chosen)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _one_of_each_kind(model: nn.Module) -> dict[nn.ModuleList, list[int]]:
