@@ -18,7 +18,6 @@ from typing import Any
 
 from rltrain.base.errors import ConfigError, one_line
 from rltrain.data.hub import local_directory
-from rltrain.data.safetensors_rows import stored_rows
 from rltrain.settings.typed import require
 
 BUILTIN_MODEL = "builtin"
@@ -358,6 +357,8 @@ def read_weights(model: Any, path: str, where: str, *, device: Any, new_head: bo
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.modeling_utils import LoadStateDictConfig
+
+    from rltrain.data.safetensors_rows import stored_rows
 
     files = weight_files(local_directory(path), where)
     state = None

@@ -21,8 +21,11 @@ from rltrain.settings.compose import compose
 from rltrain.run.lock import RunLock
 with RunLock(compose(sys.argv[1:])[0].trainer) as lock:
     lock.take()
+    ready, started = os.pipe()
     if not os.fork():  # a child keeps nothing
+        os.write(started, b".")
         time.sleep(300)
+    os.read(ready, 1)  # the child has closed the files of the locks
     print("held", flush=True)
     time.sleep(300)
 """
