@@ -56,9 +56,10 @@ from rltrain.trajectories.token_rewards import (
 from workers.training.actor import ActorWorker
 from workers.training.critic import CriticWorker
 from workers.training.dispatch import OVERHEAD_METRICS
+from workers.training.policy_update import update_policy
 from workers.training.reference import ReferenceWorker
 from workers.training.reference_refresh import refresh_reference, send_reference_head
-from workers.training.shared_columns import CRITIC_UPDATE, FORWARD, log_probs_columns, update_columns
+from workers.training.shared_columns import CRITIC_UPDATE, FORWARD, log_probs_columns
 from workers.training.worker_group import WorkerGroup
 
 logger = logging.getLogger(__name__)
@@ -403,15 +404,17 @@ class Trainer:
         Raise NumericsError if too many consecutive optimizer steps were skipped.
         """
         algorithm, entropy_coef = self.config.algorithm, self.entropy_controller.value
+        supervised = self.collector.supervised(batch) if algorithm.sft_coef > 0 else None
         with self.saved_batch(batch):
-            budget, columns = self.config.actor.max_tokens_per_microbatch, update_columns(algorithm)
-            if algorithm.sft_coef > 0:
-                method, answers = ActorWorker.update_with_supervised, self.collector.supervised(batch)
-                found = await self.actor.update_with_supervised(
-                    method, batch, columns, minibatches, answers, budget, entropy_coef
-                )
-            else:
-                found = await self.actor.update(ActorWorker.update, batch, columns, minibatches, budget, entropy_coef)
+            found = await update_policy(
+                self.actor,
+                batch,
+                minibatches,
+                self.config,
+                max_tokens=self.config.actor.max_tokens_per_microbatch,
+                entropy_coef=entropy_coef,
+                supervised=supervised,
+            )
         metrics = self.checked_update("actor", found, batch, minibatches)
         if self.config.algorithm.entropy_target is not None:
             metrics["actor/entropy_coef"] = entropy_coef

@@ -47,7 +47,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
         "(N, H): the teacher's last hidden state at the position that predicts the token; undefined if `teacher` is -1",
     ),
     "teacher": ("row", "int64, index of the row's teacher in the config; -1 = no teacher has scored the row"),
-    "selected": ("response", "bool; True = the loss's token selector selected the token in the token's mini-batch"),
+    "selected": (
+        "response",
+        "(N, E), bool; True = the loss's token selector selected the token in its mini-batch of the epoch, of E epochs",
+    ),
     "random_draws": (
         "response",
         "random number in [0, 1) that depends only on (seed, step, row, sampled token); 0 in observations",

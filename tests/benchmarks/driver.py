@@ -14,7 +14,6 @@ the workers in a step.
 import asyncio
 import collections
 import contextlib
-import functools
 import os
 import pickle
 import statistics
@@ -28,6 +27,7 @@ import numpy as np
 import torch
 
 from rltrain.batch.data_proto import DataProto, jagged, offsets_of
+from rltrain.batch.partial_batches import joined_rows
 from rltrain.batch.row_assignment import minibatches
 from rltrain.settings.compose import compose
 from rltrain.settings.schema import Config
@@ -131,9 +131,9 @@ class PickledProcess:
 
 
 def joined(shared: Shared) -> DataProto:
-    """Join the stored parts of a batch, each with different columns, into one batch."""
+    """Join the stored parts of a batch into the rows and columns that a rank reads."""
     parts: list[DataProto] = [reference.get() for reference in shared.references]
-    return functools.reduce(lambda one, other: one.union(other), parts).select(shared.columns)
+    return joined_rows(parts, shared.rows_of_parts, shared.rows, shared.columns)
 
 
 @dataclass

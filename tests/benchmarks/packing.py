@@ -179,7 +179,7 @@ def waste_row(
     The notes of the row give the share of multiply-adds that attention spends on padding in its buckets of rows.
     """
     lengths = row_lengths(batch)
-    filler = overhead_metrics([[Minibatch(list(range(ROWS)), plan, 1, 1)]], lengths, costs)["filler_fraction"]
+    filler = overhead_metrics([[Minibatch(plan, 1, 1)]], lengths, costs)["filler_fraction"]
     packs = [pack(batch[rows]) for rows in plan]
     assert sum(p.input_ids.numel() for p in packs) == sum(lengths), "a pack holds more than its rows' tokens"
     ((_, pair),) = work.attention

@@ -92,7 +92,7 @@ def actor_rows(watched: Watched, model: Any) -> list[Row]:
     """Compare the phases `old_log_probs` and `update_actor` with their limits."""
     batch, minibatches = watched.given["actor.update"][:2]
     tokens = (batch.lengths("prompts") + batch.lengths("responses") - 1).tolist()
-    counts = [sum(tokens[row] for row in minibatch.rows) for minibatch in minibatches]
+    counts = [sum(tokens[row] for rows in one.microbatches for row in rows) for one in minibatches]
     forward, update = cpu_s(*bare_passes(model, counts, round(sum(tokens) / len(tokens))))
     notes = f"{sum(counts)} tokens in {len(counts)} mini-batches"
     return [

@@ -13,8 +13,9 @@ from workers.cluster.processes import LocalProcess, Pending, RayProcess, Role, W
 from workers.cluster.worker_process import Host
 from workers.placement import ROLES, meet, spawner
 from workers.training.actor import ActorWorker
+from workers.training.policy_update import update_policy
 from workers.training.reference import ReferenceWorker
-from workers.training.shared_columns import FORWARD, update_columns
+from workers.training.shared_columns import FORWARD
 from workers.training.worker_group import WorkerGroup
 
 STEPS = 10
@@ -117,5 +118,5 @@ async def updated(
     actor: WorkerGroup, batch: DataProto, plan: list[list[int]], *, max_tokens: int = 8192, config: Config | None = None
 ) -> dict[str, float]:
     """Update the actor with only the batch columns that the actor's config needs, and return the metrics."""
-    columns = update_columns((config or config_of()).algorithm)
-    return await actor.update(ActorWorker.update, batch, columns, plan, max_tokens, ENTROPY_COEF)
+    config = config or config_of()
+    return await update_policy(actor, batch, plan, config, max_tokens=max_tokens, entropy_coef=ENTROPY_COEF)

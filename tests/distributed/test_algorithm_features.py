@@ -15,7 +15,8 @@ from tests.policy_weights import weights_of
 from workers.placement import ROLES
 from workers.training.actor import ActorWorker
 from workers.training.dispatch import OVERHEAD_METRICS
-from workers.training.shared_columns import FORWARD, log_probs_columns, update_columns
+from workers.training.policy_update import update_policy
+from workers.training.shared_columns import FORWARD, log_probs_columns
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
@@ -64,8 +65,7 @@ async def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks
             moved = batch.values("old_log_probs") + 0.05 * batch.values("advantages").sign()
             batch = with_random_draws(batch.with_values("responses", old_log_probs=moved), config, step)
             plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
-            columns = update_columns(config.algorithm)
-            history.append(await actor.update(ActorWorker.update, batch, columns, plan, budget, 0.0))
+            history.append(await update_policy(actor, batch, plan, config, max_tokens=budget, entropy_coef=0.0))
         found.append((history, await weights_of(actor)))
     first, weights = found[0]
     assert all(0 < step["selected_fraction"] < 1 for step in first)
@@ -93,8 +93,7 @@ async def test_A1_A2_the_loss_of_correct_answers_is_that_of_one_process_whatever
             row = correct.repeat_interleave(batch.lengths("responses"))
             batch = batch.with_values("responses", positive_mask=row)
             plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
-            columns = update_columns(config.algorithm)
-            history.append(await actor.update(ActorWorker.update, batch, columns, plan, budget, 0.0))
+            history.append(await update_policy(actor, batch, plan, config, max_tokens=budget, entropy_coef=0.0))
         found.append((history, await weights_of(actor)))
     first, weights = found[0]
     assert all(step["positive_nll"] > 0 and 0 < step["positive_fraction"] < 1 for step in first)
@@ -167,8 +166,8 @@ async def test_A2_the_exact_kl_in_the_loss_is_that_of_all_logits_in_one_process(
     batch = replayed(0)
     batch = batch.union(await workers["reference"].rows(LOG_PROBS["reference"], batch, FORWARD, max_tokens=budget))
     assert "ref_log_probs" not in batch  # the exact KL needs no log-probs of the reference
-    actor, rows, columns = workers["actor"], [list(range(24))], update_columns(config.algorithm)
-    updates = [await actor.update(ActorWorker.update, batch, columns, rows, budget, 0.0) for _ in range(2)]
+    actor, rows = workers["actor"], [list(range(24))]
+    updates = [await update_policy(actor, batch, rows, config, max_tokens=budget, entropy_coef=0.0) for _ in range(2)]
     assert kls[0] == pytest.approx(0, abs=1e-9)
     assert kls[1] > 1e-5
     for update, kl, norm in zip(updates, kls, norms, strict=True):
@@ -185,8 +184,8 @@ async def test_the_exact_kl_in_the_reward_is_that_of_all_logits(start, ranks):
     """The KL to the reference is measured after an update, so that it is not 0."""
     config = config_of("algorithm.kl_in_reward.kl_estimator=full", "algorithm.kl_in_reward.kl_coef=0.1", FULL[2])
     workers = await workers_of(ranks, config, start, ("actor", "reference"))
-    actor, columns = workers["actor"], update_columns(config.algorithm)
-    await actor.update(ActorWorker.update, replayed(0), columns, [list(range(24))], 40, 0.0)
+    actor = workers["actor"]
+    await update_policy(actor, replayed(0), [list(range(24))], config, max_tokens=40, entropy_coef=0.0)
     batch = replayed(1)
     batch = batch.union(await workers["reference"].rows(LOG_PROBS["reference"], batch, FORWARD, max_tokens=40))
     assert "ref_log_probs" not in batch

@@ -10,7 +10,8 @@ from tests.policy_weights import weights_of
 from workers.placement import ROLES
 from workers.training.actor import ActorWorker
 from workers.training.dispatch import OVERHEAD_METRICS
-from workers.training.shared_columns import log_probs_columns, update_columns
+from workers.training.policy_update import update_policy
+from workers.training.shared_columns import log_probs_columns
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
@@ -36,8 +37,7 @@ async def trained(config, start, ranks, budget, sequence_ranks):
         engine = batch.values("old_log_probs") + 0.3 * batch.values("advantages").sin()
         batch = batch.with_values("responses", rollout_log_probs=engine)
         plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
-        columns = update_columns(config.algorithm)
-        history.append(await actor.update(ActorWorker.update, batch, columns, plan, budget, 0.0))
+        history.append(await update_policy(actor, batch, plan, config, max_tokens=budget, entropy_coef=0.0))
     return history, await weights_of(actor)
 
 

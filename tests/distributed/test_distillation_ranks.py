@@ -13,7 +13,8 @@ from tests.policy_weights import weights_of
 from workers.placement import Training, spawner
 from workers.training.actor import ActorWorker
 from workers.training.dispatch import OVERHEAD_METRICS
-from workers.training.shared_columns import FORWARD, log_probs_columns, update_columns
+from workers.training.policy_update import update_policy
+from workers.training.shared_columns import FORWARD, log_probs_columns
 from workers.training.teacher import TeacherWorker
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
@@ -66,8 +67,7 @@ async def trained(start, teachers, kind, split):
             columns = log_probs_columns(config.algorithm)
             batch = batch.union(await actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=budget))
             plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
-            columns = update_columns(config.algorithm)
-            history.append(await actor.update(ActorWorker.update, batch, columns, plan, budget, 0.0))
+            history.append(await update_policy(actor, batch, plan, config, max_tokens=budget, entropy_coef=0.0))
         return history, await weights_of(actor)
     finally:
         for process in training.processes:

@@ -10,11 +10,11 @@ from ranks import LOG_PROBS, NUMBERS, built, config_of, processes_of, replayed
 from rltrain.batch.row_assignment import minibatches
 from workers.cluster.processes import RayProcess
 from workers.placement import ROLES, meet, spawner
-from workers.training.actor import ActorWorker
 from workers.training.dispatch import OVERHEAD_METRICS
+from workers.training.policy_update import update_policy
 from workers.training.reference import ReferenceWorker
 from workers.training.reference_refresh import refresh_reference, send_reference_head
-from workers.training.shared_columns import FORWARD, log_probs_columns, update_columns
+from workers.training.shared_columns import FORWARD, log_probs_columns
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
@@ -56,8 +56,7 @@ async def train(config, workers, steps):
     for step in steps:
         batch = await with_columns(workers, config, step)
         plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
-        columns = update_columns(config.algorithm)
-        history.append(await workers["actor"].update(ActorWorker.update, batch, columns, plan, 8192, 0.001))
+        history.append(await update_policy(workers["actor"], batch, plan, config, max_tokens=8192, entropy_coef=0.001))
         await refresh_reference(workers["actor"], workers["reference"])
         if config.algorithm.needs_full_kl:
             await send_reference_head(workers["actor"], workers["reference"])

@@ -10,8 +10,7 @@ from rltrain.batch.row_assignment import minibatches
 from rltrain.data.prompts import Prompt
 from rltrain.trajectories.batch_building import supervised_batch
 from tests.policy_weights import weights_of
-from workers.training.actor import ActorWorker
-from workers.training.shared_columns import update_columns
+from workers.training.policy_update import update_policy
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here")]
 COEF, STEPS = "algorithm.sft_coef=0.5", 4
@@ -45,15 +44,7 @@ async def train(start: str, ranks: int, *overrides: str):
         plan = minibatches(batch.batch["uid"].tolist(), 2, 1, seed=0, step=step)
         answers = answers_of(batch, step)
         history.append(
-            await actor.update_with_supervised(
-                ActorWorker.update_with_supervised,
-                batch,
-                update_columns(config.algorithm),
-                plan,
-                answers,
-                budget,
-                0.001,
-            )
+            await update_policy(actor, batch, plan, config, max_tokens=budget, entropy_coef=0.001, supervised=answers)
         )
     return history, await weights_of(actor)
 

@@ -85,7 +85,7 @@ def phases(config: Config, path: str, ranks: int) -> Iterator[tuple[str, Callabl
     batch = rows_of(config, count, actor.model.config.vocab_size)
     lists = [list(range(first, min(first + at_once, count))) for first in range(0, count, at_once)]
     tokens = count * ranks * config.rollout.max_response_length
-    minibatch = Minibatch(list(range(count * ranks)), lists, tokens, count * ranks)
+    minibatch = Minibatch(lists, tokens, count * ranks)
 
     def log_probs() -> None:
         nonlocal batch
@@ -94,7 +94,7 @@ def phases(config: Config, path: str, ranks: int) -> Iterator[tuple[str, Callabl
 
     for _ in range(2):
         yield "log-probs", log_probs
-        yield "update", lambda: actor.update(batch, [minibatch], 0.0)
+        yield "update", lambda: actor.update(batch, [minibatch], 0.0, [None])
     yield "sync", lambda: sync(actor, shares=ranks == 1)
     yield "save", lambda: save(actor)
 

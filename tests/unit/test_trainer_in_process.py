@@ -18,7 +18,8 @@ from workers.models.fsdp import full
 from workers.placement import start as start_workers
 from workers.rollout.messages import Request
 from workers.training.actor import ActorWorker
-from workers.training.shared_columns import log_probs_columns, update_columns
+from workers.training.policy_update import update_policy
+from workers.training.shared_columns import log_probs_columns
 from workers.training.worker_group import WorkerGroup
 
 BASE = [
@@ -197,7 +198,7 @@ async def sequential(tasks, model, steps, *overrides):
         advantages, _ = ADVANTAGE_ESTIMATORS.get("grpo")(at_the_end, mask, batch.batch["uid"], valid)
         batch = batch.with_values("responses", advantages=advantages[mask])
         plan = minibatches(batch.batch["uid"].tolist(), 1, 1, seed=0, step=step)
-        await workers.actor.update(ActorWorker.update, batch, update_columns(config.algorithm), plan, budget, 0.0)
+        await update_policy(workers.actor, batch, plan, config, max_tokens=budget, entropy_coef=0.0)
         trained.append((batch, scores))
     return trained, await weights_of(workers.actor)
 

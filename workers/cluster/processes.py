@@ -8,7 +8,7 @@ import contextlib
 import re
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
 from rltrain.base import trace
 from rltrain.base.background_tasks import outside_event_loop
@@ -17,6 +17,9 @@ from rltrain.base.secret_values import redacted
 from rltrain.batch.data_proto import DataProto
 from workers.cluster.liveness import Liveness, ProgressScope, WatchedProcess
 from workers.cluster.worker_process import Host, InnerCall, Join
+
+if TYPE_CHECKING:
+    import numpy as np
 
 # Matches the pid, the address and the actor in Ray's text of a failed call.
 _FAILED_IN = re.compile(r"\(pid=(\d+), ip=([^,\s)]+)(?:, actor_id=(\w+))?")
@@ -90,21 +93,30 @@ class Pending(Generic[R]):
 
 @dataclass(frozen=True)
 class Shared:
-    """A batch that is passed to a call as several parts, which are kept in Ray's object store. The process that runs
-    the call joins the parts of the batch again.
+    """Rows and columns of a batch that are passed to a call as several parts, which are kept in Ray's object store.
+
+    The process that runs the call joins the parts, as `joined_rows` describes.
 
     Attributes:
-        references: Ray references to batches with the same rows and different columns.
-        columns: Names of the columns that the joined batch keeps.
+        references: Ray references to the parts, each of which is a batch.
+        rows_of_parts: For each part, the row numbers of the part's rows in the whole batch.
+        rows: Row numbers of the rows that the called method receives.
+        columns: Names of the columns that the called method receives.
     """
 
     references: Sequence[Any]
+    rows_of_parts: Sequence["np.ndarray"]
+    rows: "np.ndarray"
     columns: Sequence[str]
 
-    @classmethod
-    def of(cls, references: Sequence[Any], columns: Sequence[str]) -> DataProto:
-        """Return a `Shared` object, typed as `DataProto` because the called method receives a `DataProto`."""
-        return cast(DataProto, cls(references, columns))
+    def as_batch(self) -> DataProto:
+        """Return this object, typed as `DataProto`, because the called method receives a `DataProto`."""
+        return cast(DataProto, self)
+
+    @property
+    def join(self) -> Join:
+        """Return the rule by which the called process joins the parts."""
+        return Join(self.rows_of_parts, self.rows, self.columns)
 
 
 @dataclass(frozen=True)
@@ -232,7 +244,7 @@ class RayProcess(WatchedProcess):
         """Start a call of a role's method, and return without waiting for the result."""
         self._require_daemons()
         self.phase = f"{role}.{method}"
-        joins = [Join(len(arg.references), arg.columns) if isinstance(arg, Shared) else None for arg in args]
+        joins = [arg.join if isinstance(arg, Shared) else None for arg in args]
         if not any(joins):
             return Pending(self, self.actor.call.remote(role, method, *args, **kwargs))
         # Ray resolves only references that are direct arguments, so each reference of a batch is passed as a separate

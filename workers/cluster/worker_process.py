@@ -7,19 +7,21 @@ import.
 
 import contextlib
 import ctypes
-import functools
 import importlib
 import logging
 import os
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rltrain.base import trace
 from rltrain.base.home_folder import ensure_home
 from rltrain.base.secret_values import hide_in_logs
 from workers.cluster import node_settings, progress
+
+if TYPE_CHECKING:
+    import numpy as np
 
 OFFLINE = "HF_HUB_OFFLINE"  # Environment variable that keeps huggingface_hub from using the network.
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # Option numbers of the C function mallopt.
@@ -27,14 +29,16 @@ _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD = -1, -2, -3  # Option numbers of the
 
 @dataclass(frozen=True)
 class Join:
-    """Rule for joining several arguments of a call, which are batches with different columns, into one batch.
+    """Rule for joining several arguments of a call, which are parts of a batch, into one argument.
 
     Attributes:
-        parts: Number of arguments to join.
-        columns: Names of the columns that the joined batch keeps.
+        rows_of_parts: For each part, the row numbers of the part's rows in the whole batch.
+        rows: Row numbers of the rows of the joined argument.
+        columns: Names of the columns of the joined argument.
     """
 
-    parts: int
+    rows_of_parts: Sequence["np.ndarray"]
+    rows: "np.ndarray"
     columns: Sequence[str]
 
 
@@ -128,16 +132,19 @@ class Host:
         Args:
             role: Name of the role.
             method: Name of the method.
-            joins: One entry (a `Join` or None) for each argument of the called method. A `Join` says how many of the
-                next elements of `args` are joined into one argument, and which columns the argument keeps. An entry
-                None means that the argument is simply the next element of `args`.
+            joins: One entry (a `Join` or None) for each argument of the called method. A `Join` says how the next
+                elements of `args` are joined into one argument. An entry None means that the argument is simply the
+                next element of `args`.
             args: All arguments and parts of arguments, in the order of `joins`.
             kwargs: Keyword arguments of the method.
         """
+        from rltrain.batch.partial_batches import joined_rows
+
         rest, joined = list(args), []
         for join in joins:
-            parts, rest = rest[: join.parts if join else 1], rest[join.parts if join else 1 :]
-            joined.append(functools.reduce(lambda a, b: a.union(b), parts).select(join.columns) if join else parts[0])
+            count = len(join.rows_of_parts) if join else 1
+            parts, rest = rest[:count], rest[count:]
+            joined.append(joined_rows(parts, join.rows_of_parts, join.rows, join.columns) if join else parts[0])
         return self.call(role, method, *joined, **kwargs)
 
     def introduce(self) -> progress.Process | None:

@@ -14,7 +14,6 @@ from rltrain.algorithms import (
     aggregate_loss,
     columns_of,
     kl_estimate,
-    loss_functions,
     own_knobs,
     positive_nll,
     required_columns,
@@ -40,7 +39,7 @@ from workers.models.weight_shards import local_shard, weight_groups, whole_of
 from workers.sync.buckets import Bucket
 from workers.sync.sender import AdapterSender, Offer, Sender
 from workers.training.dispatch import Minibatch, UpdateResult
-from workers.training.minibatch_statistics import weight_statistics
+from workers.training.minibatch_statistics import in_epoch
 from workers.training.rank_state import RankState, Saved
 
 # Largest accepted mean of |log-prob - old log-prob|, in nats, over the tokens of the first mini-batch. In the first
@@ -152,16 +151,29 @@ class ActorWorker:
         numbers = part.batch["teacher"].repeat_interleave(part.lengths("responses"))
         return TeacherStates(numbers, part.values("teacher_hidden").to(device()), self.teacher_heads)
 
-    def update(self, batch: DataProto, minibatches: list[Minibatch], entropy_coef: float) -> UpdateResult:
+    def update(
+        self,
+        batch: DataProto,
+        minibatches: list[Minibatch],
+        entropy_coef: float,
+        statistics: list[CorrectionStatistics | None],
+    ) -> UpdateResult:
         """Take one optimizer step for each mini-batch.
+
+        Args:
+            batch: the rows that this rank reads.
+            minibatches: this rank's parts of the mini-batches, in training order.
+            entropy_coef: coefficient of the entropy bonus in this training step.
+            statistics: for each mini-batch, the statistics of the importance weights of all its rows, or None if the
+                settings need no statistics.
 
         Raises:
             LogProbError: before the first optimizer step, the actor's log-probs differ from `old_log_probs` by more
                 than rounding explains.
         """
         result = UpdateResult()
-        for number, minibatch in enumerate(minibatches):
-            part = self._policy_gradient(batch, minibatch, entropy_coef, first=number == 0)
+        for number, (minibatch, found) in enumerate(zip(minibatches, statistics, strict=True)):
+            part = self._policy_gradient(batch, number, minibatch, entropy_coef, found)
             self._step(result, part, minibatch.num_tokens, trained=minibatch.num_tokens > 0)
         self._end_update()
         return result
@@ -173,24 +185,28 @@ class ActorWorker:
         supervised: DataProto,
         supervised_minibatches: list[Minibatch],
         entropy_coef: float,
+        statistics: list[CorrectionStatistics | None],
     ) -> UpdateResult:
         """Take one optimizer step for each mini-batch, on the sum of the actor's loss and the supervised loss.
 
         Args:
-            batch: the batch of sampled answers.
+            batch: the rows of sampled answers that this rank reads.
             minibatches: this rank's parts of the mini-batches.
-            supervised: the batch of supervised answers.
+            supervised: the supervised answers that this rank reads.
             supervised_minibatches: this rank's part of the supervised answers of each mini-batch. A mini-batch can be
                 without supervised answers.
             entropy_coef: coefficient of the entropy bonus in this training step.
+            statistics: for each mini-batch of sampled answers, the statistics of the importance weights of all its
+                rows, or None if the settings need no statistics.
 
         Raises:
             LogProbError: before the first optimizer step, the actor's log-probs differ from `old_log_probs` by more
                 than rounding explains.
         """
         result = UpdateResult()
-        for number, (minibatch, answers) in enumerate(zip(minibatches, supervised_minibatches, strict=True)):
-            part = self._policy_gradient(batch, minibatch, entropy_coef, first=number == 0)
+        parts = zip(minibatches, supervised_minibatches, statistics, strict=True)
+        for number, (minibatch, answers, found) in enumerate(parts):
+            part = self._policy_gradient(batch, number, minibatch, entropy_coef, found)
             self._supervised_gradient(supervised, answers, part)
             trained = minibatch.num_tokens + answers.num_tokens > 0
             self._step(result, part, minibatch.num_tokens, trained=trained)
@@ -198,15 +214,20 @@ class ActorWorker:
         return result
 
     def _policy_gradient(
-        self, batch: DataProto, minibatch: Minibatch, entropy_coef: float, *, first: bool
+        self,
+        batch: DataProto,
+        number: int,
+        minibatch: Minibatch,
+        entropy_coef: float,
+        statistics: CorrectionStatistics | None,
     ) -> UpdateResult:
         """Accumulate the gradient of a mini-batch of sampled answers, and return the results of the mini-batch.
 
-        In the first mini-batch of the update, also compare the log-probs of the tokens with the old log-probs.
+        In the first mini-batch of the update (`number` is 0), also compare the log-probs of the tokens with the old
+        log-probs.
         """
-        chosen = with_selected(batch, minibatch.rows, self.config.algorithm)
-        statistics = weight_statistics(batch, minibatch.rows, self.config.algorithm.correction)
-        part = UpdateResult()
+        first, part = number == 0, UpdateResult()
+        chosen = in_epoch(batch, number // self.config.minibatches_per_epoch)
         for rows in minibatch.microbatches:
             with trace.span("micro-batch", trace.CALLS, rows=len(rows)):
                 columns = self._backward(chosen, rows, minibatch, part, entropy_coef, statistics)
@@ -375,26 +396,6 @@ class ActorWorker:
             self.state.load(url)
         elif self.optimizer.steps:
             self._load_start()
-
-
-def with_selected(batch: DataProto, rows: list[int], algorithm: AlgorithmConfig) -> DataProto:
-    """Return the batch with the column `selected` if the loss has a token selector, otherwise the unchanged batch.
-
-    Args:
-        batch: the batch that contains the mini-batch.
-        rows: indices of all rows of one mini-batch. `selected` is False in all rows that are not in `rows`.
-        algorithm: settings that name the loss and its token selector.
-    """
-    selectors = loss_functions(algorithm.loss_mode)[1:]
-    if not selectors:
-        return batch
-    selected = torch.zeros(int(batch.offsets("responses")[-1]), dtype=torch.bool)
-    if rows:
-        (selector,), part = selectors, batch[rows]
-        columns = (part.padded(name) for name in columns_of(selector))
-        place = batch.with_values("responses", place=torch.arange(len(selected)))[rows].values("place")
-        selected[place] = selector(*columns, **own_knobs(selector, algorithm.loss))[part.padding_mask("responses")]
-    return batch.with_values("responses", selected=selected)
 
 
 def actor_loss(

@@ -21,7 +21,6 @@ class Minibatch:
     """One rank's part of a mini-batch, with token and sequence counts of the whole mini-batch over all ranks.
 
     Attributes:
-        rows: indices of all rows of the mini-batch, including the rows of other ranks.
         microbatches: row indices for each forward and backward pass of this rank. For a micro-batch without rows, the
             rank still runs forward and backward, with a loss of weight zero.
         num_tokens: number of trained tokens in the whole mini-batch.
@@ -30,7 +29,6 @@ class Minibatch:
             no column `positive_mask`. The language-model loss of correct answers is divided by `num_positive_tokens`.
     """
 
-    rows: Rows
     microbatches: list[Rows]
     num_tokens: int
     num_sequences: int
@@ -136,7 +134,7 @@ def split_minibatches(
         parts = assign_minibatch(lengths, needed, ranks, max_tokens, work=work)
         for minibatches_of_rank, part in zip(by_rank, parts, strict=True):
             minibatches_of_rank.append(
-                Minibatch(rows, part, int(counts.sum()), int((counts > 0).sum()), int(positive[rows].sum()))
+                Minibatch(part, int(counts.sum()), int((counts > 0).sum()), int(positive[rows].sum()))
             )
     return by_rank
 
@@ -144,6 +142,28 @@ def split_minibatches(
 def _row_sums(batch: DataProto, mask: Tensor) -> Tensor:
     """Return the number of response tokens of each row (B,) at which `mask` (N,) is True."""
     return torch.segment_reduce(mask.float(), "sum", offsets=batch.offsets("response_mask"))
+
+
+def rows_read(microbatches: Sequence[Rows], lengths: Sequence[int]) -> Rows:
+    """Return the indices of the rows that a rank reads to process its micro-batches, in ascending order.
+
+    If one of its micro-batches is empty, a rank processes the shortest row of the batch instead, so the rank also reads
+    the shortest row.
+
+    Args:
+        microbatches: row indices of each micro-batch of the rank.
+        lengths: number of tokens of each row of the batch.
+    """
+    rows = {row for rows in microbatches for row in rows}
+    if lengths and not all(microbatches):
+        rows.add(min(range(len(lengths)), key=lambda row: lengths[row]))
+    return sorted(rows)
+
+
+def renumbered(microbatches: Sequence[Rows], rows: Rows) -> list[Rows]:
+    """Return micro-batches whose row indices count within `rows`, the rows that the rank reads."""
+    place = {row: number for number, row in enumerate(rows)}
+    return [[place[row] for row in some] for some in microbatches]
 
 
 def overhead_metrics(

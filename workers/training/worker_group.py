@@ -1,6 +1,7 @@
 """One role on all training ranks: the group splits batches over the ranks and collects the ranks' results."""
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from rltrain.batch.data_proto import DataProto
@@ -12,6 +13,8 @@ from workers.training.dispatch import (
     UpdateResult,
     collect_rows,
     overhead_metrics,
+    renumbered,
+    rows_read,
     split_minibatches,
     split_rows,
     sum_updates,
@@ -34,8 +37,8 @@ class WorkerGroup(Generic[W_co]):
         sequence_ranks: number of neighbouring ranks that split the tokens of each pack (sequence parallelism). The
             ranks that split a pack get the same rows and return the same results. A pack can hold up to
             `sequence_ranks` times as many tokens as one rank can process.
-        shared: registry of the columns in Ray's object store. Several groups can share one registry of columns. If
-            `shared` is None, the group creates its own registry of columns.
+        shared: registry of the rows and columns in Ray's object store. Several groups can share one registry. If
+            `shared` is None, the group creates its own registry.
     """
 
     def __init__(
@@ -87,10 +90,11 @@ class WorkerGroup(Generic[W_co]):
         )
         if only is not None:
             parts = [[[chosen[row] for row in rows] for rows in rank] for rank in parts]
-        shared = self.shared.share(batch, columns, self.ranks[0].process)
-        return collect_rows(
-            await self._collect([r.start(method, shared, part) for r, part in self._split(parts)]), parts
-        )
+        read = [rows_read(own, lengths) for own in parts]
+        shares = self.shared.share(batch, columns, read, self.ranks[0].process)
+        given = [(share, renumbered(own, rows)) for share, own, rows in zip(shares, parts, read, strict=True)]
+        pending = [rank.start(method, share, own) for rank, (share, own) in self._split(given)]
+        return collect_rows(await self._collect(pending), parts)
 
     async def update(
         self,
@@ -113,9 +117,8 @@ class WorkerGroup(Generic[W_co]):
             args: arguments that are passed to the method after the batches and mini-batches.
             kwargs: keyword arguments that are passed to the method.
         """
-        by_rank, overhead = self._minibatches(batch, minibatches, max_tokens)
-        shared = self.shared.share(batch, columns, self.ranks[0].process)
-        pending = [rank.start(method, shared, own, *args, **kwargs) for rank, own in self._split(by_rank)]
+        given, overhead = self._minibatches(self.shared, batch, columns, minibatches, max_tokens)
+        pending = [rank.start(method, share, own, *args, **kwargs) for rank, (share, own) in self._split(given)]
         return sum_updates(await self._collect(pending)) | overhead
 
     async def update_with_supervised(
@@ -145,30 +148,40 @@ class WorkerGroup(Generic[W_co]):
             args: arguments that are passed to the method after the batches and mini-batches.
             kwargs: keyword arguments that are passed to the method.
         """
-        by_rank, overhead = self._minibatches(batch, minibatches, max_tokens)
+        given, overhead = self._minibatches(self.shared, batch, columns, minibatches, max_tokens)
         uids, answered = batch.batch["uid"].tolist(), supervised.batch["uid"].tolist()
         rows = rows_of_same_groups(uids, minibatches, answered)
-        answers_by_rank, _ = self._minibatches(supervised, rows, max_tokens)
-        process = self.ranks[0].process
-        shared = self.shared.share(batch, columns, process)
         # The supervised answers need their own registry, because their columns have the same names as the columns of
         # the batch, and a registry distinguishes columns only by name.
-        answers = SharedColumns().share(supervised, SUPERVISED, process)
-        parts = zip(self._split(by_rank), self._split(answers_by_rank), strict=True)
-        pending = [
-            rank.start(method, shared, own, answers, own_answers, *args, **kwargs)
-            for (rank, own), (_, own_answers) in parts
-        ]
+        answers, _ = self._minibatches(SharedColumns(), supervised, SUPERVISED, rows, max_tokens)
+        parts = [(*sampled, *taught) for sampled, taught in zip(given, answers, strict=True)]
+        pending = [rank.start(method, *part, *args, **kwargs) for rank, part in self._split(parts)]
         return sum_updates(await self._collect(pending)) | overhead
 
     def _minibatches(
-        self, batch: DataProto, minibatches: Sequence[Rows], max_tokens: int
-    ) -> tuple[list[list[Minibatch]], dict[str, float]]:
-        """Return each rank's parts of the mini-batches, and metrics of the overhead that the split causes."""
+        self,
+        shared: SharedColumns,
+        batch: DataProto,
+        columns: Sequence[str],
+        minibatches: Sequence[Rows],
+        max_tokens: int,
+    ) -> tuple[list[tuple[DataProto, list[Minibatch]]], dict[str, float]]:
+        """Split mini-batches over the ranks.
+
+        Returns:
+            For each part of the batch, the rows that a rank reads, and the rank's parts of the mini-batches, whose row
+            indices count within these rows. In addition, the metrics of the overhead that the split causes.
+        """
         lengths, work = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks
         by_rank = split_minibatches(batch, lengths, minibatches, self.size, tokens, work=work)
-        return by_rank, overhead_metrics(by_rank, lengths, work)
+        read = [rows_read([rows for one in own for rows in one.microbatches], lengths) for own in by_rank]
+        shares = shared.share(batch, columns, read, self.ranks[0].process)
+        given = [
+            (share, [replace(one, microbatches=renumbered(one.microbatches, rows)) for one in own])
+            for share, own, rows in zip(shares, by_rank, read, strict=True)
+        ]
+        return given, overhead_metrics(by_rank, lengths, work)
 
     def _split(self, parts: Sequence[R]) -> list[tuple[Role[W_co], R]]:
         """Pair each rank with the part of the batch that the rank processes.

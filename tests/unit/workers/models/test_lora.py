@@ -26,7 +26,8 @@ from workers.sync import adapters, buckets
 from workers.sync.buckets import Bucket, join
 from workers.sync.checks import probe
 from workers.training.actor import ActorWorker
-from workers.training.shared_columns import log_probs_columns, update_columns
+from workers.training.policy_update import update_policy
+from workers.training.shared_columns import log_probs_columns
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -52,9 +53,9 @@ class Run:
         return found.values("old_log_probs")
 
     async def update(self, batch, times=1):
-        columns, plan = update_columns(self.config.algorithm), [list(range(len(batch)))]
+        plan = [list(range(len(batch)))]
         for _ in range(times):
-            metrics = await self.actor.update(ActorWorker.update, batch, columns, plan, 8192, 0.0)
+            metrics = await update_policy(self.actor, batch, plan, self.config, max_tokens=8192, entropy_coef=0.0)
         return metrics
 
     def save(self, folder: Path) -> Path:

@@ -10,9 +10,11 @@ from tests.policy_weights import weights_of
 from workers.cluster.processes import LocalProcess, Role
 from workers.cluster.worker_process import Host
 from workers.placement import ROLES
-from workers.training.actor import ActorWorker, with_selected
+from workers.training.actor import ActorWorker
+from workers.training.minibatch_statistics import in_epoch, with_selected
+from workers.training.policy_update import update_policy
 from workers.training.reference import ReferenceWorker
-from workers.training.shared_columns import FORWARD, log_probs_columns, update_columns
+from workers.training.shared_columns import FORWARD, log_probs_columns
 from workers.training.worker_group import WorkerGroup
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -46,8 +48,8 @@ class Run:
         return batch.union(await self.log_probs(batch))
 
     async def update(self, batch: DataProto, entropy_coef=0.0, **options):
-        columns = update_columns(self.config.algorithm)
-        return await self.actor.update(ActorWorker.update, batch, columns, options.get("plan", ALL), 8192, entropy_coef)
+        plan = options.get("plan", ALL)
+        return await update_policy(self.actor, batch, plan, self.config, max_tokens=8192, entropy_coef=entropy_coef)
 
     async def weights(self):
         weights = await weights_of(self.actor)
@@ -214,11 +216,32 @@ def test_a_selector_sees_the_rows_of_its_mini_batch_and_no_others():
         "responses", response_mask=torch.tensor([True] * 5 + [False]),
         entropies=torch.tensor([0.5, 0.1, 9.0, 0.2, 0.4, 8.0]),
     )  # fmt: skip
-    chosen = with_selected(batch, [2, 0], config).values("selected")
-    assert chosen.tolist() == [True, False, False, False, True, False]
-    assert with_selected(batch, [1], config).values("selected").tolist() == [False, False, True, False, False, False]
-    assert not bool(with_selected(batch, [], config).values("selected").any())
-    assert with_selected(batch, [0], compose([])[0].algorithm) is batch
+
+    def chosen(minibatches, per_epoch, epoch=0):
+        return in_epoch(with_selected(batch, minibatches, per_epoch, config), epoch).values("selected").tolist()
+
+    assert chosen([[2, 0]], 1) == [True, False, False, False, True, False]
+    assert chosen([[1]], 1) == [False, False, True, False, False, False]
+    assert chosen([[]], 1) == [False] * 6
+    assert chosen([], 1) == [False] * 6
+    assert chosen([[2, 0], [1]], 2) == [True, False, True, False, True, False]
+    plain = compose([])[0].algorithm
+    assert with_selected(batch, [[0]], 1, plain) is batch
+    assert in_epoch(batch, 0) is batch
+
+
+def test_a_token_is_selected_in_each_epoch_by_the_mini_batch_of_that_epoch():
+    from rltrain.batch.data_proto import jagged
+
+    config = compose(["algorithm.loss_mode=top_entropy", "algorithm.loss.entropy_fraction=0.5"])[0].algorithm
+    batch = DataProto.from_dict({"responses": jagged([[1], [1], [1], [1]], torch.int64)}).with_values(
+        "responses", response_mask=torch.tensor([True] * 4), entropies=torch.tensor([0.1, 0.2, 0.3, 0.4])
+    )
+    made = with_selected(batch, [[0, 1], [2, 3], [0, 2], [1, 3]], 2, config)
+    assert made.values("selected").shape == (4, 2)
+    assert in_epoch(made, 0).values("selected").tolist() == [False, True, False, True]
+    assert in_epoch(made, 1).values("selected").tolist() == [False, False, True, True]
+    assert in_epoch(made[[3, 1]], 1).values("selected").tolist() == [True, False]
 
 
 @pytest.mark.parametrize("rows", [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11], [2, 9]])

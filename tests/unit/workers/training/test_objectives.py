@@ -13,7 +13,8 @@ import torch
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
 from rltrain.trajectories.token_rewards import assign_rewards, estimate_advantages, kl_controller
-from workers.training.actor import actor_loss, with_selected
+from workers.training.actor import actor_loss
+from workers.training.minibatch_statistics import in_epoch, with_selected
 
 # Row 6 has no valid score, so its tokens are masked. In other rows, a 0 stands for text of a tool.
 UIDS = [4, 4, 4, 4, 7, 7, 7, 9, 9]
@@ -64,7 +65,7 @@ def gradient_of(made: DataProto, *overrides: str) -> tuple[torch.Tensor, torch.T
     made, _ = assign_rewards(made, config, kl_controller(algorithm.kl_in_reward))
     made = made.with_values("responses", token_level_rewards=made.values("token_level_rewards").double())
     made, _ = estimate_advantages(made, algorithm)
-    made = with_selected(made, list(range(len(made))), algorithm)
+    made = in_epoch(with_selected(made, [list(range(len(made)))], 1, algorithm), 0)
     names = [*COLUMNS, "advantages", "response_mask", *(["selected"] if "selected" in made else [])]
     columns = {name: made.padded(name) for name in names}
     columns["log_probs"] = columns["log_probs"].requires_grad_()

@@ -15,7 +15,8 @@ from rltrain.algorithms.aggregation import LOSS_AGG_MODES
 from rltrain.batch.data_proto import DataProto, jagged
 from rltrain.settings.compose import compose
 from workers.models.packed_forward import PACKED, microbatch, pack, policy_output, response_values, unpack
-from workers.training.actor import actor_loss, with_selected
+from workers.training.actor import actor_loss
+from workers.training.minibatch_statistics import in_epoch, with_selected
 
 pytestmark = pytest.mark.usefixtures("process_group")
 SIZES = {
@@ -114,7 +115,7 @@ def forwards(request):
     model, batch = model_of(LlamaForCausalLM), batch_of()
     for name in TOKEN_SELECTORS.names():
         algorithm = compose([f"algorithm.loss_mode={name}"])[0].algorithm
-        batch = with_selected(batch, [0, 1, 2, 3, 4], algorithm)
+        batch = in_epoch(with_selected(batch, [[0, 1, 2, 3, 4]], 1, algorithm), 0)
     single = [actor_columns(batch, [row], model, packed=False) for row in range(5)]
     model.set_attn_implementation(request.param)
     packs = [[actor_columns(batch, rows, model, packed=True) for rows in plan] for plan in PACKS]

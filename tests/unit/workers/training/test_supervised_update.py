@@ -9,9 +9,8 @@ from rltrain.batch.row_assignment import minibatches
 from rltrain.data.prompts import Prompt
 from rltrain.trajectories.batch_building import supervised_batch
 from tests.unit.workers.training.test_actor import ALL, Run, apart
-from workers.training.actor import ActorWorker
 from workers.training.dispatch import OVERHEAD_METRICS
-from workers.training.shared_columns import update_columns
+from workers.training.policy_update import update_policy
 
 pytestmark = pytest.mark.usefixtures("process_group")
 COEF = "algorithm.sft_coef=0.7"
@@ -38,9 +37,8 @@ def recorded(run: Run) -> list[dict[str, torch.Tensor]]:
 
 
 async def updated(run: Run, batch: DataProto, supervised: DataProto, *, plan=ALL, budget=8192, entropy_coef=0.0):
-    columns = update_columns(run.config.algorithm)
-    return await run.actor.update_with_supervised(
-        ActorWorker.update_with_supervised, batch, columns, plan, supervised, budget, entropy_coef
+    return await update_policy(
+        run.actor, batch, plan, run.config, max_tokens=budget, entropy_coef=entropy_coef, supervised=supervised
     )
 
 

@@ -13,7 +13,8 @@ from workers.cluster.processes import LocalProcess, Role
 from workers.cluster.worker_process import Host
 from workers.placement import Training, group_of
 from workers.training.actor import ActorWorker
-from workers.training.shared_columns import FORWARD, SharedColumns, log_probs_columns, update_columns
+from workers.training.policy_update import update_policy
+from workers.training.shared_columns import FORWARD, SharedColumns, log_probs_columns
 from workers.training.teacher import TeacherWorker
 
 pytestmark = pytest.mark.usefixtures("process_group")
@@ -68,8 +69,7 @@ class Run:
         return batch.union(await self.actor.rows(ActorWorker.compute_log_probs, batch, columns, max_tokens=8192))
 
     async def update(self, batch: DataProto, plan=ALL, budget=8192):
-        columns = update_columns(self.config.algorithm)
-        return await self.actor.update(ActorWorker.update, batch, columns, plan, budget, 0.0)
+        return await update_policy(self.actor, batch, plan, self.config, max_tokens=budget, entropy_coef=0.0)
 
 
 def models_of(*paths):

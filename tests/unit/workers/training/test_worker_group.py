@@ -16,6 +16,7 @@ from workers.training.worker_group import WorkerGroup, row_lengths
 
 FORWARD = ["prompts", "responses"]
 UPDATE = [*FORWARD, "response_mask"]
+ANSWERS = [[1, 2], [3], [4] * 4]
 
 
 def batch(rows: int = 5) -> DataProto:
@@ -80,12 +81,23 @@ class Rank(RayProcess):
     def __init__(self, rank):
         host = Host({}, verbose=True)
         host.roles["actor"] = self.worker = Worker(rank)
-        self.call, self.call_joined, self.shared = Method(host.call), Method(host.call_joined), 0
+        self.call, self.call_joined = Method(host.call), Method(host.call_joined)
+        self.stored = []  # all batches that this process has put into the object store
         super().__init__(self, f"training rank {rank}")
 
     def share(self, value):
-        self.shared += 1
+        self.stored.append(value)
         return Stored(value)
+
+
+def stored_by(group):
+    """Return all batches that the group has put into the object store."""
+    return [part for rank in group.ranks for part in rank.process.stored]
+
+
+def rows_of(part):
+    """Return the row numbers in the whole batch of `batch()`, in which row n has the response tokens n, n, ..."""
+    return [int(row[0]) for row in part.batch["responses"].unbind()] if len(part) else []
 
 
 def group_of(size, work=None):
@@ -102,10 +114,14 @@ async def test_a_pass_over_all_rows_comes_back_in_order_from_any_number_of_ranks
     assert result.keys() == ["doubled"]
     assert result.values("doubled").tolist() == [2 * token for token in made.values("responses").tolist()]
     assert made.union(result).offsets("doubled") is made.offsets("responses")
-    # the batch is put into the object store only once, not once per rank
-    assert sum(rank.process.shared for rank in group.ranks) == 1
+    # each rank receives the rows of its micro-batches, and row 0 if a micro-batch is empty
+    assert len(stored_by(group)) == size
     for worker in workers:
-        sizes = [sum(row_lengths(made)[row] for row in rows) for rows in worker.seen[0][1]]
+        part, microbatches = worker.seen[0]
+        assert rows_of(part) == sorted(
+            {row for rows in microbatches for row in rows_of(part[rows])} | set(() if all(microbatches) else (0,))
+        )
+        sizes = [sum(row_lengths(part)[row] for row in rows) for rows in microbatches]
         assert max(sizes) <= max_tokens
 
 
@@ -118,8 +134,40 @@ async def test_an_update_covers_every_row_of_the_plan_once_over_all_ranks(size):
     assert (planned["idle_fraction"] == 0) == (size == 1)
     assert metrics == {"tokens_share": 1.0, "lr": 1.0, "grad_norm": 2.0, "grad_norm_max": 2.0, "skipped_updates": 0.0}
     for number, rows in enumerate([[0, 3], [1, 2, 4]]):
-        given = [row for worker in workers for part in worker.seen[0][1][number].microbatches for row in part]
+        given = [
+            row for worker in workers for part in worker.seen[0][1][number].microbatches
+            for row in rows_of(worker.seen[0][0][part])
+        ]  # fmt: skip
         assert sorted(given) == rows
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+async def test_in_a_step_each_rank_receives_each_row_of_a_column_once(size):
+    """The tokens are shared by a forward pass. The update needs other rows of them, and a column of its own."""
+    (group, workers), made = group_of(size), batch()
+    for _ in range(2):
+        await group.rows(Worker.double, made, FORWARD, max_tokens=7)
+    for _ in range(2):
+        await group.update(Worker.update, made, UPDATE, [[0, 3], [1, 2, 4]], 100)
+    received = {
+        (name, number): [row for part in parts if name in part.columns for row in part.rows.tolist()]
+        for number, parts in group.shared._parts.items() for name in UPDATE
+    }  # fmt: skip
+    for (name, number), rows in received.items():
+        parts = [part for part, _ in workers[number].seen if name in part]
+        assert sorted(rows) == sorted({row for part in parts for row in rows_of(part)}), (name, number)
+    for worker in workers:
+        part, minibatches = worker.seen[-1]
+        for one in minibatches:
+            for rows in one.microbatches:
+                assert part[rows].values("responses").tolist() == [
+                    token for row in rows_of(part[rows]) for token in [row] * (row + 1)
+                ]
+    later = batch()
+    before = len(stored_by(group))
+    await group.rows(Worker.double, later, FORWARD, max_tokens=7)
+    assert len(stored_by(group)) == before + size, "the next step's batch has columns in other memory"
+    assert all(len(parts) == 1 for parts in group.shared._parts.values())
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
@@ -127,7 +175,7 @@ async def test_each_supervised_answer_goes_to_one_rank_in_the_mini_batches_of_it
     """The answers have 2, 1 and 4 tokens; no row of the plan's second mini-batch belongs to a group with an answer."""
     (group, workers), made = group_of(size), batch().union(DataProto.from_dict({"uid": torch.tensor([7, 7, 8, 9, 6])}))
     answers = DataProto.from_dict(
-        {"prompts": jagged([[9], [9, 9], [9]], torch.int64), "responses": jagged([[1, 2], [3], [4] * 4], torch.int64),
+        {"prompts": jagged([[9], [9, 9], [9]], torch.int64), "responses": jagged(ANSWERS, torch.int64),
          "uid": torch.tensor([9, 7, 6])}
     ).with_values("responses", response_mask=torch.ones(7, dtype=torch.bool))  # fmt: skip
     plan = [[0, 1, 3], [2], [4, 0, 1]]
@@ -137,17 +185,23 @@ async def test_each_supervised_answer_goes_to_one_rank_in_the_mini_batches_of_it
     assert metrics["sft_tokens"] == 0
     for number, (rows, tokens, sequences) in enumerate((([0, 1], 3, 2), ([], 0, 0), ([1, 2], 5, 2))):
         parts = [worker.seen[0][3][number] for worker in workers]
-        assert sorted(row for part in parts for rows in part.microbatches for row in rows) == rows
+        found = [
+            token for worker, part in zip(workers, parts, strict=True) for some in part.microbatches if some
+            for token in worker.seen[0][2][some].values("responses").tolist()
+        ]  # fmt: skip
+        assert sorted(found) == sorted(token for row in rows for token in ANSWERS[row])
         assert {(part.num_tokens, part.num_sequences) for part in parts} == {(tokens, sequences)}
-        policy = [row for worker in workers for one in worker.seen[0][1][number].microbatches for row in one]
+        policy = [
+            row for worker in workers for one in worker.seen[0][1][number].microbatches
+            for row in rows_of(worker.seen[0][0][one])
+        ]  # fmt: skip
         assert sorted(policy) == sorted(plan[number])
     for worker in workers:
         policy, _, supervised, _, extra = worker.seen[0]
         assert (sorted(policy.keys()), extra) == (sorted(UPDATE), "extra")
         assert sorted(supervised.keys()) == ["prompts", "response_mask", "responses"]
-        assert supervised.values("responses").tolist() == [1, 2, 3, 4, 4, 4, 4]
-    # the batch and the answers are put into the object store once each
-    assert sum(rank.process.shared for rank in group.ranks) == 2
+    # the batch and the answers are put into the object store once for each rank
+    assert len(stored_by(group)) == 2 * size
 
 
 async def test_rows_go_to_ranks_by_the_work_of_the_groups_own_model():

@@ -1,0 +1,55 @@
+"""Code that assembles the rows of a batch from several parts, each with some of the rows and some of the columns."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from rltrain.batch.data_proto import DataProto
+
+
+def joined_rows(
+    parts: Sequence[DataProto], rows_of_parts: Sequence[np.ndarray], rows: np.ndarray, columns: Sequence[str]
+) -> DataProto:
+    """Return the given rows and columns of a batch, which are distributed over several parts.
+
+    If a part has exactly the rows that are needed, the values of the part's columns are not copied.
+
+    Args:
+        parts: the parts of the batch. For each column and row that is needed, exactly one part has the value.
+        rows_of_parts: for each part, the row numbers of the part's rows in the batch, in ascending order.
+        rows: row numbers of the rows that are needed, in ascending order.
+        columns: names of the columns that are needed.
+
+    Returns:
+        A batch with the columns in the given order, whose row i is row `rows[i]` of the whole batch.
+    """
+    together: dict[tuple[int, ...], list[str]] = {}
+    for name in columns:
+        together.setdefault(tuple(k for k, part in enumerate(parts) if name in part), []).append(name)
+    found = [_taken(parts, rows_of_parts, rows, numbers, names) for numbers, names in together.items()]
+    joined = found[0]
+    for other in found[1:]:
+        joined = joined.union(other)
+    return joined.select(columns)
+
+
+def _taken(
+    parts: Sequence[DataProto],
+    rows_of_parts: Sequence[np.ndarray],
+    rows: np.ndarray,
+    numbers: Sequence[int],
+    names: Sequence[str],
+) -> DataProto:
+    """Return the given rows of columns that all have their rows in the same parts, which are the parts `numbers`."""
+    for number in numbers:
+        if np.array_equal(rows_of_parts[number], rows):
+            return parts[number].select(names)
+    index, begin = np.full(len(rows), -1), 0
+    for number in numbers:
+        there = rows_of_parts[number]
+        here = np.isin(rows, there)
+        index[here] = begin + np.searchsorted(there, rows[here])
+        begin += len(there)
+    assert (index >= 0).all(), f"no part has some of the rows of {names}"
+    return DataProto.concat([parts[number].select(names) for number in numbers], rows=torch.from_numpy(index))
