@@ -179,7 +179,10 @@ def make_engine(path: str, longest: int) -> Any:
     settings = SimpleNamespace(
         top_p=1.0, top_k=0, stop=[],
         max_prompt_length=longest, max_response_length=GENERATED, max_concurrent_sequences=4 * SEQUENCES,
-        vllm=SimpleNamespace(tensor_parallel_size=1, gpu_memory_utilization=ENGINE_SHARE, kv_cache_mb=64),
+        keep_kv_cache=False,
+        vllm=SimpleNamespace(
+            tensor_parallel_size=1, gpu_memory_utilization=ENGINE_SHARE, kv_cache_mb=64, arguments={}
+        ),
     )  # fmt: skip
     return InProcessVLLM(settings, path, "bfloat16", [])  # type: ignore[arg-type]
 

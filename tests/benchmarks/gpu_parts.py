@@ -167,6 +167,10 @@ class Rows:
         """Return the number of tokens that each row has in the column `prompts` or `responses`."""
         return self.sizes[column]
 
+    def __contains__(self, column: str) -> bool:
+        """Return whether the rows have the column; `pack` asks for columns that only some batches have."""
+        return column in self.sizes
+
     def values(self, column: str) -> Tensor:
         """Return the concatenated token ids of all rows in the column `prompts` or `responses`, int64."""
         return self.ids[column]

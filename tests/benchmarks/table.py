@@ -66,12 +66,13 @@ def markdown(results: dict[str, Any]) -> str:
     """Format the table, one line per row."""
     lines = ["| what | ratio | aim | ours | theirs | how | notes |", "|---|---|---|---|---|---|---|"]
     for module in results.values():
-        load = module["machine"]["load"][0]
+        load = module["machine"]["load"]
+        notes_of_machine = [f"load at the start {load[0]}"] if load else []
         for row in module["rows"]:
             ratio = row["ratio"]
             shown = "-" if ratio is None or not math.isfinite(ratio) else f"{ratio:.3g} {row['unit']}"
             cells = [row["name"], shown, row["target"], row["ours"], row["theirs"], f"`{row['command']}`"]
-            cells.append(f"{row['notes']}; load at the start {load}" if row["notes"] else f"load at the start {load}")
+            cells.append("; ".join([row["notes"], *notes_of_machine] if row["notes"] else notes_of_machine))
             lines.append("| " + " | ".join(" ".join(cell.replace("|", "/").split()) for cell in cells) + " |")
     return "\n".join(lines)
 
