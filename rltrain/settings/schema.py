@@ -604,6 +604,11 @@ class RolloutConfig:
         changeable=True,
     )
     verify_sync: bool = key("Check after each weight sync that the engines use the trainer's weights.", changeable=True)
+    keep_kv_cache: bool = key(
+        "Keep the KV cache of unfinished answers when the weights change. The rest of an answer then attends to keys "
+        "and values of the earlier weights. Needs trainer.max_staleness of at least 1 and importance weights "
+        "(algorithm.correction.level). false: the engine recomputes the KV cache with the new weights."
+    )
     vllm: VLLMConfig | None = key(
         "Settings that only the engine vLLM uses. null: the run uses another engine.", changeable=True
     )
@@ -833,6 +838,7 @@ class Config:
             "the names of control tokens in a conversation are always encoded as text; use data.special_tokens=text",
         )
         self._require_whole_distribution()
+        self._require_use_of_kept_cache()
         buffer, limit = self.algorithm.reward_shaping.overlong_buffer, self.rollout.max_response_length
         require(
             buffer <= limit,
@@ -869,6 +875,25 @@ class Config:
                 "but the engine gives those of the restricted distribution; use rollout.top_p=1 rollout.top_k=0, "
                 f"or {name}={way}",
             )
+
+    def _require_use_of_kept_cache(self) -> None:
+        """Raise ConfigError if `rollout.keep_kv_cache` has no effect, or its effect on the policy is not corrected.
+
+        An engine that keeps keys and values of earlier weights samples from a distribution that no version of the
+        policy has.
+        """
+        keep, correction = self.rollout.keep_kv_cache, self.algorithm.correction.level
+        require(
+            not keep or self.trainer.max_staleness > 0,
+            "rollout.keep_kv_cache=true with trainer.max_staleness=0: no answer is unfinished when the weights change; "
+            "use trainer.max_staleness=1, or rollout.keep_kv_cache=false",
+        )
+        require(
+            not keep or correction is not None,
+            "rollout.keep_kv_cache=true with algorithm.correction.level=null: answers are sampled with keys and values "
+            "of several weight versions, so they need importance weights; use algorithm.correction.level=token, or "
+            "rollout.keep_kv_cache=false",
+        )
 
     def require_actor_steps(self) -> None:
         """Raise ConfigError if the critic's warm-up is as long as the run, so that the actor would not be trained."""

@@ -18,7 +18,7 @@ import ray
 import torch
 from ranks import built, on
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from rltrain.base.errors import ConfigError, SyncError, WorkerLost
 from rltrain.base.random_streams import stream_seed
@@ -209,6 +209,29 @@ async def test_E6_after_a_sync_a_prompt_decodes_as_in_a_fresh_engine_with_those_
     assert any(before[key].token_ids != answer.token_ids for key, answer in synced.items())
 
 
+async def with_sync_after_four_tokens(
+    engine: Role[RolloutWorker], asked: list[Request], sent: list[Bucket] | None
+) -> dict[tuple[int, int], Completion]:
+    """Let an engine in its own process answer requests, and load new weights between two known decoding steps."""
+
+    def scenario(host):
+        engine = host.roles["rollout"].engine
+        engine.add(asked)
+        found = [answer for _ in range(4) for answer in engine.step()]
+        if sent:
+            engine.start_load()
+            for bucket in sent:
+                engine.load_bucket(bucket)
+            engine.finish_load(sent[0].version)
+        while engine.busy:
+            found += engine.step()
+        return {answer.key: answer for answer in found}
+
+    # The scenario runs in the engine's own thread, which is idle.
+    run = on([engine.process], lambda host: host.roles["rollout"]._run("scenario", lambda: scenario(host)))
+    return (await run)[0]
+
+
 async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_further_tokens(engine, start):
     """In this test, new weights arrive between two known decoding steps.
 
@@ -220,23 +243,7 @@ async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_i
 
     async def interrupted(sent):
         await load(engine, buckets(models[20], version=20))
-
-        def scenario(host):
-            engine = host.roles["rollout"].engine
-            engine.add(asked)
-            found = [answer for _ in range(4) for answer in engine.step()]
-            if sent:
-                engine.start_load()
-                for bucket in sent:
-                    engine.load_bucket(bucket)
-                engine.finish_load(sent[0].version)
-            while engine.busy:
-                found += engine.step()
-            return {answer.key: answer for answer in found}
-
-        # The scenario runs in the engine's own thread, which is idle.
-        run = on([engine.process], lambda host: host.roles["rollout"]._run("scenario", lambda: scenario(host)))
-        return (await run)[0]
+        return await with_sync_after_four_tokens(engine, asked, sent)
 
     undisturbed, with_same = await interrupted(None), await interrupted(buckets(same, version=22))
     assert {k: a.token_ids for k, a in with_same.items()} == {k: a.token_ids for k, a in undisturbed.items()}
@@ -254,6 +261,43 @@ async def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_i
     for request in asked:
         assert set(again[request.key].versions) == {21}
         check_each_token(models, request, again[request.key])
+
+
+@torch.no_grad()
+def log_probs_with_kept_cache(models: dict[int, torch.nn.Module], request: Request, answer: Completion) -> list[float]:
+    """Return the log-prob of each token of an answer under the weights of the token's version, with one KV cache."""
+    cache, given, found = DynamicCache(), request.prompt_ids, []
+    for token, version in zip(answer.token_ids, answer.versions, strict=True):
+        logits = models[version](torch.tensor([given]), past_key_values=cache, use_cache=True).logits[0, -1]
+        found.append(float((logits.double() / request.temperature).log_softmax(-1)[token]))
+        given = [token]
+    return found
+
+
+async def test_with_a_kept_cache_the_rest_of_an_answer_attends_to_keys_and_values_of_the_earlier_weights(
+    ray_here, start
+):
+    """Keys and values of the earlier weights must not be used for requests that arrive after the sync."""
+    models = {20: AutoModelForCausalLM.from_pretrained(start), 21: shaken(start, 0.05, seed=11)}
+    lengths = ("rollout.max_prompt_length=40", "rollout.max_response_length=16")
+    engine = await new_engine(start, "rollout.keep_kv_cache=true", "trainer.max_staleness=1", *lengths)
+    prompt = PROMPT * 5  # The first 32 tokens fill a block of the prefix cache.
+    asked = requests(12, temperature=1.5, seed=8, prompt=prompt)
+    await load(engine, buckets(models[20], version=20))
+    found, differs = await with_sync_after_four_tokens(engine, asked, buckets(models[21], version=21)), 0.0
+    for request in asked:
+        answer = found[request.key]
+        expected = log_probs_with_kept_cache(models, request, answer)
+        assert answer.log_probs == pytest.approx(expected, abs=1e-3)
+        if set(answer.versions) == {20, 21}:
+            recomputed = trainer_log_probs(models[21], request, answer)
+            differs = max(differs, abs(float(recomputed[-1]) - answer.log_probs[-1]))
+    assert differs > 1e-2, "a recomputed cache would have given the same"
+    again = await answers(engine, asked)
+    for request in asked:
+        assert set(again[request.key].versions) == {21}
+        check_each_token(models, request, again[request.key])
+    await engine.call(RolloutWorker.close)
 
 
 def check_each_token(models: dict[int, torch.nn.Module], request: Request, answer: Completion) -> None:

@@ -200,11 +200,11 @@ class HFEngine:
     def finish_load(self, version: int) -> None:
         """Make the engine use the new weights, and check the new weights.
 
-        Unfinished answers continue with a recomputed KV cache.
+        Unfinished answers continue with a recomputed KV cache or, with `rollout.keep_kv_cache`, with their KV cache.
         """
         self.reader.close()
         self._copy(self.adapters.merged())
-        self.version, self.stale = version, True
+        self.version, self.stale = version, not self.config.keep_kv_cache
         if self.probes:
             check_outputs(layer_outputs(self.model), self.probes, version=version, dtype=self.dtype)
 

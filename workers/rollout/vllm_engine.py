@@ -1,6 +1,7 @@
 """Rollout engines that use vLLM: in this process on a CPU, or through AsyncLLM for GPUs and tensor parallelism.
 
-The engines need vLLM 0.25 to 0.33, because these versions have the weight-transfer calls that the engines use.
+The engines need vLLM 0.32 or 0.33, because these versions have the weight-transfer calls that the engines use, and name
+the version of the weights that sampled each token of an answer.
 """
 
 import asyncio
@@ -184,6 +185,16 @@ class Growing:
         return Completion(self.key, self.ids, self.log_probs, reason, self.versions)
 
 
+def prompt_of(request: Request, version: int, config: RolloutConfig) -> Any:
+    """Return vLLM's form of a request's prompt.
+
+    With `rollout.keep_kv_cache`, the KV cache contains keys and values of earlier weight versions. The salt keeps vLLM
+    from using them for a new request.
+    """
+    salt = {"cache_salt": str(version)} if config.keep_kv_cache else {}
+    return {"prompt_token_ids": request.prompt_ids, **salt}
+
+
 class InProcessVLLM:
     """Rollout engine that runs vLLM in the current process.
 
@@ -217,7 +228,7 @@ class InProcessVLLM:
         """Queue requests."""
         for request in requests:
             name = _name(request)
-            prompt: Any = {"prompt_token_ids": request.prompt_ids}
+            prompt = prompt_of(request, self.version, self.config)
             self.keys[name] = request.key
             if self.strings is not None:
                 self.growing[name] = Growing(request.key, self.strings)
@@ -293,10 +304,12 @@ class InProcessVLLM:
         """Make the engine use the new weights, check them, and drop all keys and values that the old weights computed.
 
         Even the keys and values of unfinished answers are dropped; vLLM recomputes the dropped keys and values when
-        generation continues.
+        generation continues. With `rollout.keep_kv_cache`, no keys and values are dropped, and requests that arrive
+        later use only keys and values of the new weights.
         """
         self.engine.collective_rpc("finish_weight_update")
-        self.engine.reset_prefix_cache(reset_running_requests=True)
+        if not self.config.keep_kv_cache:
+            self.engine.reset_prefix_cache(reset_running_requests=True)
         self.engine.collective_rpc("rltrain_check")
         self._wake(CACHE)
         self.engine.set_weight_version(str(version))
@@ -367,6 +380,7 @@ class AsyncVLLM:
         self, config: RolloutConfig, path: str, dtype: str, stop_ids: Sequence[int], *, sleep_level: int = 0
     ) -> None:
         self.config, self.stop_ids, self.strings = config, list(stop_ids), stop_strings(config.stop, path)
+        self.version = 0
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
         self.keys: dict[str, tuple[int, ...]] = {}  # Maps vLLM's unique request ids to the keys of the requests.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
@@ -416,7 +430,7 @@ class AsyncVLLM:
             asyncio.run_coroutine_threadsafe(self._answer(name, request), self.loop)
 
     async def _answer(self, name: str, request: Request) -> None:
-        prompt: Any = {"prompt_token_ids": request.prompt_ids}
+        prompt = prompt_of(request, self.version, self.config)
         params = sampling_params(request, self.stop_ids, self.config)
         growing = None if self.strings is None else Growing(request.key, self.strings)
         try:
@@ -504,9 +518,11 @@ class AsyncVLLM:
         """Make the engine use the new weights, check them, drop the KV cache, and resume generation.
 
         Even the keys and values of unfinished answers are dropped; vLLM recomputes the dropped keys and values when
-        generation continues.
+        generation continues. With `rollout.keep_kv_cache`, no keys and values are dropped, and requests that arrive
+        later use only keys and values of the new weights.
         """
         self._sync(self._finish_load(version))
+        self.version = version
 
     def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
@@ -522,7 +538,8 @@ class AsyncVLLM:
 
     async def _finish_load(self, version: int) -> None:
         await self.engine.finish_weight_update(str(version))
-        await self.engine.reset_prefix_cache(reset_running_requests=True)
+        if not self.config.keep_kv_cache:
+            await self.engine.reset_prefix_cache(reset_running_requests=True)
         await self.engine.collective_rpc("rltrain_check")
         await self._wake(CACHE)
         await self.engine.resume_generation()

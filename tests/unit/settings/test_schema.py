@@ -226,6 +226,15 @@ def test_a_run_that_shall_be_reproduced_is_synchronous():
         compose(["rollout=hf", "trainer.deterministic=true", "trainer.max_staleness=1"])
 
 
+def test_a_kept_kv_cache_needs_staleness_and_importance_weights():
+    kept = "rollout.keep_kv_cache=true"
+    assert compose([kept, "trainer.max_staleness=1"])[0].rollout.keep_kv_cache is True
+    with pytest.raises(ConfigError, match=r"keep_kv_cache=true with trainer.max_staleness=0: no answer is unfinished"):
+        compose([kept])
+    with pytest.raises(ConfigError, match=r"keep_kv_cache=true with algorithm.correction.level=null: .*level=token"):
+        compose([kept, "trainer.max_staleness=1", "algorithm.correction.level=null"])
+
+
 # Tests of top-p and top-k
 
 

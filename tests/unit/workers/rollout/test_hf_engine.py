@@ -5,7 +5,7 @@ from collections import Counter
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, BloomConfig
+from transformers import AutoModelForCausalLM, BloomConfig, DynamicCache
 
 from rltrain.algorithms.draws import stream_draws
 from rltrain.base.errors import ConfigError, SyncError
@@ -180,6 +180,47 @@ def test_E6_E7_weights_that_come_in_the_middle_of_an_answer_are_those_of_its_fur
     assert len(began) == together
     assert all(answer.versions == sorted(answer.versions) for answer in later)
     assert any(len(answer.versions) > 5 for answer in began)
+
+
+@torch.no_grad()
+def with_kept_cache(models: list[torch.nn.Module], request: Request) -> tuple[list[int], list[float]]:
+    """Return the tokens and log-probs of an answer whose token t is sampled by `models[t]`, with one KV cache."""
+    tokens, log_probs, cache = [], [], DynamicCache()
+    stream = stream_draws(torch.full((request.max_tokens,), request.seed), torch.arange(request.max_tokens))
+    for model, uniform in zip(models, stream, strict=False):
+        given = torch.tensor([tokens[-1:] or request.prompt_ids])
+        logits = model(given, past_key_values=cache, use_cache=True).logits[0, -1].double() / request.temperature
+        probabilities = logits.softmax(-1)
+        tokens.append(int((probabilities.cumsum(-1) <= uniform).sum()))
+        log_probs.append(float(probabilities[tokens[-1]].log()))
+    return tokens, log_probs
+
+
+def test_with_a_kept_cache_the_rest_of_an_answer_attends_to_keys_and_values_of_the_earlier_weights(
+    start, process_group
+):
+    """Answers that start after the sync attend only to keys and values of the new weights."""
+    models = {0: AutoModelForCausalLM.from_pretrained(start), 3: shaken(start, 1)}
+    kept = ("rollout.keep_kv_cache=true", "trainer.max_staleness=1", "rollout.max_concurrent_sequences=6")
+    made, asked = engine(start, *kept), requests(temperature=1.5)
+    made.add(asked)
+    found = [answer for _ in range(4) for answer in made.step()]
+    load(made, bucket_of(models[3], 3))
+    while made.busy:
+        found += made.step()
+    assert sorted(answer.key for answer in found) == sorted(request.key for request in asked)
+    differs = 0.0
+    for answer in found:
+        (request,) = [request for request in asked if request.key == answer.key]
+        weights = [models[version] for version in answer.versions]
+        tokens, log_probs = with_kept_cache(weights, request)
+        assert answer.token_ids == tokens
+        assert answer.log_probs == pytest.approx(log_probs, abs=1e-4)
+        if len(set(answer.versions)) > 1:
+            differs = max(differs, abs(sum(one_by_one(weights, request)[1]) - sum(log_probs)))
+    assert differs > 1e-2, "a recomputed cache would have given the same"
+    assert any(set(answer.versions) == {3} for answer in found)
+    assert any(set(answer.versions) == {0, 3} for answer in found)
 
 
 def test_E8_the_same_weights_loaded_in_the_middle_change_no_token(start, process_group):
