@@ -34,6 +34,7 @@ from rltrain.base import trace
 from rltrain.base.errors import CheckpointError, described
 from rltrain.base.storage import Folder
 from workers.cluster.progress import tick
+from workers.cluster.worker_process import return_freed_memory
 from workers.models.fsdp import Optimizer
 from workers.models.policy_export import Share, export_model, small_files
 from workers.models.state_files import INDEX, StateFiles, StateReader
@@ -121,7 +122,11 @@ class RankState:
         # The exported model's small files are made in the calling thread, because the transformers library is not
         # thread-safe.
         small = self.small if self.base is not None else None
-        write = functools.partial(save, writer.stage(self.tensors()), storage_writer=writer, process_group=self.group)
+        copies, group = [writer.stage(self.tensors())], self.group
+
+        def write() -> None:
+            save(copies.pop(), storage_writer=writer, process_group=group)  # the copies are freed before the export
+
         self.result = None
         self.thread = threading.Thread(
             target=self._work, args=(write, small, folder, began), name=f"save-{self.role}", daemon=True
@@ -137,6 +142,7 @@ class RankState:
         try:
             with trace.span(f"write {self.role}", "checkpoint"):
                 write()
+            return_freed_memory()
             rank, own = dist.get_rank(), f"{STATE}/{self.role}"
             state = folder.at(own)
             names = [
