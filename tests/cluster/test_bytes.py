@@ -63,7 +63,8 @@ def test_a_host_with_two_engines_receives_the_weights_once_in_a_sync(cluster, tm
             f"trainer.output_dir={output}", f"model.path={tmp_path / 'model'}", f"trainer.total_steps={steps}",
             "trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=2", "rollout.samples_per_prompt=2",
             "rollout.max_prompt_length=16", "rollout.max_response_length=4", "data.val=null", "trainer.save_every=100",
-            "placement=disaggregated", "rollout=hf", "placement.actor_ranks=1", "placement.rollout_replicas=5", "placement.reward_workers=1",
+            "placement=disaggregated", "rollout=hf", "placement.actor_ranks=1", "placement.rollout_replicas=5",
+            "placement.reward_workers=1",
             timeout=600,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
