@@ -67,6 +67,7 @@ _TMP, _LONGEST_TMPDIR = "/tmp", 30
 _DISCONNECT_S = 10.0  # maximum time in seconds to disconnect from a cluster whose head is lost
 _ANSWER_S = 10.0  # timeout in seconds of the test connection to a cluster's port
 _LAST_PORT = 65_535
+ROOM_POLL_S = 5.0  # seconds between two looks for a machine that has room for another engine
 COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collective operations, in seconds; a hang is detected earlier
 # Environment variables that keep other machines from connecting to the workers' sockets in a run on a single machine.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
@@ -230,6 +231,7 @@ class Workers:
 
     async def _restart_training(self, liveness: Liveness) -> None:
         await liveness.nodes_settled()
+        self.rollout.make_room("the training ranks")
         await self.training.restart()
 
     def waited_for(self) -> str:
@@ -610,10 +612,16 @@ async def _start_on_ray(
             build_environment_worker, engine.environments, spawn_environment, threaded=True
         )
         make_replica = functools.partial(EnvironmentReplica, environments=EnvironmentPool(build_worker, count, tasks))
+    room = functools.partial(room_for, reserved_resources(config, "rollout replica"))
     pool = RolloutPool(
         [
-            make_replica(number, functools.partial(start_engine, number), start_timeout_s=placement.start_timeout_s)
-            for number in range(placement.rollout_replicas)
+            make_replica(
+                number,
+                functools.partial(start_engine, number),
+                start_timeout_s=placement.start_timeout_s,
+                room=None if number < placement.rollout_replicas else room,
+            )
+            for number in range(placement.most_replicas)
         ],
         tasks,
         sleeps=config.takes_turns,
@@ -718,7 +726,7 @@ def spawner(
     """
     import ray
 
-    engines, concurrent = name.startswith("rollout"), name.startswith(("rollout", ENVIRONMENT))
+    concurrent = name.startswith(("rollout", ENVIRONMENT))
     # If engines do not generate ahead of training, training ranks and engines compute at different times, so the active
     # processes may use all CPU cores. If engines generate ahead of training, training ranks and engines compute at the
     # same time and share the CPU cores.
@@ -726,11 +734,7 @@ def spawner(
         count if not config.trainer.steps_ahead else config.placement.actor_ranks + config.placement.rollout_replicas
     )
     has_gpus, local = _has_gpus(), config.placement.address == "local"
-    # If an engine and a training rank share a GPU, the engine and the training rank each request half of the GPU.
-    share = 0.5 if config.placement.share_ranks else 1.0
-    resources: dict[str, Any] = {"num_cpus": 0 if local else share}
-    if has_gpus and name != ENVIRONMENT:
-        resources["num_gpus"] = share * (config.rollout.devices if engines else 1)
+    reserved = reserved_resources(config, name)
     environment = {
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
@@ -743,12 +747,13 @@ def spawner(
         environment |= LOOPBACK | openmp_settings(threads or max(1, cpu_cores() // beside))
     sharing = None
     if not local:
-        gpus = resources.get("num_gpus")
-        sharing = Sharing("GPU", gpus, beside, threads) if gpus else Sharing("CPU", share, beside, threads)
+        gpus = reserved.get("GPU")
+        sharing = Sharing("GPU", gpus, beside, threads) if gpus else Sharing("CPU", reserved["CPU"], beside, threads)
     # A training rank runs one call at a time, in the order of the calls. An engine must accept further calls while the
     # engine generates, and each environment worker may have one pending call to each engine.
     calls = 8 + config.placement.environment_workers if concurrent else 1
     make: Any = ray.remote  # `make` has the type `Any`, because Ray's type annotations lack some options
+    resources = {f"num_{kind.lower()}s": amount for kind, amount in reserved.items()}
     remote = make(max_concurrency=calls, **resources)(Host)
 
     def spawn(number: int) -> RayProcess:
@@ -757,6 +762,33 @@ def spawner(
         return RayProcess(host, label, liveness)
 
     return spawn
+
+
+def reserved_resources(config: Config, name: str) -> dict[str, float]:
+    """Return the CPUs and GPUs that Ray reserves for one worker.
+
+    Args:
+        config: The run's whole config.
+        name: Name of the workers, as for `spawner`.
+    """
+    # If an engine and a training rank share a GPU, the engine and the training rank each request half of the GPU.
+    share = 0.5 if config.placement.share_ranks else 1.0
+    reserved = {"CPU": 0.0 if config.placement.address == "local" else share}
+    if _has_gpus() and name != ENVIRONMENT:
+        reserved["GPU"] = share * (config.rollout.devices if name.startswith("rollout") else 1)
+    return reserved
+
+
+async def room_for(resources: Mapping[str, float]) -> None:
+    """Wait until a machine of the Ray cluster has the given resources free."""
+    from ray._private.state import available_resources_per_node
+
+    while True:
+        # Ray has no public function that says which resources of a machine are free.
+        nodes = await asyncio.to_thread(available_resources_per_node)
+        if any(all(free.get(name, 0.0) >= needed for name, needed in resources.items()) for free in nodes.values()):
+            return
+        await asyncio.sleep(ROOM_POLL_S)
 
 
 async def meet(processes: Sequence[WorkerProcess], config: Config) -> None:

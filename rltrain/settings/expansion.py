@@ -33,6 +33,9 @@ def expand(values: dict[str, Any]) -> None:
     Raises:
         ConfigError: the short form of a config value is invalid. The message of the ConfigError is one line.
     """
+    placement = values.get("placement")
+    if isinstance(placement, dict):
+        _set_max_replicas(placement)
     reward = values.get("reward")
     if isinstance(reward, dict):
         reward["functions"] = _reward_functions(reward.get("functions"))
@@ -64,6 +67,14 @@ def expand(values: dict[str, Any]) -> None:
     critic = values.get("critic")
     if isinstance(algorithm, dict) and isinstance(trainer, dict) and isinstance(critic, dict):
         _set_critic_warmup(critic, algorithm.get("advantage_estimator"), trainer.get("total_steps"))
+
+
+def _set_max_replicas(placement: dict[str, Any]) -> None:
+    """Convert the short form `rollout_replicas: 2-4` to the keys `rollout_replicas` and `max_rollout_replicas`."""
+    given = placement.get("rollout_replicas")
+    found = re.fullmatch(r"(\d+)-(\d+)", given) if isinstance(given, str) else None
+    if found:
+        placement["rollout_replicas"], placement["max_rollout_replicas"] = map(int, found.groups())
 
 
 def _tool(tool: Any) -> Any:

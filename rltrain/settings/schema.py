@@ -703,7 +703,15 @@ class PlacementConfig:
         "placement.actor_ranks.",
         values="whole number >= 1",
     )
-    rollout_replicas: int = key("Number of engines that generate answers.", at_least=1)
+    rollout_replicas: int = key(
+        "Number of engines that generate answers. The short form MIN-MAX, as in 2-4, also sets max_rollout_replicas.",
+        at_least=1,
+    )
+    max_rollout_replicas: int | None = key(
+        "Maximum number of engines. The engines above rollout_replicas start when the cluster has room for them, for "
+        "example after a machine has joined, and the run does not need them. null: rollout_replicas.",
+        values="whole number >= rollout_replicas, or `null`",
+    )
     reward_workers: int = key("Number of processes that run reward functions.", at_least=1)
     environment_workers: int = key("Number of processes that run environments and tools.", at_least=1)
     reward_spares: int = key(
@@ -757,6 +765,16 @@ class PlacementConfig:
             f"sequence_ranks={self.sequence_ranks} is no positive divisor of actor_ranks={self.actor_ranks}: every "
             "packed sequence is shared by the same number of ranks; use a divisor, or 1",
         )
+        most, replicas = self.max_rollout_replicas, self.rollout_replicas
+        require(
+            most is None or most >= replicas,
+            f"max_rollout_replicas={most} is below rollout_replicas={replicas}; use at least {replicas}, or null",
+        )
+        require(
+            self.most_replicas == replicas or self.on_cluster,
+            f"max_rollout_replicas={most} with a run on this machine: more engines start when machines join a Ray "
+            "cluster; use placement=disaggregated, or leave the key out",
+        )
         self._require_whole_nodes()
         for name, value in self.env_vars.items():
             require(
@@ -773,6 +791,11 @@ class PlacementConfig:
                 f"{name}={getattr(self, name)} with launcher=inprocess: one process holds one worker of each role; "
                 "use placement=local",
             )
+
+    @property
+    def most_replicas(self) -> int:
+        """Maximum number of engines that the run has at a time."""
+        return self.max_rollout_replicas or self.rollout_replicas
 
     def _require_whole_nodes(self) -> None:
         """Raise ConfigError if the keys that describe a cluster for `--plan` do not fit together."""
@@ -828,9 +851,14 @@ class Config:
             "which the trainer runs too; use rollout=hf, or placement=local",
         )
         require(
-            not self.trainer.deterministic or self.rollout.engine != "vllm" or self.placement.rollout_replicas == 1,
-            f"trainer.deterministic=true with {self.placement.rollout_replicas} vLLM replicas: it depends on timing "
+            not self.trainer.deterministic or self.rollout.engine != "vllm" or self.placement.most_replicas == 1,
+            f"trainer.deterministic=true with {self.placement.most_replicas} vLLM replicas: it depends on timing "
             "which replica answers a prompt; use placement.rollout_replicas=1 or rollout=hf",
+        )
+        require(
+            self.placement.most_replicas == self.placement.rollout_replicas or not self.takes_turns,
+            f"placement.max_rollout_replicas={self.placement.max_rollout_replicas} with engines that share devices "
+            "with training ranks: the number of devices is fixed; use placement=disaggregated, or leave the key out",
         )
         require(
             not self.rollout.has_environment or self.data.special_tokens == "text",

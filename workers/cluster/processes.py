@@ -66,6 +66,9 @@ class WorkerProcess(Protocol):
         Raises WorkerLost if the process is marked as lost.
         """
 
+    def lose(self, how: str) -> None:
+        """Mark the process as lost for the reason `how`, and kill the process."""
+
     def kill(self) -> None:
         """Kill the process, even if the process is stopped or hangs."""
 
@@ -197,6 +200,10 @@ class LocalProcess:
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
         """Wait for the result without checking any process, because the driver's own process cannot be lost."""
         return await awaitable
+
+    def lose(self, how: str) -> None:
+        """Raise AssertionError, because the driver's own process cannot be lost."""
+        raise AssertionError(f"the driver's own process {how}")
 
     def kill(self) -> None:
         """Raise AssertionError, because the driver never kills its own process."""

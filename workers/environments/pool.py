@@ -7,7 +7,7 @@ trajectories and request each turn from a rollout replica, so the driver handles
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Protocol
 
 from rltrain.base.background_tasks import BackgroundTasks, Changes
@@ -193,6 +193,7 @@ class EnvironmentReplica(Replica):
         start: Function that starts a process for the replica, and begins to build the engine in the process.
         environments: The environment workers of the run.
         start_timeout_s: Maximum time to build the engine, in seconds.
+        room: Function that waits until the cluster has room for an optional replica (see `Replica`), or None.
 
     Attributes:
         begun: Number of processes that the replica has started so far.
@@ -201,9 +202,15 @@ class EnvironmentReplica(Replica):
     begun = 0
 
     def __init__(
-        self, number: int, start: Any, environments: EnvironmentPool, *, start_timeout_s: float = math.inf
+        self,
+        number: int,
+        start: Any,
+        environments: EnvironmentPool,
+        *,
+        start_timeout_s: float = math.inf,
+        room: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
-        super().__init__(number, start, start_timeout_s=start_timeout_s)
+        super().__init__(number, start, start_timeout_s=start_timeout_s, room=room)
         self.environments = environments
         self._owner: Owner | None = None
 

@@ -58,7 +58,7 @@ class RolloutPool:
         self._syncing = asyncio.Lock()
 
     async def start(self) -> None:
-        """Wait until the engines of all replicas are built and can receive weights.
+        """Wait until the engines of all replicas that the run needs are built and can receive weights.
 
         Raises WorkerError if an engine cannot be built.
         """
@@ -66,7 +66,12 @@ class RolloutPool:
         self.started = True
 
     async def _all_built(self) -> None:
-        await self.changes.until(lambda: all(replica.ready for replica in self.replicas))
+        """Wait until the engines of all replicas that the run needs are built."""
+        await self.changes.until(lambda: all(replica.ready for replica in self._needed))
+
+    @property
+    def _needed(self) -> list[Replica]:
+        return [replica for replica in self.replicas if replica.room is None]
 
     def submit(self, groups: Sequence[Sequence[HasKey]]) -> None:
         """Send the requests of prompt groups to the replicas, without waiting for the answers.
@@ -139,7 +144,7 @@ class RolloutPool:
             source, self._source = self._source, None
         while True:
             await self._tasks.until(self._all_built())
-            awake = [replica for replica in self.replicas if not replica.asleep]
+            awake = [replica for replica in self._needed if not replica.asleep]
             if not awake:
                 break
             slept = await asyncio.gather(*(replica.sleep() for replica in awake))
@@ -192,7 +197,10 @@ class RolloutPool:
                 try:
                     if await self._sync([replica], ranks, version, check=check):
                         logger.warning(
-                            "rollout replica %d serves again, with weights of version %d", replica.number, version
+                            "rollout replica %d serves%s, with weights of version %d",
+                            replica.number,
+                            " again" if replica.room is None else "",
+                            version,
                         )
                 except WorkerLost:
                     if not any(rank.process.how_lost for rank in ranks):
@@ -213,17 +221,53 @@ class RolloutPool:
         self._deaths += 1
         self._lost.update(uid for uid, _ in replica.running)
         replica.running.clear()
-        limit = REPLACEMENTS * len(self.replicas)
+        limit = REPLACEMENTS * len(self._needed)
         if not self.replaces or self._deaths > limit:
             raise WorkerError(
                 f"rollout replica {replica.number} {how}; {self._deaths} replicas died without an answer in between, "
                 f"and the limit is {limit}: look at the replica's memory and the cluster's free resources "
                 "(verbose=true shows more), and continue with trainer.resume=auto"
             )
+        self.make_room(f"rollout replica {replica.number}")
         when = " after the update" if self.asleep else ""
         logger.warning("rollout replica %d %s: another process replaces it%s", replica.number, how, when)
         self.changes.notify()
         await self.changes.until(lambda: not self.asleep)
+
+    async def room_for(self, replica: Replica) -> None:
+        """Wait until the cluster has room for an optional replica.
+
+        The processes that the run needs come first. While the weights of the last `load` are valid, all training ranks
+        are alive. Otherwise, ranks may be starting, and may need the room.
+        """
+        assert replica.room is not None, "a replica that the run needs does not wait for room"
+
+        def settled() -> bool:
+            return self._source is not None and all(one.ready for one in self._needed)
+
+        while True:
+            await self.changes.until(settled)
+            await replica.room()
+            if settled():
+                break
+        logger.warning("rollout replica %d starts, because the cluster has room for it", replica.number)
+
+    def make_room(self, whom: str) -> None:
+        """End the processes of all optional replicas, so that a process that the run needs finds room.
+
+        Args:
+            whom: name of the process that needs the room.
+        """
+        for replica in self.replicas:
+            if replica.room is not None and replica.state is not ReplicaState.DEAD:
+                replica.role.process.lose(f"ends, to make room for {whom}")
+
+    def go_on_without(self, replica: Replica, how: str) -> None:
+        """Record the loss of an optional replica. Its unfinished prompt groups are answered by the other replicas."""
+        self._lost.update(uid for uid, _ in replica.running)
+        replica.running.clear()
+        logger.warning("rollout replica %d %s: the run goes on with the other engines", replica.number, how)
+        self.changes.notify()
 
     def deliver(self, answers: Sequence[Answer]) -> None:
         """Store the finished answers of a replica until `poll` returns the answers."""

@@ -7,7 +7,7 @@ a new process.
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol, cast
@@ -18,6 +18,8 @@ from workers.cluster.processes import Pending, Role, progress_required, results,
 from workers.rollout.messages import Answer, Completion, HasKey, Request
 from workers.rollout.worker import RolloutWorker
 
+# Seconds for which an optional replica waits after it was lost, before it looks for room again.
+RETRY_S = 15.0
 # Seconds after which `poll` returns even without finished answers. A replica in the driver's process uses LOCAL_POLL_S,
 # because its `poll` blocks the driver.
 LONG_POLL_S, LOCAL_POLL_S = 1.0, 0.05
@@ -67,6 +69,12 @@ class Owner(Protocol):
             WorkerError: The pool does not replace replicas, or too many replicas have died since the last answer.
         """
 
+    async def room_for(self, replica: "Replica") -> None:
+        """Wait until an optional replica may start a process."""
+
+    def go_on_without(self, replica: "Replica", how: str) -> None:
+        """Record the loss of an optional replica."""
+
     async def give_weights(self, replica: "Replica") -> None:
         """Wait until the replica has the weights that the pool sent last."""
 
@@ -78,17 +86,28 @@ class Replica:
         number: Index of the replica in the pool.
         start: Function that starts a process for the replica, and begins to build the engine in the process.
         start_timeout_s: Maximum time to build the engine, in seconds.
+        room: Function that waits until the cluster has room for the replica, or None if the run needs the replica. A
+            replica with `room` is optional: its first process starts when there is room, and if the process is lost,
+            the run goes on without the replica until there is room again.
 
     Attributes:
         running: Keys of the requests that have no answer yet.
         asleep: Whether the engine has released its device memory.
     """
 
-    def __init__(self, number: int, start: Callable[[], Building], *, start_timeout_s: float = math.inf) -> None:
-        self.number, self.start_timeout_s, self._start = number, start_timeout_s, start
+    def __init__(
+        self,
+        number: int,
+        start: Callable[[], Building],
+        *,
+        start_timeout_s: float = math.inf,
+        room: Callable[[], Awaitable[None]] | None = None,
+    ) -> None:
+        self.number, self.start_timeout_s, self.room, self._start = number, start_timeout_s, room, start
         self.running: set[tuple[int, ...]] = set()
-        self._aborts = 0
-        self._begin()
+        self._aborts, self.state, self.asleep = 0, ReplicaState.DEAD, False
+        if room is None:
+            self._begin()
 
     def _begin(self) -> None:
         building = self._start()
@@ -105,16 +124,25 @@ class Replica:
     async def live(self, pool: Owner) -> None:
         """Answer requests until the asyncio task that runs `live` is cancelled.
 
-        If the replica's process is lost, start a new process if the pool permits.
+        If the replica's process is lost, start a new process if the pool permits. An optional replica starts a process
+        when the cluster has room for it.
         """
         while True:
+            if self.room is not None:
+                await pool.room_for(self)
+                self._begin()
             try:
                 await self._serve(pool)
             except WorkerLost as error:
-                self.state = ReplicaState.DEAD
-                await pool.replacement_allowed(self, self.role.process.loss or str(error))
-                self.role.process.kill()
-                self._begin()
+                self.state, how = ReplicaState.DEAD, self.role.process.loss or str(error)
+                if self.room is None:
+                    await pool.replacement_allowed(self, how)
+                    self.role.process.kill()
+                    self._begin()
+                else:
+                    pool.go_on_without(self, how)
+                    self.role.process.kill()
+                    await asyncio.sleep(RETRY_S)
 
     def submit(self, requests: Sequence[HasKey]) -> None:
         """Send requests to the engine, without waiting for a reply. An error of the engine ends the replica's task."""
@@ -189,7 +217,7 @@ class Replica:
         except WorkerLost as error:
             raise WorkerLost(f"did not start: {error}") from error
         except WorkerError as error:
-            if not pool.started:
+            if not pool.started and self.room is None:
                 raise
             raise WorkerLost(f"did not start: {error}") from error
         self.state = ReplicaState.WAITING

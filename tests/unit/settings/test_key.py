@@ -39,6 +39,7 @@ CHANGEABLE = {
     "placement.gpu_memory_gb",
     "placement.gpus_per_node",
     "placement.launcher",
+    "placement.max_rollout_replicas",
     "placement.node_memory_gb",
     "placement.nodes",
     "placement.reward_spares",

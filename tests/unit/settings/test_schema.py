@@ -285,3 +285,20 @@ def test_top_p_and_top_k_are_allowed_where_nothing_needs_the_engines_log_probs_a
     assert config.rollout.is_restricted
     assert config.algorithm.correction.level is None
     assert not compose([])[0].rollout.is_restricted
+
+
+def test_a_range_of_replicas_is_the_minimum_and_the_maximum():
+    cluster = ("placement=disaggregated", "placement.address=10.0.0.1:6379")
+    config = compose([*cluster, "placement.rollout_replicas=2-4"])[0].placement
+    assert (config.rollout_replicas, config.max_rollout_replicas, config.most_replicas) == (2, 4, 4)
+    config = compose([*cluster, "placement.rollout_replicas=3"])[0].placement
+    assert (config.rollout_replicas, config.max_rollout_replicas, config.most_replicas) == (3, None, 3)
+    for overrides, said in (
+        ([*cluster, "placement.rollout_replicas=4-2"], "max_rollout_replicas=2 is below rollout_replicas=4"),
+        ([*cluster, "placement.rollout_replicas=0-2"], "rollout_replicas must be >= 1, got 0"),
+        (["placement.rollout_replicas=1-2"], "max_rollout_replicas=2 with a run on this machine"),
+        (["placement=colocated", cluster[1], "placement.rollout_replicas=1-2"], "the number of devices is fixed"),
+        ([*cluster, "placement.rollout_replicas=two"], "rollout_replicas"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            compose(overrides)
