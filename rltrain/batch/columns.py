@@ -1,14 +1,15 @@
 """Columns of a batch, stored as values and offsets, and functions that copy rows between batches.
 
 The values of a column are either a tensor or read-only bytes. Values in the form of read-only bytes are called
-*stored*. Only a batch that was received from another process has stored values, that is, values in the form of
-read-only bytes. The bytes of stored values may lie in memory that other processes also read, so no tensor shares memory
-with these bytes. Selecting rows of a column copies only the values of the selected rows. The functions that copy rows
+*stored*. A batch that was received from another process has stored values, and so has a range of rows that is about to
+be sent. The bytes of stored values may lie in memory that other processes also read, so no tensor shares memory with
+these bytes. Selecting rows of a column copies only the values of the selected rows. The functions that copy rows
 between batches copy each byte only once.
 """
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -147,6 +148,32 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
         route = routes[family]
         taken[key] = Column(_copied([column.values for column in columns], route), route.offsets)
     return taken
+
+
+def row_ranges(columns: Columns, sizes: Sequence[int]) -> Iterator[dict[str, Column]]:
+    """Yield the columns of consecutive ranges of rows. The values are stored, as views of the given columns' bytes.
+
+    Args:
+        columns: the columns of a batch.
+        sizes: number of rows of each range.
+    """
+    ends = list(itertools.accumulate(sizes, initial=0))
+    families = {id(column.offsets): column.offsets for column in columns.values() if column.offsets is not None}
+    offsets = {key: family.cpu().numpy() for key, family in families.items()}
+    memory = {name: memory_of(column.values) for name, column in columns.items()}
+    for first, last in itertools.pairwise(ends):
+        cut = {key: torch.from_numpy(family[first : last + 1] - family[first]) for key, family in offsets.items()}
+        found = {}
+        for name, column in columns.items():
+            begin, end, own = first, last, None
+            if column.offsets is not None:
+                key = id(column.offsets)
+                begin, end, own = int(offsets[key][first]), int(offsets[key][last]), cut[key]
+            shape = tuple(column.values.shape[1:])
+            width = column.values.dtype.itemsize * math.prod(shape)
+            values = Stored(column.values.dtype, (end - begin, *shape), memory[name][begin * width : end * width])
+            found[name] = Column(values, own)
+        yield found
 
 
 class Route(NamedTuple):

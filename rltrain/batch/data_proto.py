@@ -20,7 +20,7 @@ import torch
 from tensordict import TensorDict
 from torch import Tensor
 
-from rltrain.batch.columns import Column, column_of, same, share_offsets, take_rows
+from rltrain.batch.columns import Column, column_of, row_ranges, same, share_offsets, take_rows
 from rltrain.batch.jagged import jagged, offsets_of, positions, row_numbers
 from rltrain.batch.serialization import Packet, Text, objects, receive, send
 
@@ -365,6 +365,19 @@ class DataProto:
         if not 1 <= chunks <= max(len(self), 1):
             raise ValueError(f"{len(self)} rows cannot be split into {chunks} chunks; use 1 to {len(self)} chunks")
         return [self[torch.from_numpy(rows)] for rows in np.array_split(np.arange(len(self)), chunks)]
+
+    def ranges(self, sizes: Sequence[int]) -> list[Self]:
+        """Cut the batch into consecutive batches of the given numbers of rows, which share memory with this batch.
+
+        The returned batches can be sent to other processes. The sizes add up to the number of rows. A batch with columns
+        of Python objects cannot be cut without copies.
+        """
+        assert not self._others, f"{list(self._others)} are columns of Python objects"
+        assert sum(sizes) == len(self), f"the sizes add up to {sum(sizes)}, and the batch has {len(self)} rows"
+        return [
+            self._of(columns, {}, size, self.meta_info)
+            for columns, size in zip(row_ranges(self._tensors, sizes), sizes, strict=True)
+        ]
 
     def split(self, size: int) -> list[Self]:
         """Split the batch into batches of `size` rows. The last batch may have fewer than `size` rows."""

@@ -130,12 +130,11 @@ def split_minibatches(
     by_rank: list[list[Minibatch]] = [[] for _ in range(ranks)]
     for rows in minibatches:
         counts = trained[rows]
+        whole = int(counts.sum()), int((counts > 0).sum()), int(positive[rows].sum())
         needed = [row for row, count in zip(rows, counts.tolist(), strict=True) if count]
         parts = assign_minibatch(lengths, needed, ranks, max_tokens, work=work)
         for minibatches_of_rank, part in zip(by_rank, parts, strict=True):
-            minibatches_of_rank.append(
-                Minibatch(part, int(counts.sum()), int((counts > 0).sum()), int(positive[rows].sum()))
-            )
+            minibatches_of_rank.append(Minibatch(part, *whole))
     return by_rank
 
 

@@ -39,6 +39,11 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
+# If a receiver has at most this share of the rows of a column, it receives all rows that it reads in one part. A second
+# part would cost the driver more than the few rows that are sent twice.
+FEW = 0.1
+
+
 @dataclass(frozen=True)
 class _Part:
     """Some rows and columns of the step's batch, which are in Ray's object store.
@@ -50,16 +55,20 @@ class _Part:
     """
 
     rows: np.ndarray
-    columns: list[str]
+    columns: frozenset[str]
     reference: Any
+
+    def holds(self, rows: np.ndarray) -> np.ndarray | None:
+        """Return for each of the given rows whether the part has the row, or None if the part has exactly the rows."""
+        return None if np.array_equal(rows, self.rows) else np.isin(rows, self.rows)
 
 
 class SharedColumns:
     """Registry of the rows and columns of the current training step that each rank can already read.
 
     Each rank reads only some of the rows. The batches of one training step have most columns in common. Only the rows
-    and columns that a rank has not yet received in the step are put into Ray's object store. When the first batch of a
-    step is shared, the references of the previous step are deleted.
+    and columns that a rank has not yet received in the step are put into Ray's object store (but see `FEW`). When the
+    first batch of a step is shared, the references of the previous step are deleted.
     """
 
     def __init__(self) -> None:
@@ -86,28 +95,72 @@ class SharedColumns:
         if any(name in self._sources and not wanted.shares(self._sources[name], name) for name in names):
             self._sources, self._parts = {}, {}
         self._sources |= {name: wanted for name in names if name not in self._sources}
+        read = [np.array(some, dtype=np.int64) for some in rows]
+        used: list[list[_Part]] = []
+        missing: dict[tuple[str, ...], list[tuple[int, np.ndarray]]] = {}
+        for receiver, own in enumerate(read):
+            there, lacking = _divided(self._parts.setdefault(receiver, []), names, own)
+            used.append(there)
+            for lacked, some_rows in lacking:
+                missing.setdefault(lacked, []).append((receiver, some_rows))
+        for lacked, needs in missing.items():
+            for (receiver, _), part in zip(needs, _put(wanted.select(lacked), needs, process), strict=True):
+                self._parts[receiver].append(part)
+                used[receiver].append(part)
         return [
-            self._shared_with(receiver, wanted, np.array(some, dtype=np.int64), process)
-            for receiver, some in enumerate(rows)
+            Shared([part.reference for part in parts], [part.rows for part in parts], own, names).as_batch()
+            for own, parts in zip(read, used, strict=True)
         ]
 
-    def _shared_with(self, receiver: int, wanted: DataProto, rows: np.ndarray, process: WorkerProcess) -> DataProto:
-        """Put what the receiver lacks into Ray's object store, and return the rows of `wanted` for the receiver."""
-        parts, names = self._parts.setdefault(receiver, []), wanted.keys()
-        missing: dict[bytes, tuple[np.ndarray, list[str]]] = {}
-        for name in names:
-            there = [part.rows for part in parts if name in part.columns]
-            lacking = rows[~np.isin(rows, np.concatenate(there))] if there else rows
-            if len(lacking) or not there:
-                missing.setdefault(lacking.tobytes(), (lacking, []))[1].append(name)
-        for lacking, columns in missing.values():
-            chosen = wanted.select(columns)
-            part = chosen if len(lacking) == len(chosen) else chosen[lacking]
-            parts.append(_Part(lacking, columns, process.share(part)))
-        used = [part for part in parts if _reads(part, names, rows)]
-        return Shared([part.reference for part in used], [part.rows for part in used], rows, names).as_batch()
+
+def _divided(
+    parts: Sequence[_Part], columns: Sequence[str], rows: np.ndarray
+) -> tuple[list[_Part], list[tuple[tuple[str, ...], np.ndarray]]]:
+    """Divide what a receiver reads into what it has already received and what it lacks.
+
+    Args:
+        parts: the parts that the receiver has received.
+        columns: names of the columns that the receiver reads.
+        rows: row numbers of the rows that the receiver reads.
+
+    Returns:
+        The parts that have some of the rows and columns; and what is in none of the parts, as pairs of columns and row
+        numbers.
+    """
+    used, lacks = set[int](), dict[tuple[str, ...], np.ndarray]()
+    held = [part.holds(rows) for part in parts]
+    by_parts: dict[tuple[int, ...], list[str]] = {}
+    for name in columns:
+        by_parts.setdefault(tuple(k for k, part in enumerate(parts) if name in part.columns), []).append(name)
+    whole: list[str] = []  # columns of which the receiver has no row, or so few that one part with all rows is better
+    for numbers, names in by_parts.items():
+        if any(held[number] is None for number in numbers):
+            used.update(number for number in numbers if held[number] is None)
+            continue
+        masks = [mask for number in numbers if (mask := held[number]) is not None]
+        there = np.logical_or.reduce(masks) if masks else np.zeros(len(rows), bool)
+        if there.mean() <= FEW if len(rows) else not numbers:
+            whole += names
+        else:
+            used.update(number for number, mask in zip(numbers, masks, strict=True) if mask.any())
+            if not there.all():
+                lacks[tuple(names)] = rows[~there]
+    if whole:
+        lacks[tuple(whole)] = rows
+    return [parts[number] for number in sorted(used)], list(lacks.items())
 
 
-def _reads(part: _Part, columns: Sequence[str], rows: np.ndarray) -> bool:
-    """Return whether a receiver that reads the given columns and rows reads any value of the part."""
-    return any(name in part.columns for name in columns) and (not len(rows) or bool(np.isin(rows, part.rows).any()))
+def _put(batch: DataProto, needs: Sequence[tuple[int, np.ndarray]], process: WorkerProcess) -> list[_Part]:
+    """Put rows of a batch into Ray's object store, as one part for each receiver.
+
+    The rows of all receivers are copied at once, because a copy for each receiver would go through all rows of the
+    batch each time.
+
+    Args:
+        batch: the batch, with only the columns that the receivers need.
+        needs: for each receiver, its number and the row numbers that it needs.
+        process: one of the processes that read the parts.
+    """
+    parts = batch[np.concatenate([rows for _, rows in needs])].ranges([len(rows) for _, rows in needs])
+    columns = frozenset(batch.keys())
+    return [_Part(rows, columns, process.share(part)) for (_, rows), part in zip(needs, parts, strict=True)]

@@ -307,6 +307,7 @@ CALLS = {
     "union": lambda b: b.union(DataProto.from_dict({"x": torch.zeros(4)}, {"y": list("abcd")}, {"z": 1})),
     "concat": lambda b: zero(DataProto.concat([b, b])),
     "chunk": lambda b: [zero(part) for part in b.chunk(2)],
+    "ranges": lambda b: [zero(part) for part in b.select(["responses", "uid"]).ranges([1, 3])],
     "split": lambda b: [zero(part) for part in b.split(2)],
     "repeat": lambda b: zero(b.repeat(2)),
     "reorder": lambda b: zero(b.reorder([3, 2, 1, 0])),
@@ -340,6 +341,21 @@ def test_no_public_method_is_left_out_of_that():
 
 
 # Tests of batches that are sent between processes
+
+
+def test_ranges_are_consecutive_rows_and_can_be_sent():
+    batch = example().select(["responses", "uid"])
+    for sizes in ([4], [1, 0, 3], [2, 2]):
+        parts, first = batch.ranges(sizes), 0
+        for part, size in zip(parts, sizes, strict=True):
+            expected = plain(batch[first : first + size])
+            assert plain(received(part)) == expected
+            assert plain(part) == expected
+            first += size
+    with pytest.raises(AssertionError, match="the sizes add up to 3, and the batch has 4 rows"):
+        batch.ranges([1, 2])
+    with pytest.raises(AssertionError, match="name"):
+        example().ranges([4])
 
 
 def test_a_received_batch_may_be_written_without_another_reader_seeing_it():
