@@ -369,8 +369,8 @@ class DataProto:
     def ranges(self, sizes: Sequence[int]) -> list[Self]:
         """Cut the batch into consecutive batches of the given numbers of rows, which share memory with this batch.
 
-        The returned batches can be sent to other processes. The sizes add up to the number of rows. A batch with columns
-        of Python objects cannot be cut without copies.
+        The returned batches can be sent to other processes. The sizes add up to the number of rows. A batch that has
+        columns of Python objects cannot be cut.
         """
         assert not self._others, f"{list(self._others)} are columns of Python objects"
         assert sum(sizes) == len(self), f"the sizes add up to {sum(sizes)}, and the batch has {len(self)} rows"

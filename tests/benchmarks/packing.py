@@ -186,7 +186,7 @@ def waste_row(
     needed = sum(causal_pairs(length, None) for length in lengths)
     computed = sum(
         bucket.index.size(0) * causal_pairs(bucket.index.size(1), None)
-        for one in packs for bucket in one.rows.attention_batches
+        for one in packs for bucket in one.contexts.attention_batches
     )  # fmt: skip
     attention = pair * (computed - needed) / (sum(costs) + pair * (computed - needed))
     notes = (
