@@ -30,6 +30,7 @@ from rltrain.data.model_directory import text_config
 from rltrain.settings.distillation_config import REFERENCE, TEACHER
 from rltrain.settings.schema import REWARD_MODEL, Config
 from workers.cluster import ray_daemons
+from workers.cluster.daemon_threads import in_daemon_thread
 from workers.cluster.hangups import hangups_ignored
 from workers.cluster.liveness import Liveness
 from workers.cluster.node_settings import Sharing
@@ -599,7 +600,7 @@ async def _start_on_ray(
         start_timeout_s=placement.start_timeout_s,
         liveness=liveness,
     )
-    spawn_engine = spawner(config, "rollout replica", placement.rollout_replicas, liveness=liveness, devices=devices)
+    spawn_engine = spawner(config, "rollout replica", placement.most_replicas, liveness=liveness, devices=devices)
 
     def start_engine(number: int) -> Building:
         return engine.build(spawn_engine(number), config, threaded=True)
@@ -608,11 +609,15 @@ async def _start_on_ray(
     if engine.environments is not None:
         count = placement.environment_workers
         spawn_environment = spawner(config, ENVIRONMENT, count, liveness=liveness)
-        build_worker = functools.partial(
-            build_environment_worker, engine.environments, spawn_environment, threaded=True
-        )
+        build = functools.partial(build_environment_worker, engine.environments, spawn_environment, threaded=True)
+
+        def build_worker(number: int, starts: int) -> Any:
+            if starts:
+                pool.make_room(f"{ENVIRONMENT} {number}")
+            return build(number, starts)
+
         make_replica = functools.partial(EnvironmentReplica, environments=EnvironmentPool(build_worker, count, tasks))
-    room = functools.partial(room_for, reserved_resources(config, "rollout replica"))
+    room = functools.partial(room_for, reserved_resources(config, "rollout replica"), liveness)
     pool = RolloutPool(
         [
             make_replica(
@@ -730,9 +735,7 @@ def spawner(
     # If engines do not generate ahead of training, training ranks and engines compute at different times, so the active
     # processes may use all CPU cores. If engines generate ahead of training, training ranks and engines compute at the
     # same time and share the CPU cores.
-    beside = (
-        count if not config.trainer.steps_ahead else config.placement.actor_ranks + config.placement.rollout_replicas
-    )
+    beside = count if not config.trainer.steps_ahead else config.placement.actor_ranks + config.placement.most_replicas
     has_gpus, local = _has_gpus(), config.placement.address == "local"
     reserved = reserved_resources(config, name)
     environment = {
@@ -779,13 +782,20 @@ def reserved_resources(config: Config, name: str) -> dict[str, float]:
     return reserved
 
 
-async def room_for(resources: Mapping[str, float]) -> None:
-    """Wait until a machine of the Ray cluster has the given resources free."""
+async def room_for(resources: Mapping[str, float], liveness: Liveness) -> None:
+    """Wait until a machine of the Ray cluster has the given resources free.
+
+    Raises ClusterLost if a Ray daemon has died.
+    """
     from ray._private.state import available_resources_per_node
 
     while True:
-        # Ray has no public function that says which resources of a machine are free.
-        nodes = await asyncio.to_thread(available_resources_per_node)
+        liveness.daemons.check()
+        nodes: Mapping[str, Mapping[str, float]] = {}
+        # Ray has no public function that says which resources of a machine are free. Without an answer of Ray, the
+        # cluster counts as full.
+        with contextlib.suppress(Exception):
+            nodes = await in_daemon_thread(available_resources_per_node)
         if any(all(free.get(name, 0.0) >= needed for name, needed in resources.items()) for free in nodes.values()):
             return
         await asyncio.sleep(ROOM_POLL_S)

@@ -436,10 +436,9 @@ def _processes(config: Config, facts: Facts) -> str:
     else:
         training = f"{_count(placement.actor_ranks, 'rank')} each for {', '.join(roles)}"
     shards = config.rollout.shards
-    engines = _count(placement.rollout_replicas, "engine")
+    engines = _count(placement.rollout_replicas, "engine") + (f" of {shards} shards" if shards > 1 else "")
     if placement.most_replicas > placement.rollout_replicas:
-        engines += f", up to {placement.most_replicas} when machines join"
-    engines += f" of {shards} shards" if shards > 1 else ""
+        engines += f" (up to {placement.most_replicas} if the cluster has room)"
     where = "Ray on this machine" if placement.address == "local" else f"Ray cluster {placement.address}"
     return f"{training} + {engines} + {_count(placement.reward_workers, 'reward worker')}; {where}, {devices}"
 

@@ -74,6 +74,12 @@ def _set_max_replicas(placement: dict[str, Any]) -> None:
     given = placement.get("rollout_replicas")
     found = re.fullmatch(r"(\d+)-(\d+)", given) if isinstance(given, str) else None
     if found:
+        other = placement.get("max_rollout_replicas")
+        require(
+            other is None or other == int(found[2]),
+            f"placement.rollout_replicas={given} with placement.max_rollout_replicas={other}: both set the maximum "
+            "number of engines; give only one of them",
+        )
         placement["rollout_replicas"], placement["max_rollout_replicas"] = map(int, found.groups())
 
 

@@ -912,9 +912,11 @@ class Config:
         """
         keep, correction = self.rollout.keep_kv_cache, self.algorithm.correction.level
         require(
-            not keep or self.trainer.max_staleness > 0,
-            "rollout.keep_kv_cache=true with trainer.max_staleness=0: no answer is unfinished when the weights change; "
-            "use trainer.max_staleness=1, or rollout.keep_kv_cache=false",
+            not keep or self.trainer.steps_ahead > 0,
+            f"rollout.keep_kv_cache=true with trainer.max_staleness={self.trainer.max_staleness}"
+            + (f" and trainer.reuse.steps={self.trainer.reuse.steps}" if self.trainer.reuse else "")
+            + ": no answer is unfinished when the weights change; use a larger trainer.max_staleness, or "
+            "rollout.keep_kv_cache=false",
         )
         require(
             not keep or correction is not None,

@@ -46,10 +46,12 @@ def measure(rank: int, folder: Path) -> None:
     import functools
 
     from rltrain.settings.compose import compose
+    from workers.cluster.worker_process import keep_freed_memory
     from workers.models.fsdp import shard
     from workers.models.row_isolation import load_policy
     from workers.training import rank_state
 
+    keep_freed_memory()  # as every training rank does
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(folder / "store"), RANKS)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)

@@ -10,8 +10,9 @@ async def test_simulated_ranks_take_the_calls_of_a_step_and_the_driver_accepts_w
     assert all(seconds >= 0 for seconds in phases.values())
 
 
-def test_the_driver_sends_each_column_of_a_batch_once_however_many_ranks_read_it():
+def test_the_driver_sends_only_token_ids_twice_however_many_ranks_there_are():
+    """An update gives rows to other ranks than the passes before it, and these ranks need the rows' token ids."""
     batch, config = rollouts(), compose(OVERRIDES)[0]
-    one, eight = (bytes_per_step(ranks, batch, config) for ranks in (1, 8))
+    one, eight, many = (bytes_per_step(ranks, batch, config) for ranks in (1, 8, 64))
     columns = 8 * (len(batch.values("prompts")) + len(batch.values("responses")))  # token ids, int64
-    assert columns < one < eight < 1.05 * one
+    assert columns < one < eight < many < 1.05 * (one + columns)

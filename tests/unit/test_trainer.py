@@ -490,7 +490,7 @@ async def test_the_entropy_coefficient_moves_step_by_step_towards_the_target():
     made.actor.entropies = [0.4, 0.3, 0.6, 0.4, 0.4]
     shown = [(await made.train_step())[0]["actor/entropy_coef"] for _ in range(6)]
     # the metric shows the entropy coefficient that the actor received
-    assert [coef for (coef,) in made.actor.arguments] == shown
+    assert [coef for coef, _ in made.actor.arguments] == shown
     # the entropy bonus is off while the entropy is above the target
     assert shown == pytest.approx([0.01, 0.014, 0.018, 0.0, 0.018, 0.02])
 
@@ -499,13 +499,13 @@ async def test_without_a_target_the_entropy_coefficient_stays_and_is_not_shown()
     made, _ = trainer("algorithm.entropy_coef=0.01")
     made.actor.entropies = [0.4, 9.0]
     assert not [name for _ in range(2) for name in (await made.train_step())[0] if name == "actor/entropy_coef"]
-    assert made.actor.arguments == [(0.01,), (0.01,)]
+    assert [coef for coef, _ in made.actor.arguments] == [0.01, 0.01]
 
 
 async def test_only_the_actor_is_given_an_entropy_coefficient():
     made, _ = trainer("algorithm=ppo", "algorithm.entropy_coef=0.02", critic=True)
     await made.train_step()
-    assert (made.actor.arguments, made.critic.arguments) == ([(0.02,)], [()])
+    assert ([coef for coef, _ in made.actor.arguments], made.critic.arguments) == ([0.02], [()])
 
 
 # Tests of the data of a training step

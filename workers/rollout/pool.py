@@ -243,7 +243,9 @@ class RolloutPool:
         assert replica.room is not None, "a replica that the run needs does not wait for room"
 
         def settled() -> bool:
-            return self._source is not None and all(one.ready for one in self._needed)
+            # Two replicas that start at the same time would count on the same room.
+            starting = any(one.state is ReplicaState.STARTING for one in self.replicas)
+            return self._source is not None and not starting and all(one.ready for one in self._needed)
 
         while True:
             await self.changes.until(settled)

@@ -133,7 +133,10 @@ class Replica:
                 self._begin()
             try:
                 await self._serve(pool)
-            except WorkerLost as error:
+            except WorkerError as error:
+                # If the engine of an optional replica fails, the run goes on without the replica.
+                if self.room is None and not isinstance(error, WorkerLost):
+                    raise
                 self.state, how = ReplicaState.DEAD, self.role.process.loss or str(error)
                 if self.room is None:
                     await pool.replacement_allowed(self, how)

@@ -185,13 +185,14 @@ class Growing:
         return Completion(self.key, self.ids, self.log_probs, reason, self.versions)
 
 
-def prompt_of(request: Request, version: int, config: RolloutConfig) -> Any:
+def prompt_of(request: Request, loads: int, config: RolloutConfig) -> Any:
     """Return vLLM's form of a request's prompt.
 
-    With `rollout.keep_kv_cache`, the KV cache contains keys and values of earlier weight versions. The salt keeps vLLM
-    from using them for a new request.
+    With `rollout.keep_kv_cache`, the KV cache contains keys and values of earlier weights. The salt keeps vLLM from
+    using them for a new request. The salt counts the engine's weight syncs, because a version number returns if a run
+    goes back to a checkpoint.
     """
-    salt = {"cache_salt": str(version)} if config.keep_kv_cache else {}
+    salt = {"cache_salt": str(loads)} if config.keep_kv_cache else {}
     return {"prompt_token_ids": request.prompt_ids, **salt}
 
 
@@ -219,7 +220,7 @@ class InProcessVLLM:
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
         self.engine = LLMEngine.from_engine_args(EngineArgs(**arguments), enable_multiprocessing=False)
         self.engine.collective_rpc("init_weight_transfer_engine", kwargs={"init_info": {}})
-        self.config, self.stop_ids, self.version = config, list(stop_ids), 0
+        self.config, self.stop_ids, self.version, self.loads = config, list(stop_ids), 0, 0
         self.strings = stop_strings(config.stop, path)
         self.keys: dict[str, tuple[int, ...]] = {}
         self.growing: dict[str, Growing] = {}  # Unfinished answers by vLLM's request id, if the run has stop strings.
@@ -228,7 +229,7 @@ class InProcessVLLM:
         """Queue requests."""
         for request in requests:
             name = _name(request)
-            prompt = prompt_of(request, self.version, self.config)
+            prompt = prompt_of(request, self.loads, self.config)
             self.keys[name] = request.key
             if self.strings is not None:
                 self.growing[name] = Growing(request.key, self.strings)
@@ -313,7 +314,7 @@ class InProcessVLLM:
         self.engine.collective_rpc("rltrain_check")
         self._wake(CACHE)
         self.engine.set_weight_version(str(version))
-        self.version = version
+        self.version, self.loads = version, self.loads + 1
 
     def close(self) -> None:
         """End the engine."""
@@ -380,7 +381,7 @@ class AsyncVLLM:
         self, config: RolloutConfig, path: str, dtype: str, stop_ids: Sequence[int], *, sleep_level: int = 0
     ) -> None:
         self.config, self.stop_ids, self.strings = config, list(stop_ids), stop_strings(config.stop, path)
-        self.version = 0
+        self.loads = 0
         self.sleep_level, self.asleep = sleep_level if torch.cuda.is_available() else 0, set[str]()
         self.keys: dict[str, tuple[int, ...]] = {}  # Maps vLLM's unique request ids to the keys of the requests.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
@@ -430,7 +431,7 @@ class AsyncVLLM:
             asyncio.run_coroutine_threadsafe(self._answer(name, request), self.loop)
 
     async def _answer(self, name: str, request: Request) -> None:
-        prompt = prompt_of(request, self.version, self.config)
+        prompt = prompt_of(request, self.loads, self.config)
         params = sampling_params(request, self.stop_ids, self.config)
         growing = None if self.strings is None else Growing(request.key, self.strings)
         try:
@@ -522,7 +523,7 @@ class AsyncVLLM:
         later use only keys and values of the new weights.
         """
         self._sync(self._finish_load(version))
-        self.version = version
+        self.loads += 1
 
     def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:

@@ -39,8 +39,8 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-# If a receiver has at most this share of the rows of a column, it receives all rows that it reads in one part. A second
-# part would cost the driver more than the few rows that are sent twice.
+# If a receiver has at most this share of the rows of a column, it receives all rows that it reads in one part. A few
+# rows are then sent twice. Two parts would take the driver more time than one part with these rows.
 FEW = 0.1
 
 
@@ -139,7 +139,7 @@ def _divided(
             continue
         masks = [mask for number in numbers if (mask := held[number]) is not None]
         there = np.logical_or.reduce(masks) if masks else np.zeros(len(rows), bool)
-        if there.mean() <= FEW if len(rows) else not numbers:
+        if not len(rows) or there.mean() <= FEW:
             whole += names
         else:
             used.update(number for number, mask in zip(numbers, masks, strict=True) if mask.any())

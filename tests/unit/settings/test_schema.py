@@ -231,6 +231,9 @@ def test_a_kept_kv_cache_needs_staleness_and_importance_weights():
     assert compose([kept, "trainer.max_staleness=1"])[0].rollout.keep_kv_cache is True
     with pytest.raises(ConfigError, match=r"keep_kv_cache=true with trainer.max_staleness=0: no answer is unfinished"):
         compose([kept])
+    reused = ["trainer.max_staleness=1", "trainer.reuse.groups=1", "trainer.reuse.steps=1"]
+    with pytest.raises(ConfigError, match=r"with trainer.max_staleness=1 and trainer.reuse.steps=1: no answer is unf"):
+        compose([kept, *reused])
     with pytest.raises(ConfigError, match=r"keep_kv_cache=true with algorithm.correction.level=null: .*level=token"):
         compose([kept, "trainer.max_staleness=1", "algorithm.correction.level=null"])
 
@@ -299,6 +302,7 @@ def test_a_range_of_replicas_is_the_minimum_and_the_maximum():
         (["placement.rollout_replicas=1-2"], "max_rollout_replicas=2 with a run on this machine"),
         (["placement=colocated", cluster[1], "placement.rollout_replicas=1-2"], "the number of devices is fixed"),
         ([*cluster, "placement.rollout_replicas=two"], "rollout_replicas"),
+        ([*cluster, "placement.rollout_replicas=2-4", "placement.max_rollout_replicas=3"], "give only one of them"),
     ):
         with pytest.raises(ConfigError, match=said):
             compose(overrides)

@@ -130,6 +130,41 @@ async def test_optional_replicas_end_if_a_process_that_the_run_needs_is_replaced
     assert replicas.processes[0].how_lost == ""
 
 
+async def test_two_optional_replicas_do_not_count_on_the_same_room(made, tasks):
+    pool, replicas, room = made
+    other = Room()
+    replicas.processes.append(None)
+    replicas.all.append(Replica(2, lambda: replicas._start(2), room=other.wait))
+    pool = RolloutPool(replicas.all, tasks)
+    await pool.start()
+    await pool.load(RANKS, 0, check=True)
+    replicas.hold_builds = True
+    room.free.set()
+    other.free.set()
+    await settled()
+    assert replicas.states == [ReplicaState.SERVING, ReplicaState.STARTING, ReplicaState.DEAD]
+    replicas.processes[1].built.give()
+    await settled()
+    assert replicas.states == [ReplicaState.SERVING, ReplicaState.SERVING, ReplicaState.STARTING]
+
+
+async def test_an_optional_replica_whose_engine_fails_does_not_end_the_run(made, tasks, caplog):
+    pool, replicas, room = made
+    await pool.start()
+    await pool.load(RANKS, 0, check=True)
+    room.free.set()
+    await settled()
+    room.free.clear()
+    pool.submit([[request(0)], [request(1)]])
+    await settled()
+    replicas.processes[1].open.fail(of_worker(WorkerError("out of memory")))
+    await settled()
+    tasks.check()
+    assert pool.take_lost() == {1}
+    assert replicas.states == [ReplicaState.SERVING, ReplicaState.DEAD]
+    assert "out of memory: the run goes on with the other engines" in caplog.text
+
+
 async def test_an_optional_replica_whose_engine_cannot_be_built_does_not_end_the_run(made, tasks, caplog):
     pool, replicas, room = made
     await pool.start()

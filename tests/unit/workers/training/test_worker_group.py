@@ -4,14 +4,18 @@ import pickle
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from rltrain.base import errors
 from rltrain.batch.data_proto import DataProto, jagged
+from rltrain.batch.partial_batches import joined_rows
 from rltrain.batch.row_costs import RowWork
 from tests.fake_replicas import Reply
 from workers.cluster.processes import LocalProcess, RayProcess, Role
 from workers.cluster.worker_process import Host
 from workers.training.dispatch import OVERHEAD_METRICS, UpdateResult
+from workers.training.shared_columns import FEW, SharedColumns
 from workers.training.worker_group import WorkerGroup, row_lengths
 
 FORWARD = ["prompts", "responses"]
@@ -168,6 +172,37 @@ async def test_in_a_step_each_rank_receives_each_row_of_a_column_once(size):
     await group.rows(Worker.double, later, FORWARD, max_tokens=7)
     assert len(stored_by(group)) == before + size, "the next step's batch has columns in other memory"
     assert all(len(parts) == 1 for parts in group.shared._parts.values())
+
+
+def received_by(shared, process):
+    """Return what the process of a rank would read: the parts joined."""
+    parts = [pickle.loads(one.pickled) for one in shared.references]
+    return joined_rows(parts, shared.rows_of_parts, shared.rows, shared.columns)
+
+
+@given(
+    passes=st.lists(st.lists(st.sets(st.integers(0, 29)), min_size=3, max_size=3), min_size=1, max_size=5),
+    data=st.data(),
+)
+@settings(deadline=None, max_examples=60)
+def test_receivers_get_the_rows_that_they_read_and_at_most_a_tenth_of_them_twice(passes, data):
+    made, registry, process = batch(30), SharedColumns(), Rank(0)
+    for rows in passes:
+        columns = data.draw(st.sampled_from([FORWARD, UPDATE, ["responses"]]))
+        stored = len(process.stored)
+        shares = registry.share(made, columns, [sorted(some) for some in rows], process)
+        for share, some in zip(shares, rows, strict=True):
+            found, expected = received_by(share, process), made[sorted(some)]
+            assert found.keys() == columns
+            for name in columns:
+                assert found.values(name).tolist() == expected.values(name).tolist()
+        sent = {name: sum(len(part) for part in process.stored[stored:] if name in part) for name in columns}
+        assert all(count <= sum(map(len, rows)) for count in sent.values())
+    for receiver, parts in registry._parts.items():
+        for name in UPDATE:
+            got = [row for part in parts if name in part.columns for row in part.rows.tolist()]
+            read = [len(rows[receiver]) for rows in passes]
+            assert len(got) - len(set(got)) <= sum(FEW * count for count in read)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
