@@ -263,9 +263,11 @@ def _fit(config: Config, facts: Sequence[NodeFacts]) -> Iterator[Finding]:
     for node in facts:
         if not on_gpus and node.cpus < 1:
             yield Finding(
-                node.name, "CPUs", "Ray has no CPU there, so no rank and no engine can run there",
+                node.name,
+                "CPUs",
+                "Ray has no CPU there, so no rank and no engine can run there",
                 f"start Ray there with --num-cpus={node.cores}",
-            )  # fmt: skip
+            )
         elif node not in short:
             yield Finding(node.name, "CPUs", f"{node.cpus:g} for Ray, {node.cores} cores")
 
