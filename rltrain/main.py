@@ -720,7 +720,7 @@ def join_cluster(config: Config) -> None:
 def nodes_for(config: Config, args: Args, console: Console) -> "list[Node]":
     """Return the machines on which the run takes place, after checking that each machine can take part.
 
-    `--check` also prints the results of the check. For `--plan`, the config can describe a cluster that is not there.
+    `--check` also prints the results of the check. For `--plan`, the config can describe a cluster that does not exist.
 
     Raise ConfigError if a check fails.
     """

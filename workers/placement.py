@@ -68,7 +68,7 @@ _TMP, _LONGEST_TMPDIR = "/tmp", 30
 _DISCONNECT_S = 10.0  # maximum time in seconds to disconnect from a cluster whose head is lost
 _ANSWER_S = 10.0  # timeout in seconds of the test connection to a cluster's port
 _LAST_PORT = 65_535
-ROOM_POLL_S = 5.0  # seconds between two looks for a machine that has room for another engine
+ROOM_POLL_S = 5.0  # interval in seconds at which the driver looks for a machine with free resources for another engine
 COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collective operations, in seconds; a hang is detected earlier
 # Environment variables that keep other machines from connecting to the workers' sockets in a run on a single machine.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}

@@ -367,10 +367,12 @@ class DataProto:
         return [self[torch.from_numpy(rows)] for rows in np.array_split(np.arange(len(self)), chunks)]
 
     def ranges(self, sizes: Sequence[int]) -> list[Self]:
-        """Cut the batch into consecutive batches of the given numbers of rows, which share memory with this batch.
+        """Return consecutive ranges of the batch's rows, as batches that share memory with this batch.
 
-        The returned batches can be sent to other processes. The sizes add up to the number of rows. A batch that has
-        columns of Python objects cannot be cut.
+        The returned batches can be sent to other processes. A batch with columns of Python objects has no ranges.
+
+        Args:
+            sizes: number of rows of each range. The sizes must add up to the number of rows of this batch.
         """
         assert not self._others, f"{list(self._others)} are columns of Python objects"
         assert sum(sizes) == len(self), f"the sizes add up to {sum(sizes)}, and the batch has {len(self)} rows"

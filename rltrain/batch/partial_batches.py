@@ -16,7 +16,7 @@ def joined_rows(
     If a part has exactly the rows that are needed, the values of the part's columns are not copied.
 
     Args:
-        parts: the parts of the batch. For each column and row that is needed, exactly one part has the value.
+        parts: the parts of the batch. For each column and row that is needed, at least one part has the value.
         rows_of_parts: for each part, the row numbers of the part's rows in the batch, in ascending order.
         rows: row numbers of the rows that are needed, in ascending order.
         columns: names of the columns that are needed.
@@ -41,7 +41,7 @@ def _taken(
     numbers: Sequence[int],
     names: Sequence[str],
 ) -> DataProto:
-    """Return the given rows of columns that all have their rows in the same parts, which are the parts `numbers`."""
+    """Return the given rows of the columns `names`, whose values are in the parts with the indices `numbers`."""
     for number in numbers:
         if np.array_equal(rows_of_parts[number], rows):
             return parts[number].select(names)

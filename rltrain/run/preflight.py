@@ -65,7 +65,7 @@ def check_nodes(config: Config) -> list[Finding]:
 def ask_nodes(config: Config) -> Answers:
     """Return the facts about the nodes with the driver's node first, the silent nodes, and the seconds that it took.
 
-    For the time of the questions, a small file is written next to each folder that all nodes must share.
+    While the nodes are checked, a small file is written next to each folder that all nodes must share.
     """
     probes: dict[str, str] = {}
     disks: dict[str, str] = {}

@@ -41,7 +41,8 @@ class Restarts:
         first = error
         while True:
             if self.restart is None or self.count >= self.limit:
-                # The first error names the machine that was lost if the new ranks do not find room on the others.
+                # If a machine was lost and the other machines have no room for new ranks, only the first error names
+                # the lost machine.
                 before = "" if error is first else f"{first}; "
                 raise WorkerError(
                     f"{before}{error}; the training ranks were restarted {self.count} times, and "

@@ -905,7 +905,7 @@ class Config:
             )
 
     def _require_use_of_kept_cache(self) -> None:
-        """Raise ConfigError if `rollout.keep_kv_cache` has no effect, or its effect on the policy is not corrected.
+        """Raise ConfigError if `rollout.keep_kv_cache` has no effect, or is used without importance weights.
 
         An engine that keeps keys and values of earlier weights samples from a distribution that no version of the
         policy has.

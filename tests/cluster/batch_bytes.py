@@ -1,4 +1,4 @@
-"""Measures how many bytes a step's batch takes on the network, beside the bytes of the columns that ranks read.
+"""Compares the bytes that a step's batch takes on the network with the bytes that the ranks read.
 
 The program runs on the head of a cluster of several hosts, with two ranks without a model on each host. The ranks take
 part in the passes of one step: log-probs of the reference, log-probs of the actor, and an update with several

@@ -98,7 +98,7 @@ class Slurm:
         running = [host.popen(command, env) for host in nodes]
 
         def stop() -> None:
-            connection.read()  # returns when srun has got SIGTERM, or was killed
+            connection.read()  # `read` returns when srun has received SIGTERM or was killed
             for process in running:
                 with contextlib.suppress(ProcessLookupError, ValueError):
                     os.kill(child_of(process), signal.SIGTERM)

@@ -1,4 +1,4 @@
-"""What a training step and a weight sync take on the network, counted at the interfaces of three hosts."""
+"""Tests of the bytes that a training step and a weight sync send over the network between three hosts."""
 
 import json
 import sys
@@ -54,7 +54,7 @@ def model_in(folder: Path) -> int:
 
 
 def test_a_host_with_two_engines_receives_the_weights_once_in_a_sync(cluster, tmp_path):
-    """Runs of 2 and of 6 steps differ in four syncs, besides a few prompts and answers."""
+    """The longer run sends four more weight syncs, so the difference in received bytes is nearly that of four syncs."""
     size, received = model_in(tmp_path / "model"), []
     for steps in (2, 6):
         output = tmp_path / f"steps{steps}"

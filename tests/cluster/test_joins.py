@@ -1,4 +1,4 @@
-"""A host that joins in the middle of a run gets an engine, and takes nothing with it when it leaves."""
+"""A run uses a host that joins the cluster during the run, and continues without loss when the host fails."""
 
 import json
 import os
@@ -19,7 +19,7 @@ def test_a_joining_host_serves_and_a_leaving_host_takes_nothing_with_it(tmp_path
     with hosts(3) as made:
         cluster = Cluster(made, {"OMP_NUM_THREADS": "1"})
         for host in made[:2]:
-            cluster.join(host, 1)  # the rank and the engine that the run needs fill the cluster
+            cluster.join(host, 1)  # one training rank and one engine use all CPUs of these two hosts
         with log.open("w") as stream:
             run = made[0].popen(
                 [sys.executable, "-m", "rltrain.main", f"placement.address={cluster.address}",

@@ -1,4 +1,4 @@
-"""Test that a rank of two never holds much more than its own half of a model of 10^9 parameters."""
+"""Test the memory that each of two ranks needs to load and to export a model of 10^9 parameters."""
 
 import gc
 import json
@@ -101,5 +101,5 @@ def test_loading_and_export_take_at_most_two_thirds_of_the_model_on_each_of_two_
     print({phase: [round(one[phase] / size, 3) for one in used] for phase in ("load", "export")})  # noqa: T201
     for phase in ("load", "export"):
         for one in used:
-            # A rank has its half of the weights in memory, so a smaller peak would mean that weights were not read.
+            # Each rank must hold half of the weights. A smaller peak would show that a rank did not read its weights.
             assert 0.4 * size < one[phase] < LIMIT * size + FIXED, (phase, one[phase] / size)

@@ -217,7 +217,7 @@ class Liveness:
         while unnoticed and time.monotonic() < deadline:
             asking = asyncio.ensure_future(in_daemon_thread(_unnoticed))
             while not asking.done():
-                self.daemons.check()  # without gcs_server, the answer comes after minutes
+                self.daemons.check()  # if Ray's process gcs_server has died, Ray answers only after minutes
                 await asyncio.wait({asking}, timeout=LOOK_EVERY_S)
             if unnoticed := asking.result():
                 await asyncio.sleep(LOOK_EVERY_S)

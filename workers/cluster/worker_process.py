@@ -195,8 +195,8 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Make glibc return memory that was freed to the system, in all threads.
 
-    A checkpoint needs as much memory as the training state for a moment. Without this call, the process would keep most
-    of that memory until it ends.
+    Writing a checkpoint temporarily needs as much memory as the training state. Without this call, the process would
+    keep most of that memory.
     """
     with contextlib.suppress(OSError, AttributeError):  # the C library may not be glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -80,7 +80,8 @@ def empty_model(kind: Any, path: str, where: str) -> PreTrainedModel:
     try:
         model: PreTrainedModel = skeleton(path, kind, where, attention=PACKED)
         return model
-    except ConfigError as error:  # some architectures look up attention functions in a table of their own
+    except ConfigError as error:
+        # Some models look up the attention function in a table that the model's own module defines.
         if isinstance(error.__cause__, KeyError) and PACKED in error.__cause__.args:
             raise ConfigError(
                 f"{where}: this model implements its own attention, which cannot be replaced by attention over packed "

@@ -237,13 +237,13 @@ class RolloutPool:
     async def room_for(self, replica: Replica) -> None:
         """Wait until the cluster has room for an optional replica.
 
-        The processes that the run needs come first. While the weights of the last `load` are valid, all training ranks
-        are alive. Otherwise, ranks may be starting, and may need the room.
+        An optional replica never starts while the training ranks restart, because the training ranks could then find no
+        free CPUs or GPUs. The training ranks cannot be restarting while the weights of the last `load` are valid.
         """
         assert replica.room is not None, "a replica that the run needs does not wait for room"
 
         def settled() -> bool:
-            # Two replicas that start at the same time would count on the same room.
+            # If two replicas started at the same time, both could count the same free CPUs and GPUs.
             starting = any(one.state is ReplicaState.STARTING for one in self.replicas)
             return self._source is not None and not starting and all(one.ready for one in self._needed)
 
@@ -255,10 +255,10 @@ class RolloutPool:
         logger.warning("rollout replica %d starts, because the cluster has room for it", replica.number)
 
     def make_room(self, whom: str) -> None:
-        """End the processes of all optional replicas, so that a process that the run needs finds room.
+        """End all optional replicas, to free their CPUs and GPUs for a process that the run needs.
 
         Args:
-            whom: name of the process that needs the room.
+            whom: name of the process that needs the CPUs and GPUs.
         """
         for replica in self.replicas:
             if replica.room is not None and replica.state is not ReplicaState.DEAD:

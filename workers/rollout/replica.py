@@ -18,7 +18,7 @@ from workers.cluster.processes import Pending, Role, progress_required, results,
 from workers.rollout.messages import Answer, Completion, HasKey, Request
 from workers.rollout.worker import RolloutWorker
 
-# Seconds for which an optional replica waits after it was lost, before it looks for room again.
+# Seconds that an optional replica waits after its process was lost, before the replica looks for free resources.
 RETRY_S = 15.0
 # Seconds after which `poll` returns even without finished answers. A replica in the driver's process uses LOCAL_POLL_S,
 # because its `poll` blocks the driver.

@@ -146,8 +146,8 @@ def _row_sums(batch: DataProto, mask: Tensor) -> Tensor:
 def rows_read(microbatches: Sequence[Rows], lengths: Sequence[int]) -> Rows:
     """Return the indices of the rows that a rank reads to process its micro-batches, in ascending order.
 
-    If one of its micro-batches is empty, a rank processes the shortest row of the batch instead, so the rank also reads
-    the shortest row.
+    For an empty micro-batch, a rank processes the shortest row of the batch. Therefore, a rank with an empty
+    micro-batch also reads the shortest row.
 
     Args:
         microbatches: row indices of each micro-batch of the rank.
@@ -160,7 +160,7 @@ def rows_read(microbatches: Sequence[Rows], lengths: Sequence[int]) -> Rows:
 
 
 def renumbered(microbatches: Sequence[Rows], rows: Rows) -> list[Rows]:
-    """Return micro-batches whose row indices count within `rows`, the rows that the rank reads."""
+    """Convert row indices of the whole batch to indices into `rows`, the list of rows that the rank reads."""
     place = {row: number for number, row in enumerate(rows)}
     return [[place[row] for row in some] for some in microbatches]
 

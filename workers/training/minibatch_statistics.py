@@ -1,4 +1,4 @@
-"""Facts about a whole mini-batch, which the driver computes before an update, because no rank has all rows."""
+"""Statistics and token selections of whole mini-batches. The driver computes them, because no rank has all rows."""
 
 from collections.abc import Callable, Sequence
 

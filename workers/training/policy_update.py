@@ -1,4 +1,4 @@
-"""The update of the actor on one batch: what the driver computes before the ranks start."""
+"""Update of the actor on one batch: the driver computes statistics of the mini-batches, and then the ranks train."""
 
 from collections.abc import Sequence
 

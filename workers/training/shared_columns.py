@@ -67,8 +67,8 @@ class SharedColumns:
     """Registry of the rows and columns of the current training step that each rank can already read.
 
     Each rank reads only some of the rows. The batches of one training step have most columns in common. Only the rows
-    and columns that a rank has not yet received in the step are put into Ray's object store (but see `FEW`). When the
-    first batch of a step is shared, the references of the previous step are deleted.
+    and columns that a rank has not yet received in the step are put into Ray's object store. Exception: see `FEW`. When
+    the first batch of a step is shared, the references of the previous step are deleted.
     """
 
     def __init__(self) -> None:
@@ -116,7 +116,7 @@ class SharedColumns:
 def _divided(
     parts: Sequence[_Part], columns: Sequence[str], rows: np.ndarray
 ) -> tuple[list[_Part], list[tuple[tuple[str, ...], np.ndarray]]]:
-    """Divide what a receiver reads into what it has already received and what it lacks.
+    """Find out which rows and columns a receiver has already received, and which rows and columns are missing.
 
     Args:
         parts: the parts that the receiver has received.
@@ -132,7 +132,7 @@ def _divided(
     by_parts: dict[tuple[int, ...], list[str]] = {}
     for name in columns:
         by_parts.setdefault(tuple(k for k, part in enumerate(parts) if name in part.columns), []).append(name)
-    whole: list[str] = []  # columns of which the receiver has no row, or so few that one part with all rows is better
+    whole: list[str] = []  # columns of which the receiver has at most the share `FEW` of the rows
     for numbers, names in by_parts.items():
         if any(held[number] is None for number in numbers):
             used.update(number for number in numbers if held[number] is None)

@@ -169,8 +169,9 @@ class WorkerGroup(Generic[W_co]):
         """Split mini-batches over the ranks.
 
         Returns:
-            For each part of the batch, the rows that a rank reads, and the rank's parts of the mini-batches, whose row
-            indices count within these rows. In addition, the metrics of the overhead that the split causes.
+            For each rank, the rows that the rank reads, and the rank's parts of the mini-batches. Row indices in the
+            mini-batches are indices into the rows that the rank reads. In addition, the metrics of the overhead that
+            the split causes.
         """
         lengths, work = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks

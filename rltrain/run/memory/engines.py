@@ -4,6 +4,7 @@ from rltrain.run.memory.parts import (
     GENERATE,
     LOG_PROBS,
     MASTER,
+    MIB,
     PHASES,
     SAVE,
     START,
@@ -18,12 +19,12 @@ from rltrain.run.memory.parts import (
 )
 from rltrain.settings.schema import Config
 
-MIB = 1 << 20
-# Memory of an engine without any model: Python, torch, the library of the engine, and what these load.
+# Memory of an engine process before it loads a model. Python, torch and other libraries take this memory.
 VLLM_BASE, HF_BASE, STORED_BASE = 800 * MIB, 370 * MIB, 200 * MIB
-# Memory that CUDA takes on a GPU for an engine that sleeps.
+# GPU memory in bytes that CUDA still uses while an engine sleeps.
 ASLEEP = 700 * MIB
-# Bytes per logit of a generation step: float32 logits, scaled logits and probabilities, and float64 sums.
+# A generation step stores four numbers for each logit: the logit, the scaled logit and the probability in float32, and
+# a cumulative sum in float64. The sum of their sizes is in bytes.
 LOGIT_BYTES = 4 + 4 + 4 + 8
 
 
@@ -104,7 +105,7 @@ def _working(config: Config, shape: ModelShape) -> list[Part]:
 
 
 def _received(config: Config, shape: ModelShape, limits: Limits) -> list[Part]:
-    """Return what an engine needs to receive weights beside the shared file, which the training ranks count."""
+    """Return the memory for a weight sync, without the shared file, which is counted for the training ranks."""
     one_host = not config.placement.on_cluster
     return [] if one_host else [Part("sync buckets", max(limits.bucket_bytes, shape.largest * MASTER))]
 

@@ -90,12 +90,12 @@ def machine() -> Node:
 
 
 def nodes_of(facts: Sequence[NodeFacts]) -> list[Node]:
-    """Return the machines of a cluster, as they have described themselves."""
+    """Return the machines of a running cluster, from the facts that each machine has reported."""
     return [Node(node.name, node.memory, int(node.gpus), node.gpu_memory) for node in facts]
 
 
 def planned_nodes(placement: PlacementConfig) -> list[Node]:
-    """Return the machines of the cluster that the config describes, which need not be there."""
+    """Return the machines that the config describes with `placement.nodes`. These machines need not exist."""
     memory, gpus, of_gpu = placement.node_memory_gb, placement.gpus_per_node or 0, placement.gpu_memory_gb
     node = Node(
         "each node",

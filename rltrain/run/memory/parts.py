@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+MIB = 1 << 20  # Bytes of a mebibyte.
 # Phases of a run, in the order in which they begin. A training step goes from "generate" to "sync".
 START, GENERATE, LOG_PROBS, UPDATE, SYNC, SAVE = PHASES = ("start", "generate", "log-probs", "update", "sync", "save")
 WIDTHS = {"float32": 4, "bfloat16": 2}  # Bytes of a number, by dtype.
@@ -84,7 +85,7 @@ Phases = Mapping[str, Sequence[Part]]
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """The memory of one process, and the number of processes that are like it.
+    """The memory of one process, and the number of processes that need the same memory.
 
     Attributes:
         name: kind of the process, such as "training rank".
@@ -101,7 +102,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine, or what the user says about one machine of a cluster that is not there.
+    """One machine of a cluster. The machine exists, or the config describes it.
 
     Attributes:
         name: name of the machine, for messages.

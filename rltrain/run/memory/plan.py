@@ -6,11 +6,10 @@ from dataclasses import dataclass
 
 from rltrain.base.errors import ConfigError
 from rltrain.run.memory.engines import cache_rows, engine
-from rltrain.run.memory.parts import PHASES, Limits, ModelShape, Node, Part, Process, peak, said, total
+from rltrain.run.memory.parts import MIB, PHASES, Limits, ModelShape, Node, Part, Process, peak, said, total
 from rltrain.run.memory.training import roles_of, training_ranks
 from rltrain.settings.schema import Config
 
-MIB = 1 << 20
 # The estimate differs from measured peaks by at most this fraction.
 TOLERANCE = 0.15
 # Memory of the driver, of Ray's daemons and of one reward worker.

@@ -1,4 +1,4 @@
-"""The memory plan as text: a table of processes and phases, the parts of each peak, and the room that there is."""
+"""The memory plan as text: a table of processes and phases, the parts of each peak, and the available memory."""
 
 import textwrap
 from collections.abc import Iterator, Sequence
@@ -12,7 +12,7 @@ _NAME, _COLUMN = 20, 10
 
 
 def summary(plan: MemoryPlan) -> str:
-    """Return the memory plan in one line: the peak of each kind of process, and the room that there is."""
+    """Return the memory plan in one line: the peak of each kind of process, and the available memory."""
     texts = []
     for process in plan.processes[:-2]:  # The last two processes are reward workers and the driver.
         phases = process.device or process.host

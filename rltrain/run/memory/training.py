@@ -7,6 +7,7 @@ from rltrain.run.memory.parts import (
     GRADIENT,
     LOG_PROBS,
     MASTER,
+    MIB,
     MOMENTS,
     PHASES,
     SAVE,
@@ -22,10 +23,9 @@ from rltrain.run.memory.parts import (
 )
 from rltrain.settings.schema import REWARD_MODEL, Config
 
-MIB = 1 << 20
-# Memory of a training rank without any model: Python, torch, transformers and the libraries that they load.
+# Memory of a training rank before it loads a model. Python, torch and other libraries take this memory.
 RANK_BASE = 370 * MIB
-# Memory that CUDA and NCCL take on a GPU for each process.
+# GPU memory in bytes that CUDA and NCCL use in each process.
 GPU_CONTEXT = 700 * MIB
 # Number of chunks of logits that exist at a time, all in float32.
 CHUNKS = 3
@@ -294,7 +294,7 @@ class RankMemory:
 
 
 def _extra(role: RoleMemory) -> int:
-    """Return the bytes of adapters, which exist beside the model's own parameters."""
+    """Return the bytes of the LoRA adapters' parameters."""
     return role.trained * MASTER if 0 < role.trained < role.shape.parameters else 0
 
 

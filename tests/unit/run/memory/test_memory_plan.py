@@ -27,7 +27,7 @@ SHAPE = ModelShape(
     vocabulary=10, tied=True,
 )  # fmt: skip
 LIMITS = Limits(bucket_bytes=64 * MIB, buckets=2, chunk=1 << 21)
-# Four rows of four tokens, two of them in the answer.
+# A batch of four rows, each with a prompt of two tokens and an answer of two tokens.
 SMALL = (
     "rollout.max_prompt_length=2", "rollout.max_response_length=2", "rollout.samples_per_prompt=2",
     "trainer.prompts_per_step=2", "trainer.prompts_per_minibatch=2", "rollout=hf", "data.val=null",

@@ -1,4 +1,4 @@
-"""Tests of replicas that the run does not need: they join when the cluster has room, and take nothing with them."""
+"""Tests of optional replicas, which start when the cluster has free resources and whose loss does not end the run."""
 
 import asyncio
 
@@ -41,7 +41,7 @@ async def test_the_start_of_a_run_does_not_wait_for_an_optional_replica(made):
     await pool.start()
     room.free.set()
     await settled()
-    assert (replicas.started, room.asked) == (1, 0)  # training ranks may still be starting, and may need the room
+    assert (replicas.started, room.asked) == (1, 0)  # training ranks may still be starting, and may need the free CPU
     pool.submit([[request(0)], [request(1)]])
     await pool.load(RANKS, 0, check=True)
     assert replicas.processes[0].keys == [(0, 0), (1, 0)]

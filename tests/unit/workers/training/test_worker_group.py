@@ -147,7 +147,7 @@ async def test_an_update_covers_every_row_of_the_plan_once_over_all_ranks(size):
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 async def test_in_a_step_each_rank_receives_each_row_of_a_column_once(size):
-    """The tokens are shared by a forward pass. The update needs other rows of them, and a column of its own."""
+    """A forward pass sends token ids. The update then sends the token ids of other rows, and a new column."""
     (group, workers), made = group_of(size), batch()
     for _ in range(2):
         await group.rows(Worker.double, made, FORWARD, max_tokens=7)
@@ -175,7 +175,7 @@ async def test_in_a_step_each_rank_receives_each_row_of_a_column_once(size):
 
 
 def received_by(shared, process):
-    """Return what the process of a rank would read: the parts joined."""
+    """Join the stored parts, as the process of a rank does."""
     parts = [pickle.loads(one.pickled) for one in shared.references]
     return joined_rows(parts, shared.rows_of_parts, shared.rows, shared.columns)
 
