@@ -22,7 +22,7 @@ USAGE = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Examine the runs that the command-line arguments name, print the findings, and return the exit status.
+    """Examine the runs given as command-line arguments, print the findings, and return the exit status.
 
     Returns:
         0 if no problem was found in any run, 1 if a problem was found or a run's files could not be read, and 2 if the
@@ -46,7 +46,7 @@ def _remedy(error: OSError) -> str:
 
 
 def parse(words: Sequence[str]) -> list[Path]:
-    """Return the run folders that the command-line arguments name."""
+    """Return the run folders given as command-line arguments."""
     unknown = next((word for word in words if word.startswith("-")), "")
     require(not unknown, f"unknown flag '{unknown}': the only flag is --help")
     require(bool(words) and all(words), USAGE)

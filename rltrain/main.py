@@ -101,7 +101,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not verbose:
             quiet()
         config = check(config, fetch=lambda checked: _with_models(checked, console))
-        # `check` must run before `ensure_home`, because `check` refuses '~' in a path if the user has no home folder.
+        # `check` must run before `ensure_home`: if the user has no home folder, `check` refuses '~' in a path, and
+        # `ensure_home` sets HOME to a temporary folder.
         ensure_home()
         config = _with_datasets(config, console)
         check_cache(config)
@@ -146,7 +147,7 @@ def set_threads(config: Config) -> None:
     """Set the environment variables of the driver process; call this function before torch is imported.
 
     With `placement=inprocess`, the driver process itself trains the model, so it gets the number of OpenMP threads and
-    the variables in `placement.env_vars`. With Ray, worker processes get both.
+    the variables in `placement.env_vars`. With Ray, the worker processes get these settings instead.
     """
     settings = openmp_settings(config.placement.threads_per_worker)
     if config.placement.launcher == "ray":
@@ -624,9 +625,9 @@ def memory_of(config: Config, nodes: "Sequence[Node]") -> "MemoryPlan":
 
 
 def show_memory(config: Config, memory: "MemoryPlan", console: Console) -> int:
-    """Print the table of the memory plan, and return the exit status of a run that would fit.
+    """Print the table of the memory plan, and return exit status 0 if the run fits into memory.
 
-    Raise ConfigError if the run would not fit.
+    Raise ConfigError if the run does not fit into memory.
     """
     from rltrain.run.memory.plan import require_room
     from rltrain.run.memory.table import table
@@ -694,7 +695,7 @@ def plan(
 def ray_connection(config: Config) -> Iterator[None]:
     """Start Ray on this machine if the run needs it, and disconnect from Ray at the end of the `with` block.
 
-    A run on a cluster has joined the cluster before the `with` block.
+    If the run is on a cluster, `nodes_for` has already connected this process to the cluster.
     """
     on_ray = config.placement.launcher == "ray"
     try:

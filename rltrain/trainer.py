@@ -78,8 +78,8 @@ class Trainer:
         checkpoints: saves and reads the checkpoints of the run.
         val_prompts: maps the name of each evaluation set to the prompts of the set; the evaluation set of `data.val`
             has the name "".
-        tasks: the run's background tasks. An interrupted run stops waiting for results only where no results can be
-            lost.
+        tasks: the run's background tasks. If the user interrupts the run, the run ends only at points where no results
+            can be lost.
         restart: function that ends all processes of the training ranks and starts new processes; None if the ranks
             cannot be restarted.
         timeline: collects the timeline events of all processes after each step; None records no timeline.
@@ -157,7 +157,7 @@ class Trainer:
             with trace.span(f"step {self.step + 1}"):
                 metrics, batch = await self.train_step()
             self.tracker.log_step(self.step, metrics, batch, self.dropped, self.reused)
-            # The training steps of the critic's warm-up have no metrics of the actor.
+            # `require_best` waits until the critic's warm-up is over, because warm-up steps have no actor metrics.
             if self.step == max(first, self.config.critic.warmup_steps + 1):
                 self.checkpoints.require_best(self.tracker.names())
             for alarm in self.alarms.look(self.step, metrics):
@@ -167,8 +167,7 @@ class Trainer:
         await self.checkpoints.finish()
 
     async def between_steps(self) -> None:
-        """Evaluate the policy and save a checkpoint, if the config asks for an evaluation or a checkpoint at the
-        current step.
+        """Evaluate the policy and save a checkpoint, if the config asks for either of them at the current step.
 
         A restored run does not repeat an evaluation or a checkpoint that already exists for the current step.
         """
@@ -217,7 +216,7 @@ class Trainer:
         return {role: group for role, group in groups.items() if group is not None}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the driver process between two steps, as plain values."""
+        """Return the state of the driver process between two steps, as JSON-serializable values."""
         return {
             "step": self.step,
             "incarnation": self.incarnation,
@@ -519,9 +518,7 @@ class Trainer:
             await send_reference_head(self.actor, self.reference)
 
     async def evaluate(self) -> None:
-        """Evaluate sampled and greedy answers to all evaluation prompts, unless the current step has already been
-        evaluated.
-        """
+        """Evaluate sampled and greedy answers to all evaluation prompts, unless the step is already evaluated."""
         if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:

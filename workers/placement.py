@@ -63,13 +63,13 @@ ROLES = {
 ENGINE = "workers.rollout.worker:RolloutWorker"
 ENVIRONMENT, ENVIRONMENT_WORKER = "environment worker", "workers.environments.worker:EnvironmentWorker"
 _TOKEN = "RAY_AUTH_TOKEN"
-_TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))  # File in which Ray looks for the user's token.
+_TOKEN_FILE = Path(os.path.expanduser("~/.ray/auth_token"))  # File from which Ray reads the authentication token.
 _TMP, _LONGEST_TMPDIR = "/tmp", 30
 _DISCONNECT_S = 10.0  # maximum time in seconds to disconnect from a cluster whose head is lost
 _ANSWER_S = 10.0  # timeout in seconds of the test connection to a cluster's port
 _LAST_PORT = 65_535
 ROOM_POLL_S = 5.0  # interval in seconds at which the driver looks for a machine with free resources for another engine
-COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collective operations, in seconds; a hang is detected earlier
+COLLECTIVE_TIMEOUT_S = 600.0  # minimum timeout of collective operations in seconds; hang detection acts earlier
 # Environment variables that keep other machines from connecting to the workers' sockets in a run on a single machine.
 LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo", "VLLM_HOST_IP": "127.0.0.1"}
 
@@ -168,7 +168,8 @@ class Training:
         """For each teacher, in the order of the config, send the teacher's output head to all ranks of the actor."""
         for teacher in self.config.algorithm.distillation.teachers:
             heads = [rank.start(TeacherWorker.output_head) for rank in self.groups[teacher.role].ranks]
-            head: Any = heads[0].later  # only rank 0 returns the output head, which the driver does not fetch
+            # Only rank 0 returns the output head. The driver passes on a future result, and never fetches the head.
+            head: Any = heads[0].later
             taken = [rank.start(ActorWorker.add_teacher_head, head) for rank in self.groups["actor"].ranks]
             calls: list[Pending[Any]] = [*heads[1:], *taken]
             await results(calls, depends_on=[heads[0].process], limit_s=limit_s)
@@ -398,9 +399,9 @@ def _requires_token(address: str) -> bool:
 
 def _no_token(address: str) -> ConfigError:
     return ConfigError(
-        f"placement.address={address}: the cluster requires a token of Ray's authentication, and this process has none "
-        "or another one; start every node and the run with RAY_AUTH_MODE=token and the same token in ~/.ray/auth_token "
-        "or RAY_AUTH_TOKEN, or set RAY_AUTH_MODE=disabled on all of them"
+        f"placement.address={address}: the cluster requires a token of Ray's authentication, and this process has no "
+        "token or a different one; start every node and the run with RAY_AUTH_MODE=token and the same token in "
+        "~/.ray/auth_token or RAY_AUTH_TOKEN, or set RAY_AUTH_MODE=disabled on all of them"
     )
 
 
@@ -460,7 +461,7 @@ def _own_token() -> Iterator[None]:
     try:
         yield
     finally:
-        if own:  # if the process joins another cluster later, that cluster has its own authentication token
+        if own:  # another cluster that this process joins later has its own authentication token
             del os.environ[_TOKEN]
 
 
@@ -481,8 +482,9 @@ def disconnect() -> None:
 def _disconnect_from_lost_head() -> None:
     """Disconnect from a Ray cluster whose head is lost.
 
-    If the head's machine has no power or no network, Ray waits for the head until TCP gives up after minutes. After
-    `_DISCONNECT_S` seconds, the exit handler of Ray is prevented from waiting again at the end of this process.
+    If the head's machine has no power or no network, Ray waits for the head until TCP gives up after minutes. If Ray
+    still waits after `_DISCONNECT_S` seconds, this function registers an exit handler that ends the process at once, so
+    that Ray's exit handler cannot wait for the head again.
     """
     import ray
 
@@ -772,7 +774,7 @@ def reserved_resources(config: Config, name: str) -> dict[str, float]:
 
     Args:
         config: The run's whole config.
-        name: Name of the workers, as for `spawner`.
+        name: Name of the kind of worker, such as "training rank" or "rollout replica".
     """
     # If an engine and a training rank share a GPU, the engine and the training rank each request half of the GPU.
     share = 0.5 if config.placement.share_ranks else 1.0
@@ -792,8 +794,8 @@ async def room_for(resources: Mapping[str, float], liveness: Liveness) -> None:
     while True:
         liveness.daemons.check()
         nodes: Mapping[str, Mapping[str, float]] = {}
-        # Ray has no public function that says which resources of a machine are free. Without an answer of Ray, the
-        # cluster counts as full.
+        # Ray has no public function that says which resources of a machine are free. If Ray's private function fails,
+        # the cluster counts as full.
         with contextlib.suppress(Exception):
             nodes = await in_daemon_thread(available_resources_per_node)
         if any(all(free.get(name, 0.0) >= needed for name, needed in resources.items()) for free in nodes.values()):

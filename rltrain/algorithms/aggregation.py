@@ -29,8 +29,8 @@ def aggregate_loss(
     `num_sequences` is the number of rows with a trained token in the whole mini-batch. If `num_tokens` and
     `num_sequences` are counted over the whole mini-batch, the losses of the micro-batches add up to the loss of the
     mini-batch, for every split into micro-batches. A count (`num_tokens` or `num_sequences`) that is None is computed
-    from `response_mask`. Masked tokens, and rows with no trained token, add exactly 0. If the batch has no trained
-    token, the result is 0.
+    from `response_mask`. Masked tokens, and rows with no trained token, add exactly 0 to the result. If the batch has
+    no trained token, the result is 0.
 
     Raises:
         ValueError: if `loss_agg_mode` is unknown, or if seq-mean-token-sum-norm gets no `max_response_length` >= 1.

@@ -10,7 +10,7 @@ from rltrain.algorithms.ratio import as_float
 
 LEAST_LOG = -1e4  # Finite replacement for -inf: exp(LEAST_LOG) is 0 in every dtype, and 0 * LEAST_LOG is 0, not NaN.
 # Largest number of rows in a chunk. More than 2048 rows per chunk would not make the matrix product faster, and would
-# leave room for fewer columns.
+# allow fewer columns per chunk.
 MAX_ROWS = 2048
 # Number of logits per chunk, by device type. On a CPU, a chunk must fit into the cache, because the computation reads
 # the chunk several times. On a device other than a CPU, the matrix products must be large enough to hide the kernel
@@ -25,8 +25,7 @@ def default_chunk_size(device: torch.device) -> int:
 
 
 def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice]]:
-    """Yield pairs of slices (rows, columns) that split a matrix of logits (positions, vocabulary) into chunks of at
-    most `size` logits.
+    """Yield slices (rows, columns) that split logits (positions, vocabulary) into chunks of at most `size` logits.
 
     All chunks of one block of columns are yielded before the chunks of the next block, so that each row of the
     language-model head is read only once.
@@ -49,12 +48,12 @@ def logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float
 
 
 class RunningSoftmax:
-    """Accumulates the sum of exp(logit) and a mean under the softmax for each position, over chunks of columns.
+    """Accumulates the softmax denominator and a softmax-weighted mean for each position, over chunks of the vocabulary.
 
-    Each accumulated sum is relative to the largest logit added so far, and is rescaled when a larger logit is added.
-    With `values`, the mean under the softmax is the mean of `values`. Without `values`, the mean under the softmax is
-    the mean of the differences between the logits and the largest logit. A vocabulary entry of probability 0, such as
-    an entry with logit -inf, adds exactly 0 to the mean, even if its value in `values` is inf or NaN.
+    Each sum is accumulated relative to the largest logit added so far, and is rescaled when a larger logit is added.
+    With `values`, the mean is the softmax-weighted mean of `values`. Without `values`, the mean is the softmax-weighted
+    mean of the differences between the logits and the largest logit. A vocabulary entry of probability 0, such as an
+    entry with logit -inf, adds exactly 0 to the mean, even if its value in `values` is inf or NaN.
     """
 
     def __init__(self, hidden: Tensor, *, with_mean: bool) -> None:
@@ -87,7 +86,7 @@ class RunningSoftmax:
 
     @property
     def mean(self) -> Tensor:
-        """Return, for each of the R positions, the mean under the softmax of all logits added so far, as (R,)."""
+        """Return the softmax-weighted mean over all logits added so far, for each of the R positions, as (R,)."""
         return self.weighted / self.total
 
 

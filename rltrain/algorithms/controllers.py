@@ -99,12 +99,12 @@ class AdaptiveEntropyController(FixedEntropyController):
 
     `AdaptiveEntropyController` differs from the method of Skywork-OR1 in three ways:
 
-    * The coefficient c is never below 0. A negative c would turn the entropy bonus into a penalty when the entropy next
+    - The coefficient c is never below 0. A negative c would turn the entropy bonus into a penalty when the entropy next
       falls below the target.
-    * The coefficient c has the upper bound `maximum`, which is 0.005 in the training script of Skywork-OR1. Without an
+    - The coefficient c has the upper bound `maximum`, which is 0.005 in the training script of Skywork-OR1. Without an
       upper bound on c, an unreachable target makes the entropy bonus outweigh the reward. `load_state_dict` reduces a
       saved coefficient above `maximum` to `maximum`.
-    * If `update` is called after each training step, the entropy of the previous step, not of the current step,
+    - If `update` is called after each training step, the entropy of the previous step, not of the current step,
       switches the bonus on or off.
     """
 

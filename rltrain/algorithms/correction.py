@@ -41,9 +41,10 @@ def rollout_correction(
     pi_old(y_t) / pi_rollout(y_t) over the row's trained tokens. The knob `mode` defines what happens to tokens whose
     importance weight w is outside of [lower, upper]:
 
-        truncate  w is clamped to the bounds and no token is dropped; lower=0 gives TIS (truncated importance sampling)
-        mask      tokens whose w is out of bounds are dropped; other tokens keep w (IcePop, arXiv 2510.18855). At levels
-                  sequence and geometric, all tokens of a row have the same w, so whole rows are dropped
+    - truncate: w is clamped to the bounds and no token is dropped. With lower=0, the result is TIS (truncated
+      importance sampling).
+    - mask: tokens whose w is out of bounds are dropped, and other tokens keep w (IcePop, arXiv 2510.18855). At the
+      levels "sequence" and "geometric", all tokens of a row have the same w, so whole rows are dropped.
 
     A value of None for `lower` or `upper` means no bound. If `advantages` A are given, the mode "mask" drops only
     tokens with A < 0. Tokens that have a negative advantage and are unlikely under the trained policy destabilise
@@ -101,16 +102,16 @@ def rollout_rejection(
     The value of a token is an estimate of KL(pi_rollout || pi), which one of four estimators computes from d = log
     pi_rollout(y_t) - log pi(y_t):
 
-        k1 d        k2 d^2 / 2        k3 e^-d - 1 + d        abs |d|
+        k1 = d        k2 = d^2 / 2        k3 = e^-d - 1 + d        abs = |d|
 
     Tokens or rows whose estimate is outside of [lower, upper] are dropped. A value of None for `lower` or `upper` means
     no bound. The knob `level` defines which values are compared with the bounds, and whether tokens or rows are
     dropped:
 
-        token     each token's value is compared; a token whose value is outside of the bounds is dropped
-        sequence  the mean value of the row's trained tokens is compared (for k1, the mean is the log of the geometric
-                  mean of pi_rollout / pi); a row whose mean is outside of the bounds is dropped
-        max       each token's value is compared; a row is dropped if the value of any token is outside of the bounds
+    - token: each token's value is compared, and a token whose value is outside of the bounds is dropped.
+    - sequence: the mean value of the row's trained tokens is compared, and a row whose mean is outside of the bounds is
+      dropped. For k1, the mean is the log of the geometric mean of pi_rollout / pi.
+    - max: each token's value is compared, and a row is dropped if the value of any token is outside of the bounds.
 
     If `advantages` A are given, the level "token" drops only tokens with A < 0. If `advantages` A are given, the levels
     "sequence" and "max" drop only rows whose trained tokens have a mean A below 0.
@@ -158,11 +159,11 @@ def rollout_diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, respon
     All tensors have the shape (B, T), and the results are sums over trained tokens. With w = pi_old(y_t) /
     pi_rollout(y_t), log w clamped to [-20, 20], and d = -log w, the results are:
 
-        kl              d, an estimate of KL(pi_rollout || pi_old)
-        k3              e^-d - 1 + d, another estimate of KL(pi_rollout || pi_old)
-        abs             |d|
-        weight          w
-        weight_squared  w^2, for `effective_sample_size`
+    - kl: d, an estimate of KL(pi_rollout || pi_old)
+    - k3: e^-d - 1 + d, another estimate of KL(pi_rollout || pi_old)
+    - abs: |d|
+    - weight: w
+    - weight_squared: w^2, for `effective_sample_size`
     """
     mask = as_mask(response_mask)
     log_ratio = safe_log_ratio(old_log_probs.detach(), rollout_log_probs, mask)

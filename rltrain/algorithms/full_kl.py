@@ -24,9 +24,10 @@ def full_kl(
         KL = sum_v pi_v (log pi_v - log pi_ref_v),   pi = softmax(z / temperature),  z = hidden @ head^T
         dKL / dz_v = pi_v (log pi_v - log pi_ref_v - KL) / temperature
 
-    hidden (N, H) and head (V, H) belong to the policy. ref_hidden (N, H') and ref_head (V, H') belong to the reference,
-    which gets no gradient. The returned KL has the shape (N,) and is never negative. The module `kl` contains
-    estimators that need only log-probs of sampled tokens.
+    `hidden` (N, H) holds the policy's last hidden states, and `head` (V, H) the weights of its output layer.
+    `ref_hidden` (N, H') and `ref_head` (V, H') are the hidden states and output weights of the reference model, which
+    gets no gradient. The returned KL has the shape (N,) and is never negative. The module `kl` contains estimators that
+    need only log-probs of sampled tokens.
 
     A vocabulary entry of probability 0 under the policy adds exactly 0 to the KL and has no gradient. If both models
     have a logit of -inf for a vocabulary entry, the entry adds 0 to the KL. If only the reference has a logit of -inf
@@ -34,9 +35,10 @@ def full_kl(
 
     At most `chunk_size` logits (positions times vocabulary entries) of each model are in memory at a time. The backward
     pass recomputes the logits, with at most `chunk_size` logits of each model in memory. If `chunk_size` is None,
-    `full_kl` uses a chunk size that suits the device. The chunk size does not change the computed KL. Each matrix
-    product is computed in the dtype of its factors, as in the forward passes of the two models. All other operations of
-    `full_kl` use float64 if the matrix products are float64, and float32 if the matrix products have a narrower dtype.
+    `full_kl` uses a chunk size that suits the device. The chunk size changes the computed KL only by rounding. Each
+    matrix product is computed in the dtype of its factors, as in the forward passes of the two models. All other
+    operations of `full_kl` use float64 if the matrix products are float64, and float32 if the matrix products have a
+    narrower dtype.
 
     `full_kl` takes no mask, so the caller must pass the hidden states of only the trained positions. The KL covers the
     whole distribution at a position, so the mean of the KL over sampled contexts needs no importance ratio for the

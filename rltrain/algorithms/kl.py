@@ -86,15 +86,15 @@ def kl_estimate(
 ) -> Tensor:
     """Estimate the KL divergence between pi and pi_ref at each sampled token.
 
-    All tensors have one shape, for example (B, T). `old_log_probs` are the log-probs of the policy that sampled the
-    tokens. If `old_log_probs` is given, the estimate is multiplied by r = pi / pi_old, so that the mean of the
+    All tensors have the same shape, for example (B, T). `old_log_probs` are the log-probs of the policy that sampled
+    the tokens. If `old_log_probs` is given, the estimate is multiplied by r = pi / pi_old, so that the mean of the
     multiplied estimate over samples from pi_old equals the mean of the original estimate over samples from pi.
     Gradients flow not only through the estimate but also through the importance ratio r:
 
-    * The products r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. The
+    - The products r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. The
       product r k3 is the unbiased KL estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
-    * The products r k2 and r |d| have the gradients of the means of k2 and |d| over samples from pi.
-    * An estimator whose name ends with "+", such as k3+, already has the complete gradient of the KL, so a gradient
+    - The products r k2 and r |d| have the gradients of the means of k2 and |d| over samples from pi.
+    - An estimator whose name ends with "+", such as k3+, already has the complete gradient of the KL, so a gradient
       through the importance ratio r would add the gradient of the KL a second time. For an estimator whose name ends
       with "+", the importance ratio r is detached and only reweights the estimate.
 
@@ -132,8 +132,7 @@ def apply_kl_in_reward(
     kl_coef: float | Tensor,
     kl_estimator: str,
 ) -> Tensor:
-    """Compute the token rewards score_t - kl_coef * kl_t, which are the rewards of arXiv 1909.08593 eq. 2 if
-    `kl_estimator` is "k1".
+    """Compute the token rewards score_t - kl_coef * kl_t, as in arXiv 1909.08593 eq. 2 if `kl_estimator` is "k1".
 
     All tensors have the shape (B, T). The result has no gradient. Masked slots have reward 0, so with `kl_coef` 0 the
     rewards of a row sum to the row's score.

@@ -71,15 +71,13 @@ class _Levels(NamedTuple):
                 raise ValueError(f"{name}={level!r} is not known; use 'batch', 'group' or None")
         if self.leave_one_out and (self.std is not None or self.mean is None):
             raise ValueError(
-                f"leave_one_out=True with mean_level={self.mean!r}, std_level={self.std!r}: a row left out of the "
-                "mean is not left out of the std; use std_level=None with a mean_level, or leave_one_out=False"
+                f"leave_one_out=True with mean_level={self.mean!r}, std_level={self.std!r}: only the mean can leave a "
+                "row out; use std_level=None with a mean_level, or leave_one_out=False"
             )
 
 
 def _normalized(raw: Tensor, group: Tensor, counted: Tensor, levels: _Levels) -> Tensor:
-    """Compute (raw - mean) / (std + eps) for all values of 1-D tensors, with mean and std over the values marked in
-    `counted`.
-    """
+    """Compute (raw - mean) / (std + eps) for 1-D tensors, with mean and std over the values marked in `counted`."""
     members = {"group": group, "batch": torch.zeros_like(group)}
     result = raw
     if levels.mean is not None:

@@ -14,7 +14,7 @@ def as_float(values: Tensor) -> Tensor:
 
 
 def as_mask(mask: Tensor) -> Tensor:
-    """Return a mask of bools, or of the numbers 0 and 1, as a bool tensor."""
+    """Convert a mask of bools, or of the numbers 0 and 1, to a bool tensor."""
     return mask if mask.dtype == torch.bool else mask != 0
 
 
@@ -43,8 +43,7 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
 
 
 def row_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Sum the log-ratios of each row, which `safe_log_ratio` computed, as (B, 1), clamped to [-20, 20] and without
-    gradient.
+    """Sum each row's log-ratios (from `safe_log_ratio`) as (B, 1), clamped to [-20, 20] and without gradient.
 
     The exponential of the returned sum is the ratio of the whole row, pi(y) / pi_old(y).
     """
@@ -110,7 +109,7 @@ def clipped_ratio(
 
 
 def metric_sum(values: Tensor, mask: Tensor) -> Tensor:
-    """Return the detached sum of `values` over the trained tokens, as a metric of `rltrain.algorithms`."""
+    """Return the sum of `values` over the tokens in `mask`, as a detached 0-dim tensor for a metric."""
     return masked(values.detach(), mask).sum()
 
 
@@ -122,8 +121,8 @@ def policy_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tens
     Args:
         log_ratio: log r (B, T), as returned by `safe_log_ratio`.
         ratio: r (B, T); the metric `ratio_mean` is the sum of r over the trained tokens.
-        clipped: bool mask (B, T) of the tokens that have no gradient because of clipping. For a loss that removes no
-            gradient, `clipped` is False everywhere.
+        clipped: bool mask (B, T) of the tokens that have no gradient because of clipping, other than the dual clip.
+            For a loss that removes no gradient, `clipped` is False everywhere.
         mask: bool mask (B, T) of the trained tokens.
     """
     return {

@@ -2,20 +2,20 @@
 
 Every registered function follows a contract with these rules:
 
-* Positional parameters are columns of the batch, and all are required. Keyword-only parameters are knobs, and all have
+- Positional parameters are columns of the batch, and all are required. Keyword-only parameters are knobs, and all have
   a default.
-* Padded tensors have the shape (B, T). `response_mask` is bool or 0/1. Slots where `response_mask` is 0 are ignored,
+- Padded tensors have the shape (B, T). `response_mask` is bool or 0/1. Slots where `response_mask` is 0 are ignored,
   even if a slot holds NaN.
-* A function computes in float64 if its inputs are float64, and in float32 if its inputs have a narrower dtype.
-* A policy loss returns `(token_losses, metrics)` and does not aggregate the token losses. Only the function
+- A function computes in float64 if its inputs are float64, and in float32 if its inputs have a narrower dtype.
+- A policy loss returns `(token_losses, metrics)` and does not aggregate the token losses. Only the function
   `aggregate_loss` divides a loss by a count.
-* A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The token selector
+- A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The token selector
   computes the column `selected`, a bool tensor (B, T), from the columns of a whole mini-batch. A loss and its selector
   have no knob name in common.
-* A policy loss states its special properties when it is registered. `uses_ratio=False` means that the loss's gradient
+- A policy loss states its special properties when it is registered. `uses_ratio=False` means that the loss's gradient
   does not depend on `old_log_probs`. `aggregations` lists the modes of `aggregate_loss` that the loss supports, if the
   loss does not support all modes.
-* An advantage estimator that is registered with `scores_from_zero=True` is defined only for scores that are at least 0.
+- An advantage estimator that is registered with `scores_from_zero=True` is defined only for scores that are at least 0.
 
 **Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call.
 Metric sums add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the
@@ -36,7 +36,7 @@ _SINKS = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 class Registry:
     """Registry of the functions of one kind, indexed by name.
 
-    Every function must have the metadata keys of `required`, which maps each key to the values that the key can have.
+    Every function must be registered with the metadata keys in `required`, which maps each key to its allowed values.
     """
 
     def __init__(self, kind: str, *, required: Mapping[str, tuple[str, ...]] | None = None) -> None:

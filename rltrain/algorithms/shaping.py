@@ -28,13 +28,13 @@ def shape_scores(scores: Tensor, *, bias: float = 0.0, scale: float = 1.0, clip:
 def overlong_penalty(lengths: Tensor, *, max_response_length: int, buffer: int, factor: float = 1.0) -> Tensor:
     """Compute the penalty to add to the score of a response of the given length: (B,) -> (B,), in [-factor, 0].
 
-        0                                     up to L_max - buffer
-        factor (L_max - buffer - l) / buffer  down to -factor at L_max
-        -factor                               beyond L_max
+        0                                     where l <= L_max - buffer
+        factor (L_max - buffer - l) / buffer  where L_max - buffer < l <= L_max
+        -factor                               where l > L_max
 
-    With `factor` 1, the penalty is DAPO's soft punishment of overlong responses, arXiv 2503.14476 eq. 13. The length l
-    is `lengths`, in tokens, and L_max is `max_response_length`. `buffer` is the number of tokens before L_max over
-    which the penalty grows.
+    With `factor` 1, the penalty is DAPO's soft punishment of overlong responses, arXiv 2503.14476 eq. 13. `lengths`
+    holds the lengths l in tokens, and L_max is `max_response_length`. `buffer` is the number of tokens before L_max
+    over which the penalty grows.
 
     Raises:
         ValueError: if `buffer` is not in [1, max_response_length] or `factor` is not above 0.
@@ -56,8 +56,8 @@ def group_length_reward(lengths: Tensor, uid: Tensor, correct: Tensor, counted: 
         lambda            if the answer is correct            lambda = 0.5 - (l - min_l) / (max_l - min_l)
         min(0, lambda)    if the answer is wrong
 
-    The length l of the answer, in tokens, is `lengths`. The bounds min_l and max_l are the lengths of the shortest and
-    of the longest counted answer of the group (the rows with the same `uid`). Short correct answers gain up to 0.5,
+    `lengths` holds the length l of each answer, in tokens. The bounds min_l and max_l are the lengths of the shortest
+    and of the longest counted answer of the group (the rows with the same `uid`). Short correct answers gain up to 0.5,
     long answers lose up to 0.5, and a wrong answer never gains from its length. If all counted answers of a group have
     the same length, or if the group has fewer than two counted answers, all rows of the group get 0.
 

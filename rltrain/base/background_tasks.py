@@ -15,8 +15,8 @@ class BackgroundTasks:
     """An async context manager that starts, supervises and cancels the background tasks of a run.
 
     Leaving the `async with` block cancels all background tasks that are still running. The main coroutine uses the
-    method `until` to wait for results of background tasks. The first failure of a background task, or an interruption
-    of the run, makes every waiting call of `until` raise the error of that failure or interruption.
+    method `until` to wait for results of background tasks. If a background task fails or the run is interrupted, every
+    waiting call of `until` raises the first error.
     """
 
     def __init__(self) -> None:

@@ -19,8 +19,9 @@ def least_largest_sum(weights: Sequence[int], parts: int) -> int:
     The numbers in `weights` are non-negative integers. The returned bound is the largest of several lower bounds. The
     sum of all weights divided by `parts` is a lower bound on the largest sum. The heaviest weight is a lower bound on
     the largest sum, too. For an integer k >= 1 with k * parts < len(weights), consider the k * parts + 1 heaviest
-    weights. By the pigeonhole principle, one part contains at least k + 1 of these weights. The largest sum is
-    therefore at least the sum of the k + 1 lightest of these weights. If `weights` is empty, the returned bound is 0.
+    weights. By the pigeonhole principle, one part contains at least k + 1 of these k * parts + 1 weights. The largest
+    sum is therefore at least the sum of the k + 1 lightest weights among the k * parts + 1 heaviest. If `weights` is
+    empty, the returned bound is 0.
     """
     heaviest = sorted(weights, reverse=True)
     sums = [0, *itertools.accumulate(heaviest)]  # sums[n] is the sum of the n heaviest weights.
@@ -32,10 +33,10 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
     """Partition the indices of `weights` into parts such that the largest sum of weights in a part is small.
 
     The algorithm first assigns the indices greedily, from the heaviest to the lightest (longest processing time first,
-    Graham 1969). The greedy algorithm assigns each index to the part with the smallest sum among the parts that have
-    room for the index. Without size limits, the largest sum of the greedy partition is at most 4/3 times the smallest
-    possible largest sum. The function `refined` then repeatedly makes the heaviest part lighter, by moving an index to
-    another part or by exchanging two indices.
+    Graham 1969). The greedy algorithm assigns each index to the part with the smallest sum among the parts in which the
+    index fits. Without size limits, the largest sum of the greedy partition is at most 4/3 times the smallest possible
+    largest sum. The function `refined` then repeatedly makes the heaviest part lighter, by moving an index to another
+    part or by exchanging two indices.
 
     Args:
         weights: the numbers to partition, non-negative integers.

@@ -1,7 +1,7 @@
 """The number of CPU cores that this process may use, and OpenMP settings for processes that share cores.
 
-`cpu_cores` takes into account the CPU quotas of control groups, which `psutil.cpu_count` and `os.process_cpu_count`
-ignore.
+`cpu_cores` takes into account the CPU quotas of control groups (cgroups), which `psutil.cpu_count` and
+`os.process_cpu_count` ignore.
 """
 
 import contextlib

@@ -16,8 +16,8 @@ def limit_memory(memory_mb: int, *, beside_stacks: bool = False) -> None:
 
     Args:
         memory_mb: maximum of the additional memory, in MB.
-        beside_stacks: whether the stacks of the threads that `start_thread` starts may be allocated beside
-            `memory_mb`. The kernel counts the whole stack of a thread, although a thread uses only a small part of it.
+        beside_stacks: True if the stacks of threads that `start_thread` starts do not count towards `memory_mb`. The
+            kernel counts the whole stack of a thread, although a thread uses only a small part of it.
     """
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/self/status").read_text("utf-8", "replace").splitlines()
@@ -30,9 +30,10 @@ def limit_memory(memory_mb: int, *, beside_stacks: bool = False) -> None:
 
 
 def start_thread(thread: threading.Thread) -> None:
-    """Start a thread with a stack of `STACK_BYTES`, and raise the memory limit of this process by the stack.
+    """Start a thread with a stack of `STACK_BYTES`, and raise the memory limit of this process by `STACK_BYTES`.
 
-    The thread must call `thread_ends` at its end. The memory limit is raised only if it is one of `beside_stacks`.
+    The thread must call `thread_ends` at its end. The memory limit is raised only if `limit_memory` was called with
+    `beside_stacks=True`.
 
     Raises:
         RuntimeError: the thread cannot be started.
@@ -50,7 +51,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def thread_ends() -> None:
-    """Lower the memory limit of this process by the stack of a thread that `start_thread` has started."""
+    """Lower the memory limit of this process by the stack size of a thread that `start_thread` has started."""
     with _lock:
         _shift_limit(-STACK_BYTES)
 

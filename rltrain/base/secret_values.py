@@ -1,8 +1,8 @@
 """Keeps API keys and tokens out of the configs, messages and logs that a run writes.
 
 A program usually receives secrets, such as API keys, through environment variables. A value counts as a secret if the
-name of its environment variable contains a word such as KEY or TOKEN, or if the value has the form of a well-known
-service's keys.
+name of its environment variable contains a word such as KEY or TOKEN, or if the value looks like an API key of a
+well-known service.
 """
 
 import functools

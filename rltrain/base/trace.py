@@ -24,8 +24,8 @@ from typing import Any, NamedTuple
 VARIABLE = "RLTRAIN_TRACE"
 CALLS = "calls"  # Timeline track of calls to the roles of a training rank, such as actor or critic.
 OTHER_TASKS = "other tasks"  # Timeline track of asyncio tasks that were not given a name.
-# Maximum number of events that a process keeps. Events that exceed the maximum number of events are counted, but not
-# kept.
+# Maximum number of events that a process keeps. If a process records more events, the additional events are counted,
+# but not kept.
 MOST_EVENTS = 200_000
 _MERGE_NS = 5_000_000  # Two events of one track are merged only if the gap between the events is at most 5 ms.
 _UNNAMED = re.compile(r"Task-\d+")  # Matches the default name of an asyncio task.
@@ -44,7 +44,7 @@ class Event(NamedTuple):
         duration_ns: duration in nanoseconds.
         args: details that the viewer shows when the event is selected, as plain JSON values.
         nests: whether the event may be drawn inside another event of the track. If `nests` is false, the event is drawn
-            on a timeline row that has no other event at the same time.
+            on a timeline row without overlapping events.
     """
 
     track: str
@@ -197,7 +197,7 @@ def span(name: str, track: str = "", *, merged: bool = False, **args: Any) -> "_
 
 
 def add(name: str, track: str, start_ns: int, **args: Any) -> None:
-    """Record an event from `start_ns` until now, drawn on a timeline row that has no other event at the same time.
+    """Record an event from `start_ns` until now, which is drawn on a timeline row without overlapping events.
 
     Args:
         name: label of the event in the timeline.

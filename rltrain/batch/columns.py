@@ -1,10 +1,10 @@
 """Columns of a batch, stored as values and offsets, and functions that copy rows between batches.
 
 The values of a column are either a tensor or read-only bytes. Values in the form of read-only bytes are called
-*stored*. A batch that was received from another process has stored values, and so has a range of rows that is about to
-be sent. The bytes of stored values may lie in memory that other processes also read, so no tensor shares memory with
-these bytes. Selecting rows of a column copies only the values of the selected rows. The functions that copy rows
-between batches copy each byte only once.
+*stored*. Two kinds of batches have stored values: batches that were received from another process, and ranges of rows
+that are about to be sent. The bytes of stored values may lie in memory that other processes also read, so no tensor
+shares memory with these bytes. Selecting rows of a column copies only the values of the selected rows. The functions
+that copy rows between batches copy each byte only once.
 """
 
 import itertools

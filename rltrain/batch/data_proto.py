@@ -49,7 +49,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "teacher": ("row", "int64, index of the row's teacher in the config; -1 = no teacher has scored the row"),
     "selected": (
         "response",
-        "(N, E), bool; True = the loss's token selector selected the token in its mini-batch of the epoch, of E epochs",
+        "(N, E), bool; [:, e]: True = the token selector of the loss selected the token in epoch e of the step",
     ),
     "random_draws": (
         "response",
@@ -63,7 +63,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "turn_index": ("response", "int64, number of the turn in which the token was sampled, from 0; -1 in observations"),
     "context_starts": (
         "response",
-        "bool; True = the first token of a new context, whose tokens do not see the tokens before the context",
+        "bool; True = the first token of a new context, whose tokens do not attend to the tokens before it",
     ),
     "turn_states": (
         "response",
@@ -74,14 +74,14 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "values": ("response", "critic's value of the state in which the token was chosen"),
     "bootstrap_values": (
         "row",
-        "critic's value of the state after the last token of a cut answer; 0 for an answer that was not cut",
+        "critic's value of the state after the last token of a truncated answer; 0 for other answers",
     ),
     "advantages": ("response", "advantage of the token"),
     "returns": ("response", "regression target of the critic's value"),
-    "uid": ("row", "prompt group of the row, int64"),
+    "uid": ("row", "number of the row's prompt group, int64"),
     "valid": (
         "row",
-        "bool; False = excluded from all statistics: the row has no score, or its cut answer is excluded",
+        "bool; False = excluded from all statistics: the row has no score, or its truncated answer is excluded",
     ),
     "failed": ("row", "bool; True = a reward function or model failed on the row, so the row is not valid"),
     "failed_function": ("row", "number of the reward component that failed on the row; -1 if no component failed"),
@@ -369,12 +369,13 @@ class DataProto:
     def ranges(self, sizes: Sequence[int]) -> list[Self]:
         """Return consecutive ranges of the batch's rows, as batches that share memory with this batch.
 
-        The returned batches can be sent to other processes. A batch with columns of Python objects has no ranges.
+        The returned batches can be sent to other processes. `ranges` does not support batches with columns of Python
+        objects.
 
         Args:
             sizes: number of rows of each range. The sizes must add up to the number of rows of this batch.
         """
-        assert not self._others, f"{list(self._others)} are columns of Python objects"
+        assert not self._others, f"`ranges` does not support columns of Python objects, such as {list(self._others)}"
         assert sum(sizes) == len(self), f"the sizes add up to {sum(sizes)}, and the batch has {len(self)} rows"
         return [
             self._of(columns, {}, size, self.meta_info)

@@ -51,5 +51,5 @@ def _taken(
         here = np.isin(rows, there)
         index[here] = begin + np.searchsorted(there, rows[here])
         begin += len(there)
-    assert (index >= 0).all(), f"no part has some of the rows of {names}"
+    assert (index >= 0).all(), f"some rows of the columns {names} are in no part"
     return DataProto.concat([parts[number].select(names) for number in numbers], rows=torch.from_numpy(index))

@@ -87,7 +87,7 @@ def microbatches(
         return [[row] for row in sorted(rows, key=lambda row: (-work[row], row))]
     costs, sizes = [max(work[row], 1) for row in rows], [lengths[row] for row in rows]
     even = partition(costs, wanted, sizes=sizes, room=max_tokens)
-    if even is None:  # The greedy partition found no room for a row, so the search starts from the first-fit packing.
+    if even is None:  # The greedy partition could not fit all rows, so the search starts from the first-fit packing.
         place = {row: index for index, row in enumerate(rows)}
         packed = _split([[place[row] for row in cut] for cut in fewest], wanted, costs)
         even = refined(costs, packed, sizes=sizes, room=max_tokens)

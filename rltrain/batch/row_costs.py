@@ -2,8 +2,8 @@
 
 The unit of all costs is one multiply-add of a forward pass. A backward pass costs twice as much as the forward pass in
 every part of the model, so the cost ratio of two rows is the same with and without the backward pass. The estimate
-leaves out norms, activations and rotary embeddings, which are under 1% of the cost of any model so large that its rows
-need balancing over the ranks.
+leaves out norms, activations and rotary embeddings, which are under 1% of the cost of a large model. Balancing the rows
+over the ranks matters only for large models.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -130,7 +130,7 @@ def _windows(model: Mapping[str, Any], layers: int) -> Iterable[int | None]:
 
 
 def _number(model: Mapping[str, Any], *names: str) -> int | None:
-    """Return the first integer that the config holds under one of the keys `names`; None if it holds no integer there.
+    """Return the first integer that the config stores under one of the keys `names`; None if there is no such integer.
 
     Different model types store a dimension, such as the hidden size, under different config keys.
     """

@@ -27,7 +27,7 @@ from typing import Any, Self, TypeVar
 NOT_SAMPLED = -1  # The value of `policy_version` at a response token that belongs to an observation.
 # Values of `Trajectory.stop_reason` which mean that a limit cut the trajectory off.
 LIMITS = ("max_turns", "max_response_length", "deadline")
-STOP_REASONS = ("answer", "done", "error", *LIMITS)  # Values of `Trajectory.stop_reason` with an environment.
+STOP_REASONS = ("answer", "done", "error", *LIMITS)  # Values of `Trajectory.stop_reason` in an environment.
 
 _Value = TypeVar("_Value", int, float)
 

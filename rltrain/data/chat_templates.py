@@ -24,16 +24,17 @@ from rltrain.data.template_process import OUT_OF_MEMORY
 
 # A rendering request is complete when it holds `_CHATS` chats, or when its pickled chats exceed `_BYTES` bytes.
 _CHATS, _BYTES = 256, 1 << 23
-# Time limit, in seconds, for the answer of the rendering process to a request, including the start of the process.
+# Maximum time, in seconds, that the parent process waits for the answer to a rendering request, including the time in
+# which the rendering process starts.
 _SILENCE_S = 240.0
 _TRIES = 3  # After `_TRIES` rendering processes have died or stopped responding, no further process is started.
 _FIX = "use text prompts, or another template (chat_template in the tokenizer's files)"
 
 
 class TemplateError(ValueError):
-    """Raised if the chat template produces no text for a chat.
+    """Raised if a chat cannot be rendered with the chat template.
 
-    The message of a `TemplateError` says why the chat template produced no text, and what to change.
+    The message of a `TemplateError` says why the chat cannot be rendered, and what to change.
 
     Attributes:
         chat: index of the failed chat in the list of chats to render.

@@ -5,8 +5,8 @@ Without special handling, a chat message that contains the name of a control tok
 open another turn. If the data contains no control-token name, the tokenizer is used unchanged. If the data contains a
 control-token name, encoding has three steps:
 
-1. Before the chat template is applied, placeholders (private-use characters) replace the control-token names in the
-   data. With the placeholders in the data, all control-token names in the template's output come from the template
+1. Before the chat template is applied, placeholders (private-use Unicode characters) replace the control-token names in
+   the data. With the placeholders in the data, all control-token names in the template's output come from the template
    itself.
 2. In a copy of the tokenizer, each control token is renamed to a string of private-use characters. In the output of the
    chat template, each control-token name is replaced by the new name of its token. In the renamed output, each
@@ -26,7 +26,7 @@ from typing import Any
 
 # Names such as <|user|> count as control tokens even if the tokenizer does not flag them as special.
 _BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
-# Private-use characters serve as placeholders, and as names of control tokens in the copied tokenizer.
+# Unicode characters for private use serve as placeholders, and as names of control tokens in the copied tokenizer.
 _PRIVATE = re.compile("[\U000f0000-\U000fffff]")
 _STAND_INS = 0xF0000
 _NAME = "\U000ffff0{}\U000ffff1"
@@ -34,7 +34,7 @@ _NAMED = re.compile(_NAME.format(r"(\d+)"))
 
 
 class ControlTokenError(ValueError):
-    """Raised if a text cannot be encoded so that the control-token names in the text stay ordinary text.
+    """Raised if the control-token names in a text cannot be encoded as ordinary text.
 
     The message of a `ControlTokenError` says why the text cannot be encoded.
     """
@@ -60,8 +60,8 @@ class _Marked:
 class ControlTokens:
     """The control tokens of a tokenizer: its special tokens, and added tokens of the form `<|...|>`.
 
-    An added token that is neither special nor of the form `<|...|>`, such as `<think>`, counts as ordinary vocabulary:
-    the name of such an added token in a text is encoded as the added token.
+    An added token that is neither special nor of the form `<|...|>`, such as `<think>`, is not a control token. The
+    text `<think>` in a prompt is encoded as the added token `<think>`.
 
     Attributes:
         names: names of the control tokens, such as `<|im_end|>`.
@@ -96,7 +96,7 @@ class ControlTokens:
         return self._any_added.search(text) is not None
 
     def encode(self, value: Any, write: Callable[[Any], str], *, written: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of data that contains control-token names, and encode these names as ordinary text.
+        """Return the token ids of data, in which control-token names are encoded as ordinary text.
 
         Args:
             value: the prompt from the data: a string, or dicts and lists that contain strings.
@@ -106,7 +106,7 @@ class ControlTokens:
             add_special_tokens: whether the tokenizer adds its own special tokens around the text.
 
         Raises:
-            ControlTokenError: the data cannot be encoded so that control-token names stay ordinary text.
+            ControlTokenError: the control-token names in the data cannot be encoded as ordinary text.
         """
         value, spelled = self._marked(value)
         marked = _Marked(write(value), spelled)
@@ -145,7 +145,7 @@ class ControlTokens:
         return ids
 
     def _encode_named(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a text in which control tokens are written with the names that they have in the copied tokenizer."""
+        """Encode a text in which control tokens are written with private-use names instead of their own names."""
         if self._tokenizer.is_fast:
             tokenizer, ids = self._copy
             found = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
@@ -189,10 +189,10 @@ class ControlTokens:
         return [id for id in ids if id in self._control_ids]
 
     def _normalizer(self) -> tuple[Callable[[str], str] | None, re.Pattern[str]]:
-        """Return the tokenizer's normalizer, and a pattern that matches the normalized names of the control tokens that
-        the tokenizer looks for in normalized text.
+        """Return the tokenizer's normalizer, and a pattern that matches the normalized names of control tokens.
 
-        The returned normalizer is None if the tokenizer looks for no control token in normalized text.
+        The pattern covers only the control tokens that the tokenizer searches for after normalization. If no control
+        token is searched for after normalization, the returned normalizer is None.
         """
         own: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         normalize = own.normalizer.normalize_str if own is not None and own.normalizer is not None else None

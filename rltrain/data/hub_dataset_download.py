@@ -33,7 +33,7 @@ def main(repository: str, config: str | None, split: str | None, revision: str |
     The argument `key` is the config key, `train` or `val`. The arguments other than `key` are the parts of the data
     set's name.
     """
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # On Ctrl-C, the driver ends the download process.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # This process ignores SIGINT, because the driver kills it on Ctrl-C.
     result, sys.stdout = sys.stdout, sys.stderr
     try:
         from datasets.utils import logging
@@ -114,7 +114,7 @@ def _chosen(splits: Sequence[str], split: str | None, repository: str, config: s
     """Return the split that the user named, or a default split.
 
     If the user named no split, return the split that has a usual name for the config key (such as `validation` for the
-    key `val`), or else the only split of the data set.
+    key `val`). If no split has a usual name, return the only split of the data set.
 
     Raises:
         ConfigError: the split that the user named does not exist, or the user named no split and the data set has

@@ -51,10 +51,8 @@ class DatasetName:
     Attributes:
         repository: name of the data set without configuration, split and revision: `ORG/NAME`.
         config: name of the configuration; None for the data set's configuration "default" or its only configuration. If
-            `split` is None and the data set has no configuration with the name in `config`, `config` holds the name of
-            a split.
-        split: name of the split; None if the user named no split, or wrote `ORG/NAME:SPLIT`, for which `config` holds
-            the name of the split.
+            `split` is None, `config` can also be the name of a split: in the name `ORG/NAME:WORD`, `config` is WORD.
+        split: name of the split; None if the user named no split, or wrote `ORG/NAME:SPLIT`.
         revision: branch, tag or commit of the data set; None for the main branch.
     """
 
@@ -74,7 +72,7 @@ class DatasetName:
         return bool(self.config and self.split and self.revision and _COMMIT.fullmatch(self.revision))
 
     def may_mean(self, pinned: "DatasetName") -> bool:
-        """Return whether this name has no revision and can refer to the same split as the complete name `pinned`."""
+        """Return True if this name has no revision and can refer to the split to which the name `pinned` refers."""
         if self.repository != pinned.repository or self.revision is not None or not pinned.pinned:
             return False
         if self.split is not None:

@@ -274,7 +274,8 @@ def load_tokenizer(path: str | Path, key: str = "model.path") -> Any:
 def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
     """Raise an error if the tokenizer has ids for which the model has no embeddings.
 
-    Added tokens are not checked, because in some models an added token for inputs other than text has no embedding.
+    Added tokens are not checked, because some models have no embeddings for the added tokens of images and other inputs
+    that are not text.
 
     Args:
         path: the model's directory.
@@ -360,7 +361,7 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 
     try:
         whole = AutoConfig.from_pretrained(str(local_directory(path)), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # The model type is unknown, or the config does not fit the type.
+    except Exception as error:  # For example, transformers does not know the model type.
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
             f"{key}={path}: config.json does not load ({type(error).__name__}: {reason}); use a model of a type "

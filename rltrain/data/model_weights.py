@@ -147,7 +147,7 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
     Args:
         file: the safetensors file.
         where: the config key and the model's path, for the start of error messages.
-        framework: the framework whose tensors `safe_open` shall return, such as "pt" for PyTorch.
+        framework: framework of the tensors that `safe_open` returns, such as "pt" for PyTorch.
 
     Raises:
         ConfigError: the file is truncated, corrupt or unreadable.
@@ -162,8 +162,8 @@ def open_safetensors(file: Path, where: str, framework: str = "pt") -> Any:
 
 
 def _safetensors(file: Path, where: str) -> dict[str, StoredTensor]:
-    # With the framework "pt", `safe_open` would map the whole weight file into memory for writing. Mapping a whole
-    # weight file fails on a machine whose memory is smaller than the file.
+    # With the framework "pt", `safe_open` would create a writable memory map of the whole weight file. A writable
+    # memory map fails on a machine whose memory is smaller than the file.
     with open_safetensors(file, where, "numpy") as content:
         parts = {name: content.get_slice(name) for name in content.keys()}  # noqa: SIM118 (`content` is not a mapping)
         return {name: StoredTensor(file, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()}
@@ -197,7 +197,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None, *, attention
             model is built with one output.
         where: the config key and the model's path, for the start of error messages; by default, the key `model.path`
             and the value of `path`.
-        attention: name under which transformers knows the model's attention function.
+        attention: name of the model's attention function in transformers, such as "eager".
 
     Raises:
         ConfigError: transformers cannot build a model of the class `kind` from config.json.
@@ -215,7 +215,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None, *, attention
             folder, heads = local_directory(path), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **heads)
             return kind.from_config(config, trust_remote_code=False, attn_implementation=attention, dtype=torch.float32)
-        except Exception as error:  # The model type is unknown, or the config does not fit the type.
+        except Exception as error:  # For example, transformers does not know the model type.
             raise ConfigError(
                 f"{where or f'model.path={path}'}: transformers cannot create {kind.__name__} from its config.json "
                 f"({type(error).__name__}: {one_line(' '.join(str(error).split()), 160)}); use a model of a type that "
@@ -240,9 +240,9 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
         path: the model's directory.
         where: the config key and the model's path, for the start of error messages.
         kind: the transformers Auto class of the model to check; by default, `AutoModelForCausalLM`.
-        new_head: whether training starts with new random values for the parameters outside the base model. If
-            `new_head` is true, the check accepts weight files that lack the parameters outside the base model, or that
-            hold the head of another model.
+        new_head: whether training initializes the head (the parameters outside the base model) with new random values.
+            If `new_head` is true, the check accepts weight files that lack the head, or that hold the head of another
+            model.
 
     Raises:
         ConfigError: the weights do not fit the model, or belong to an adapter or a quantized model. The error message
@@ -275,7 +275,7 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
 
 
 def _check_experts(tensors: Mapping[str, StoredTensor], where: str) -> None:
-    """Raise ConfigError if the numbers of the experts of a mixture-of-experts model are not 0, 1, 2, ... without a gap.
+    """Raise ConfigError unless the experts of a mixture-of-experts model are numbered 0, 1, 2, ... without a gap.
 
     Expert numbers are checked because transformers stacks all experts that it finds, even if some numbers are missing.
     """
@@ -313,7 +313,8 @@ def _loaded_without_weights(model: Any, tensors: Mapping[str, StoredTensor], whe
 def load_whole(kind: Any, path: str, where: str, *, new_head: bool = False, **kwargs: Any) -> Any:
     """Load the model in a directory, and check that every parameter of the model was read from the weight files.
 
-    Rollout engines of the transformers library load their model with `load_whole`. Training ranks use `read_weights`.
+    Rollout engines that generate with transformers load their model with `load_whole`. Training ranks load their shards
+    with `read_weights`.
 
     Args:
         kind: the transformers Auto class that loads the model.
@@ -365,8 +366,8 @@ def read_weights(model: Any, path: str, where: str, *, device: Any, new_head: bo
     if files[0].suffix == SAFETENSORS:
         state = {name: tensor for file in files for name, tensor in stored_rows(file).items()}
     mapping: Any = get_model_conversion_mapping(model)
-    # `from_pretrained` uses the following two methods. `from_pretrained` itself cannot read shards for a mesh of
-    # devices that the caller has chosen.
+    # The two private methods below are parts of `from_pretrained`. `from_pretrained` itself cannot load shards for a
+    # device mesh that the caller has chosen.
     how = LoadStateDictConfig(
         pretrained_model_name_or_path=path,
         ignore_mismatched_sizes=True,

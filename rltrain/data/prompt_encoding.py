@@ -17,10 +17,10 @@ _ALLOW = "set data.special_tokens=allow to encode the names of control tokens as
 
 @dataclass(frozen=True)
 class Overlong:
-    """Number of tokens in a prompt that has more tokens than allowed.
+    """The number of tokens of a prompt or answer that is too long.
 
     Attributes:
-        tokens: number of tokens in the prompt, or a lower bound on the number of tokens if `exact` is false.
+        tokens: number of tokens in the text, or a lower bound on the number of tokens if `exact` is false.
         exact: whether `tokens` is the exact number of tokens and not only a lower bound.
     """
 
@@ -85,7 +85,7 @@ class PromptEncoder:
             yield row, self._finished(found[row], prompt, place(row), max_length)
 
     def _spelled(self, prompts: Mapping[int, Any], place: Callable[[int], str]) -> dict[int, str]:
-        """Return a dict that maps row numbers to the first control-token name in each prompt.
+        """Return a dict that maps the row number of each prompt to the first control-token name in the prompt.
 
         Prompts without control-token names have no entry in the returned dict. If `special_tokens` is "allow",
         `_spelled` returns an empty dict.

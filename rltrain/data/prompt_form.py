@@ -14,9 +14,10 @@ Text in the column `prompt` is used as the complete prompt, even for a chat mode
 `prompt`, or from a template, becomes a user message if the tokenizer has a chat template. The config key `data.chat`
 can forbid chat messages, or turn all text into user messages.
 
-Reward functions get the value of each data column as the argument with the name of the column. Unless the data has a
-column `completion`, reward functions also get the assistant's last message as `completion`. Unless the data has a
-column `answer`, reward functions also get the column `solution` or `output` as `answer`.
+Reward functions get the value of each data column as an argument with the column's name. If prompts are made from chat
+messages in a column other than `prompt`, reward functions also get the assistant's last message as the argument
+`completion`. If the data has no column `answer`, reward functions get the column `solution` or `output` as the argument
+`answer`. A column `completion` in the data takes precedence over the assistant's last message.
 """
 
 import difflib
@@ -247,13 +248,13 @@ def require_column(name: str, columns: Sequence[str], given: str, where: str, mo
 def template_parts(template: str, *, key: str = "data.prompt", what: str = "prompt") -> list[tuple[str, str | None]]:
     """Split a template into pairs of text and column name.
 
-    The text of a returned pair (text, column name) is the part of the template between the previous column and the
-    pair's column. If the template ends with text, the column name of the last pair is None.
+    In a returned pair (text, column name), the text is the part of the template between the previous column and this
+    column. If the template ends with text, the column name of the last pair is None.
 
     Args:
         template: the template, with columns in braces.
         key: the config key of the template, for error messages.
-        what: word, such as "prompt", with which error messages refer to the filled-in template.
+        what: word for the filled-in template in error messages, such as "prompt".
 
     Raises:
         ConfigError: a brace is unmatched, braces enclose something other than the name of a column, or the template

@@ -23,16 +23,16 @@ fraction is f is chosen for about m * f of any m consecutive draws, with a small
 
 If the chosen pool is empty, the draw takes a prompt from the normal pool. If the chosen pool and the normal pool are
 both empty, the draw takes a prompt from the unseen pool. If the chosen pool, the normal pool and the unseen pool are
-all empty, the draw takes a random prompt from the hard and easy pools. If all prompts are in the hard and easy pools,
-and the configured fractions of these two pools are small, the sampling is almost the same as shuffled passes through
-all prompts, because most draws then take a random prompt. Random draws from the hard and easy pools include easy
-prompts, because draws of only hard prompts would train the policy only on prompts that the policy fails to solve.
+all empty, the draw takes a random prompt from the hard and easy pools. If all prompts are hard or easy and both pools
+have small configured fractions, most draws take a random prompt, almost as in shuffled passes through all prompts.
+Random draws from the hard and easy pools include easy prompts, because otherwise the policy would train only on prompts
+that it fails to solve.
 
 Within a pool, prompts are drawn without replacement: each pass through a pool is a random permutation of the prompts in
 the pool. A prompt that was drawn in one pass through a pool can be drawn again only in a later pass. A prompt is called
-*in flight* from its draw until the training step of its prompt group ends. While a prompt is in flight, the prompt is
-in no pool, so a training step never has two groups of the same prompt. In a pool with n prompts and a configured
-fraction f, each prompt is drawn once in n / f draws on average.
+*in flight* from its draw until the training step of its prompt group ends. A prompt in flight is in no pool, so a
+training step never has two groups of the same prompt. In a pool with n prompts and a configured fraction f, each prompt
+is drawn once in n / f draws on average.
 
 The success rate of a prompt changes only at the end of a training step, when the prompts of the step are returned to
 the pools in the order of their draws. Which prompts are drawn depends on the seed and on the outcomes of finished
@@ -149,8 +149,8 @@ class PromptPools:
         """Return the share of all prompts in each pool, and the share of draws for which the chosen pool was empty.
 
         The share of a pool includes the prompts that were drawn from the pool and have not yet been returned to a pool.
-        The metric `difficulty/fallback_fraction` covers only the draws since the end of the previous step, and gives
-        the share of draws for which the chosen pool was empty.
+        The metric `difficulty/fallback_fraction` is the share of draws since the end of the previous step for which the
+        chosen pool was empty.
         """
         shares = {f"difficulty/{name}_fraction": self._sizes[name] / self._size for name in POOLS}
         return shares | {"difficulty/fallback_fraction": self._fallbacks / max(1, self._drawn_in_step)}

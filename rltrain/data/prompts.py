@@ -23,7 +23,8 @@ from rltrain.data.supervised_answers import SupervisedAnswers, SupervisedOptions
 from rltrain.data.tokenizer_round_trip import loss
 from rltrain.settings.typed import require
 
-# Names that no data column may have, because reward functions get parts of the scored answer under these names.
+# Names that no data column may have, because reward functions get other values under these names, such as the scored
+# answer.
 RESERVED_COLUMNS = ("response", "finish_reason", "prompt_messages", "response_ids")
 _BATCH = 1024  # Maximum number of prompts that are tokenized in one call.
 _ROUND_TRIPS = 64  # Number of prompts whose token ids are decoded and compared with the original text.
@@ -56,7 +57,7 @@ class Prompt:
 
     @property
     def chat(self) -> Sequence[Mapping[str, Any]]:
-        """The prompt as chat messages. A prompt that is text is the text of one user message."""
+        """The prompt as chat messages. A text prompt becomes a single user message."""
         return self.messages or [{"role": "user", "content": self.text}]
 
 

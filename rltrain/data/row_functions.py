@@ -16,9 +16,11 @@ MAX_ROWS = 1_000_000
 ARGUMENTS = ("split", "seed")
 _ROW_HELP = 'return or yield dicts such as {"prompt": "2+2=", "answer": "4"}'
 _VALUE_HELP = "use text, numbers, lists and dicts, which are the same in every process and every run"
-# The types in `_PLAIN` include `datetime`, because `datetime` is a subclass of `date`.
+# Types of the values that rows may contain. `datetime` is allowed too, because it is a subclass of `date`.
 _PLAIN = (bool, int, float, str, bytes, date, time, timedelta, Decimal)
-_MAX_BITS = 10_000  # By default, Python cannot convert integers with more than 4,300 digits to text.
+# Maximum size of an integer, in bits (about 3,000 digits). By default, Python cannot convert integers with more than
+# 4,300 digits to text.
+_MAX_BITS = 10_000
 
 
 def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
@@ -29,7 +31,7 @@ def function_rows(source: str, where: str, *, split: str, seed: int) -> Rows:
             yields dicts. The arguments `split` ("train" or "val") and `seed` are passed to the user's function if the
             function has parameters with these names.
         where: the config key and the source, for the start of the error message.
-        split: the config key under `data` that names the function.
+        split: "train" or "val", the config key under `data` that names the function.
         seed: random seed of the run, for the function's parameter `seed`.
 
     Raises:

@@ -1,6 +1,6 @@
 """The kinds of sources that `data.train` and `data.val` may name, and how each kind is read.
 
-The kind of a source is given by the first of the following forms that fits the source:
+The first of the following forms that fits a source determines the kind of the source:
 
 - `builtin:NAME` names a built-in task.
 - The path of an existing file or folder names that file or folder.
@@ -65,8 +65,8 @@ def load_rows(source: str, where: str, *, split: Split, seed: int, limit: int | 
     Args:
         source: the source, in one of the forms that the docstring of `rltrain.data.row_sources` lists.
         where: the config key and the source, for the start of the error message.
-        split: the config key under `data` that names the source. Built-in tasks and functions may have different rows
-            for training and for evaluation.
+        split: "train" or "val", the config key under `data` that names the source. Built-in tasks and functions may
+            have different rows for training and for evaluation.
         seed: random seed of the run, for built-in tasks and functions.
         limit: number of rows to generate for a built-in task; None for the task's usual number.
 

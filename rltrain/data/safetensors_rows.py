@@ -1,8 +1,8 @@
-"""Reading of some rows of a tensor in a safetensors file, without reading the tensor's other rows.
+"""Reading of selected rows of a tensor in a safetensors file, without reading the whole tensor.
 
-The safetensors library can read slices too. With memory mapping, the library's slices are views of the file, so a later
-change of the file would change the weights of a running model. Without memory mapping, the library first reads the
-whole tensor.
+The safetensors library can also read slices, but rltrain does not use them. If the safetensors library maps the file
+into memory, its slices are views of the file, so a later change of the file would change the weights of a running
+model. Without memory mapping, the safetensors library reads the whole tensor before it returns a slice.
 """
 
 import json
@@ -21,7 +21,7 @@ _LENGTH_BYTES = 8  # A safetensors file begins with the length of its header, as
 class StoredRows:
     """A tensor in a safetensors file. Indexing reads the requested rows into memory.
 
-    The interface is the one that transformers expects of a tensor that is read lazily.
+    The class has the interface that transformers expects of a lazily loaded tensor.
 
     Attributes:
         file: the safetensors file.
@@ -52,13 +52,13 @@ class StoredRows:
         if not self.shape or parts[0] is Ellipsis:
             return self._read(0, math.prod(self.shape)).view(self.shape)
         begin, end, step = parts[0].indices(self.shape[0])
-        assert step == 1, "rows are read in order and without gaps"
+        assert step == 1, "a slice of rows must have the step 1"
         width, rows = math.prod(self.shape[1:]), max(end - begin, 0)
         found = self._read(begin * width, rows * width).view(rows, *self.shape[1:])
         return found[(slice(None), *parts[1:])]
 
     def _read(self, first: int, count: int) -> Tensor:
-        """Read `count` numbers, beginning with the number `first` of the flattened tensor."""
+        """Read `count` elements of the flattened tensor, starting at index `first`."""
         found = torch.empty(count, dtype=self.dtype)
         room = found.view(torch.uint8).numpy().data if count else memoryview(b"")
         with self.file.open("rb", buffering=0) as stream:

@@ -25,7 +25,7 @@ class SampleFile:
     Attributes:
         path: path of the parquet file.
         step: number of the training step.
-        failed: whether the training step made no optimizer step, because the computation of too many rewards failed.
+        failed: True if the training step made no optimizer step, because too many rewards could not be computed.
     """
 
     path: Path

@@ -1,14 +1,13 @@
-"""Supervised answers: answers in the training data that the supervised loss trains on, as token ids.
+"""Tokenizes supervised answers: the answers in the training data that the supervised loss trains on.
 
 The config key `data.sft_response` names the column with the answers, or is a template of columns, for example
 `{solution} #### {answer}`. A row has no supervised answer if the row lacks a value for any column that
 `data.sft_response` names.
 
-The token ids of a supervised answer are ids that the model itself could sample after the prompt. The text of a
-supervised answer is encoded alone and never together with the prompt, just as the text of a sampled answer is decoded
-from the answer's ids alone. In a supervised answer, the end token follows the ids of the text, just as in a sampled
-answer that the model itself ends. If the prompt consists of chat messages, the end token of the answer is the token
-with which the chat template ends the assistant's messages.
+The token ids of a supervised answer are ids that the model itself could sample after the prompt. A supervised answer is
+tokenized separately from its prompt, just as a sampled answer is decoded separately from its prompt. Like a sampled
+answer, a supervised answer ends with an end token, unless its text ends with a stop string. If the prompt consists of
+chat messages, the end token of the answer is the token with which the chat template ends the assistant's messages.
 """
 
 import math
@@ -93,8 +92,8 @@ class SupervisedAnswers:
 
     @property
     def arrays(self) -> tuple[bytes, bytes]:
-        """The token ids of all answers, and the positions at which the answers end in the list of token ids, as bytes
-        for a checksum.
+        """The concatenated token ids of all answers, and the end position of each answer in these ids, as bytes for a
+        checksum.
         """
         return self._ids.tobytes(), self._ends.tobytes()
 
@@ -275,7 +274,7 @@ class AnswerEncoder:
         return Overlong(len(ids), exact=True) if len(ids) > self._options.max_length else ids
 
     def _chat_end(self, templates: ChatTemplates) -> int:
-        """Return the end token that the chat template writes after an assistant's message.
+        """Return the id of the end token that the chat template writes after an assistant's message.
 
         If the template writes no end token after an assistant's message, return the end token that follows answers to
         text prompts.

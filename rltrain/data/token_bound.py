@@ -23,8 +23,7 @@ _SPLITS = ("Split", "Punctuation")
 
 @dataclass(frozen=True)
 class _Counting:
-    """The way in which the units (characters or bytes) of a text are counted; each token covers a limited number of
-    units.
+    """How the units (characters or bytes) of a text are counted, and how many units one token can cover.
 
     Attributes:
         longest: largest number of units that one token covers.

@@ -1,4 +1,4 @@
-"""A check whether the token ids of a conversation, built turn by turn, agree with the chat template's rendering of the
+"""Checks that a conversation whose token ids are built turn by turn agrees with the chat template's rendering of the
 whole conversation.
 
 The check builds synthetic conversations turn by turn, as in a rollout. The check compares each built conversation with
@@ -85,16 +85,16 @@ def _conversations(roles: Collection[str]) -> Iterator[tuple[str, list[_Turn]]]:
     if "user" in roles:
         yield "a user's message after an answer", [_Turn(user)]
         yield "a user's message after a cut answer", [_Turn(user, cut=True)]
-        yield "three messages of a user", [_Turn(user)] * 3
+        yield "a user's message in each of three turns", [_Turn(user)] * 3
         yield "a user's message after thoughts", [_Turn(user, thought), _Turn(user, thought)]
     if "tool" in roles:
-        yield "one result of a tool", [_Turn(results[:1])]
-        yield "results of two calls in one answer", [_Turn(results)]
-        yield "results of tools three times", [_Turn(results[:1])] * 3
-        yield "a result of a tool after thoughts", [_Turn(results[:1], thought)] * 2
-        yield "a result of a tool after a cut answer", [_Turn(results[:1]), _Turn(results[:1], cut=True)]
+        yield "one tool result", [_Turn(results[:1])]
+        yield "results of two tool calls in one answer", [_Turn(results)]
+        yield "a tool result in each of three turns", [_Turn(results[:1])] * 3
+        yield "a tool result after thoughts", [_Turn(results[:1], thought)] * 2
+        yield "a tool result after a cut answer", [_Turn(results[:1]), _Turn(results[:1], cut=True)]
     if {"user", "tool"} <= {*roles}:
-        yield "results of tools and a user's message", [_Turn(results), _Turn(user), _Turn(results[:1])]
+        yield "tool results and a user's message", [_Turn(results), _Turn(user), _Turn(results[:1])]
 
 
 def _require_tools(renderer: "TurnRenderer") -> None:
@@ -142,10 +142,11 @@ def _thought(renderer: "TurnRenderer", turn: _Turn) -> str:
 
 
 def _sampled_end(renderer: "TurnRenderer", messages: "Sequence[Message]") -> list[int]:
-    """Return the control token with which the policy ends an answer.
+    """Return a list with the id of the control token with which the policy ends an answer.
 
-    The control token is the template's end token. If the template has no end token, the control token is the token that
-    opens the next message. The returned list is empty if the template writes only ordinary text.
+    The policy ends an answer with the template's end token. If the template has no end token, the policy ends an answer
+    with the control token that opens the next message. The returned list is empty if the template writes no control
+    tokens.
 
     Raises:
         _FaultError: the engine does not stop at the control token.
@@ -177,7 +178,7 @@ def _require_same(renderer: "TurnRenderer", row: Sequence[int], whole: Sequence[
     for (special, ids), (their_special, their_ids) in zip(ours, theirs, strict=False):
         if special != their_special:
             raise _FaultError(
-                f"the control token {_name(renderer, special)} follows where the template writes "
+                f"the control token {_name(renderer, special)} stands where the template writes "
                 f"{_name(renderer, their_special)}; {_WAY_OUT}"
             )
         text, their_text = renderer.decoded(ids), renderer.decoded(their_ids)

@@ -3,15 +3,15 @@
 The token ids of a context grow only at the end: the prompt's ids are followed by the ids that the policy sampled, the
 ids of an *observation*, the next sampled ids, and so on. The text of an observation is everything that the chat
 template writes between two answers of the assistant, except for text that the policy has already sampled. An
-observation consists of the unsampled rest of the earlier answer's end, the new messages, and the text that opens the
-next answer.
+observation has three parts: the part of the earlier answer's closing text that the policy has not sampled, the new
+messages, and the text that opens the next answer.
 
 To find the text of an observation, a short conversation is rendered: a user's message, an *anchor*, and the new
 messages. The anchor is an answer of the assistant that ends with a known word. The observation is the rendered text
 after the anchor's known word, and only the observation is tokenized. If the new messages start with tool results, the
-anchor message calls the tools, because some templates refuse tool results without calls. `rltrain.data.turn_probe`
-checks at the start of a run that the ids of a conversation that is built turn by turn agree with the template's
-rendering of the whole conversation.
+anchor message calls the tools, because some templates refuse tool results without tool calls. At the start of a run,
+`rltrain.data.turn_probe` compares conversations that are built turn by turn with the template's rendering of the whole
+conversation.
 """
 
 import functools
@@ -37,7 +37,7 @@ _ANCHORS = 1024  # Maximum number of `Anchor` objects in the cache.
 
 @dataclass(frozen=True)
 class Anchor:
-    """An assistant message that replaces the sampled answer when the observation after the answer is rendered.
+    """A placeholder message of the assistant, which replaces the sampled answer while the next observation is rendered.
 
     Attributes:
         message: the assistant's message.
@@ -66,8 +66,7 @@ class TurnRenderer:
     Attributes:
         tokenizer, tools, stop_ids: the constructor arguments of the same names.
         special_ids: `stop_ids`, and the ids of all control tokens except the unknown token.
-        mark: known word in the placeholder messages that stand in for sampled answers; the word occurs in no tool's
-            schema.
+        mark: known word in the placeholder messages that replace sampled answers; the word occurs in no tool's schema.
     """
 
     def __init__(
@@ -103,7 +102,7 @@ class TurnRenderer:
         return TurnRenderer(self.tokenizer, tools=tools, stop_ids=self.stop_ids, templates=self._templates)
 
     def prompt_ids(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of a conversation, up to the text that opens the assistant's answer.
+        """Return the token ids of a conversation, including the text that opens the assistant's answer.
 
         The template is applied once, with the tools, and the ids start with at most one beginning-of-sequence token.
         The names of control tokens in the messages and in the tools are encoded as ordinary text.
@@ -119,15 +118,16 @@ class TurnRenderer:
         return one_bos(ids, self.tokenizer.bos_token_id)
 
     def observation_ids(self, messages: Sequence[Message], action_ids: Sequence[int]) -> list[int]:
-        """Return the token ids that follow a sampled answer in the context, up to the opening of the next answer.
+        """Return the token ids of the text between a sampled answer and the assistant's next answer.
 
-        The returned ids start with the part of the answer's end that the policy did not sample: for example, the end
-        token and a newline if the answer was cut, and only the newline if the policy sampled the end token. If the
-        policy ended the answer with a token of `stop_ids` other than the template's end token, the sampled token
-        replaces the template's end token. If the template has no end token, an answer ends with the control token that
-        opens the next message. If the policy has already sampled the control token that opens the next message, the
-        returned ids do not repeat this token. If the policy has sampled a control token that opens a message of another
-        role than the next message, the returned ids still contain the control token that opens the next message.
+        The returned ids start with the part of the answer's closing text that the policy did not sample. For example,
+        the returned ids start with the end token and a newline if the answer was cut off, and with only the newline if
+        the policy sampled the end token. If the policy ended the answer with a token of `stop_ids` other than the
+        template's end token, the sampled token replaces the template's end token. If the template has no end token, an
+        answer ends with the control token that opens the next message. If the policy has already sampled the control
+        token that opens the next message, the returned ids do not repeat this token. If the policy has sampled a
+        control token that opens a message of another role than the next message, the returned ids still contain the
+        control token that opens the next message.
 
         Args:
             messages: the new messages: results of tools, or messages of a user. Tool results at the start of `messages`
@@ -187,7 +187,7 @@ class TurnRenderer:
 
     @functools.cached_property
     def answer_anchor(self) -> Anchor:
-        """Placeholder message of the assistant, without tool calls, that stands in for a sampled answer."""
+        """Placeholder message of the assistant, without tool calls, that replaces a sampled answer."""
         message = {"role": "assistant", "content": self.mark}
         _, mark, closing = self.render([_USER, message], opened=False).rpartition(self.mark)
         if not mark:
@@ -195,8 +195,8 @@ class TurnRenderer:
         return Anchor(message, 1, "", closing)
 
     def anchor(self, messages: Sequence[Message]) -> Anchor:
-        """Return the anchor for new messages: a placeholder message of the assistant that stands in for the sampled
-        answer before the new messages.
+        """Return the anchor for new messages: a placeholder message that replaces the sampled answer before the new
+        messages.
 
         The placeholder message contains tool calls if the new messages start with tool results and the chat template
         can render tool calls.
@@ -251,8 +251,8 @@ class TurnRenderer:
         return messages if self._control.first_in(messages) is None else _replaced(messages, _PRIVATE)
 
     def _after_mark(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of the text that the template writes after the content of an answer, including the complete
-        end of the answer.
+        """Return the ids of the text that the template writes after an answer's content, including all of its closing
+        text.
         """
         # `mark` is put before the text, because some tokenizers treat the start of a text in a special way.
         lead = self._mark_ids
@@ -272,8 +272,8 @@ class TurnRenderer:
         return after[len(anchor.markup) :]
 
     def _call_anchor(self, calls: Sequence[tuple[str, str]]) -> Anchor:
-        """Return an anchor (placeholder message for a sampled answer) with tool calls, in the first of several possible
-        forms that the template accepts.
+        """Return an anchor (placeholder message for a sampled answer) with tool calls, in the first form that the
+        template accepts.
 
         Most templates expect the arguments of a tool call as an object, and some templates expect the JSON text of the
         object. Some templates refuse several calls in one message, but write several tool results.

@@ -32,9 +32,7 @@ def is_function(agent: str) -> bool:
 
 
 def arguments_of(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments in `offered` that a function's signature names, or all arguments in `offered` if the
-    signature has `**kwargs`.
-    """
+    """Return the arguments in `offered` that a function's signature names; with `**kwargs`, return all of `offered`."""
     parameters = inspect.signature(function).parameters
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters.values()):
         return dict(offered)

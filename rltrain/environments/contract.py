@@ -68,7 +68,7 @@ def as_text(value: Any) -> str:
 
 
 def valid_unicode(text: str) -> str:
-    """Return a text in which U+FFFD replaces each unpaired surrogate, which UTF-8 cannot encode."""
+    """Replace each unpaired surrogate in a text by U+FFFD, because UTF-8 cannot encode unpaired surrogates."""
     if text.isascii():
         return text
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -117,7 +117,7 @@ def check_options(body: Mapping[str, Any]) -> None:
 
 
 def tools_of(tools: Sequence[Any]) -> Sequence[Mapping[str, Any]]:
-    """Return the schemas of a request's tools in the form of chat completions.
+    """Return the schemas of a request's tools in the format of the chat completions API.
 
     Raises:
         ApiError: an entry of `tools` is not a function with a name.
@@ -147,7 +147,7 @@ def max_tokens_of(body: Mapping[str, Any], *names: str) -> int | None:
 
 
 def recorded_message(given: Any) -> Message:
-    """Return a message of a request in the form in which conversations are recorded.
+    """Convert a message of a request to the form in which rltrain records conversations.
 
     Raises:
         ApiError: the message is malformed, or contains something other than text and tool calls.
@@ -163,7 +163,7 @@ def recorded_message(given: Any) -> Message:
 
 
 def recorded_call(id: str, name: Any, arguments: Any) -> Mapping[str, Any]:
-    """Return a tool call of a request in the form in which conversations are recorded.
+    """Convert a tool call of a request to the form in which rltrain records conversations.
 
     Raises:
         ApiError: the arguments are not valid JSON.
@@ -178,7 +178,7 @@ def recorded_call(id: str, name: Any, arguments: Any) -> Mapping[str, Any]:
 
 
 def written_call(call: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a recorded tool call in the form of chat completions, in which the arguments are JSON text."""
+    """Convert a recorded tool call to the format of the chat completions API, where the arguments are JSON text."""
     function = call["function"]
     written = {"name": function["name"], "arguments": json.dumps(function["arguments"], ensure_ascii=False)}
     return {"id": call["id"], "type": "function", "function": written}

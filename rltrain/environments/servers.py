@@ -30,7 +30,7 @@ def from_openenv(
     """Return an environment class for an environment of OpenEnv that a server offers at a URL.
 
     Each conversation opens a WebSocket connection to the server, because the server has one environment object for each
-    connection. `reset` sends a seed and the columns of the prompt's row of data. The server ignores columns that its
+    connection. `reset` sends a seed and the prompt's data columns to the server. The server ignores columns that its
     environment does not know. The reward of a turn is the reward in the server's reply to `step`.
 
     Args:
@@ -84,8 +84,7 @@ def from_openenv(
 
 
 def from_verifiers(address: str) -> Callable[..., Coroutine[Any, Any, float]]:
-    """Return an agent function that lets a running environment server of the library verifiers (version 0.4) run
-    conversations.
+    """Return an agent function that runs each conversation on an environment server of the library verifiers 0.4.
 
     The server runs its own agents and scores the conversation. The agents of the server send their requests for the
     policy to rltrain's API. The agent function returns the weighted sum of all rewards of the conversation. The columns
@@ -108,8 +107,7 @@ def from_verifiers(address: str) -> Callable[..., Coroutine[Any, Any, float]]:
 
 
 async def _verifiers_reward(address: str, request: Mapping[str, Any]) -> float:
-    """Let an environment server of the library verifiers run one conversation, and return the reward of the
-    conversation.
+    """Run one conversation on an environment server of the library verifiers, and return the conversation's reward.
 
     A trace is the server's record of the conversation of one agent. The field `rewards` of a trace contains the score
     and the weight of each reward. During the conversation, the server sends the changes of its traces. When the

@@ -457,9 +457,7 @@ def _checked_or_broken(value: Any, text: str) -> _Call | _Broken:
 
 
 def _checked(value: Any, end: int | None = None) -> _Call:
-    """Convert a JSON value to a tool call, or raise an error whose message tells the model what is wrong with the
-    value.
-    """
+    """Convert a JSON value to a tool call, or raise an error whose message tells the model what is wrong."""
     if not isinstance(value, dict):
         raise _MalformedError(f"the call is not a JSON object; {_SHAPE}", end)
     name = value.get("name")

@@ -13,8 +13,8 @@ from math import isfinite
 from rltrain.settings.schema import Config
 
 # The starting entropy of a run is the mean entropy of the run's first START_STEPS steps. The entropy of a single step
-# is too noisy to serve as the starting entropy. A mean entropy over ten or more steps would include steps in which
-# the policy has already changed.
+# is too noisy to serve as the starting entropy. The mean over ten or more steps would include steps in which training
+# has already changed the policy.
 START_STEPS = 3
 # The entropy alarm's threshold is the starting entropy times COLLAPSED_SHARE. A moderate fall of the entropy is normal
 # in training: on the built-in tasks, the final entropy is 20 to 40% of the starting entropy. Below 5% of the starting
@@ -24,18 +24,17 @@ COLLAPSED_SHARE = 0.05
 # consecutive steps. A single small batch may by chance contain only prompts that are too easy or too hard, but several
 # consecutive batches rarely do.
 PERSISTENT_STEPS = 5
-# The teachers' alarm is raised if more than MISSING_SHARE of a step's answers have no distillation term. If only a few
-# answers have no distillation term, no alarm is raised, because a few answers may be too long for a teacher, or may be
-# lost when a teacher's endpoint restarts.
+# The teachers' alarm is raised if more than MISSING_SHARE of a step's answers have no distillation term. No alarm is
+# raised if only a few answers lack the distillation term. A few answers may be too long for a teacher, or may be lost
+# when a teacher's endpoint restarts.
 MISSING_SHARE = 0.05
 # The reward alarm compares mean rewards over windows of WINDOW_STEPS steps, because the prompts of a single step may be
 # unusually hard.
 WINDOW_STEPS = 5
-# The reward alarm is raised only if the mean reward falls by more than LOST_SHARE times its earlier gain. The earlier
-# gain is the rise of the mean reward from the first window of steps to the window with the highest mean reward. The
-# reward alarm also requires that the fall of the mean reward exceeds the standard deviation of single rewards in the
-# window with the highest mean reward. Comparing the fall of the mean reward with both the earlier gain and the standard
-# deviation prevents false alarms that are caused by noise.
+# The reward alarm is raised only if the mean reward loses more than the share LOST_SHARE of its gain. The gain is the
+# rise of the mean reward from the first window of steps to the best window, which has the highest mean reward. The loss
+# of reward must also exceed the standard deviation of the individual rewards in the best window. Both limits prevent
+# false alarms caused by noisy rewards.
 LOST_SHARE = 0.5
 
 
@@ -83,9 +82,9 @@ class Alarms:
     def _gap(self, metrics: Mapping[str, float]) -> str:
         """Return an alarm message if the log-probs of engine and actor differ too much; otherwise return "".
 
-        No alarm is raised if some tokens of the batch were sampled with weights older than the actor's weights, because
-        older weights give other log-probs than the actor's weights. No alarm is raised with top-p or top-k sampling,
-        because the engine's log-probs describe the truncated distribution.
+        No alarm is raised if some tokens were sampled with weights older than the actor's, because different weights
+        give different log-probs. No alarm is raised with top-p or top-k sampling, because the engine's log-probs
+        describe the truncated distribution.
         """
         if self.config.rollout.is_restricted:
             return ""
@@ -119,8 +118,7 @@ class Alarms:
         )
 
     def _same_outcome(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if, for several steps, all answers to each prompt had the same outcome; else return
-        "".
+        """Return an alarm message if all answers to each prompt had the same outcome for several steps; else "".
 
         No alarm is raised if each prompt has only one answer, because there are no answers to compare. If the policy
         learns only from teachers, equal outcomes are not a failure, so no alarm is raised.
@@ -150,8 +148,9 @@ class Alarms:
         )
 
     def _reward(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if the mean reward of the last 5 steps is far below the highest mean reward of 5
-        consecutive steps; otherwise return "".
+        """Return an alarm message if the mean reward has fallen far below its best value; otherwise return "".
+
+        Both the current and the best mean reward are means over 5 consecutive steps.
         """
         if "reward/mean" not in metrics:
             return ""

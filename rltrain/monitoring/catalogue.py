@@ -139,7 +139,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         Metric("rollout/kl", "KL(engine || actor), estimated with the estimator k1", "nats per token", "near 0"),
         Metric(
             "rollout/k3",
-            "KL(engine || actor), estimated with the estimator k3 without an upper bound on the estimate of a token",
+            "KL(engine || actor), estimated with the estimator k3; the estimate of a token is not capped",
             "nats per token",
             "near 0",
         ),
@@ -156,7 +156,7 @@ SECTIONS: dict[str, tuple[Metric, ...]] = {
         ),
         Metric(
             "rollout/groups_missing",
-            "number of prompt groups that the batch lacks after dynamic sampling",
+            "number of prompt groups that are still missing from the batch after dynamic sampling",
             "groups",
             "0",
         ),
@@ -578,7 +578,7 @@ def page() -> str:
         "The file `metrics.jsonl` has one line per training step, and `evaluations.jsonl` has one per evaluation.",
         "Shares and means over tokens count all trained tokens, even tokens that `correction` or `rejection` drops.",
         "No metric under `reward/`, `actor/` or `critic/` depends on the duration of a step.",
-        "In the progress line, `kl` is the first available KL: to the reference, to the teachers, or `actor/ppo_kl`.",
+        "The `kl` in the progress line is the KL to the reference, else the KL to the teachers, else `actor/ppo_kl`.",
         "The metrics of a named evaluation set (`data.val_sets`) have names such as `eval/aime/sampled_reward`.",
         "A placeholder in a metric's name (`<name>`, `<phase>` or `<k>`) stands for one word or number.",
     ]

@@ -36,8 +36,8 @@ SHOWN_MESSAGES = 12  # A printed conversation has at most SHOWN_MESSAGES message
 SHOWN_PARTS = 3  # The progress bar shows the scores of at most SHOWN_PARTS reward functions.
 # If the output is not a terminal, a download prints one line of progress every 60 seconds.
 DOWNLOAD_LINE_EVERY_S = 60.0
-# If the output is not a terminal, a line is printed after every tenth training step, and after each training step that
-# ends at least 10 seconds after the previously printed line.
+# If the output is not a terminal, a line is printed after every tenth training step. A line is also printed after a
+# training step if the last line was printed at least 10 seconds earlier.
 PLAIN_EVERY, PLAIN_EVERY_S = 10, 10.0
 # If the output is not a terminal and no line about a training step has been printed for 60 seconds, a line about the
 # current step is printed.
@@ -146,14 +146,15 @@ class ConsoleDisplay:
         return f"  {duration((ended - began) / (last - first) * (self.total_steps - last))} left"
 
     async def heartbeat(self, phase: Callable[[], str], waited_for: Callable[[], str] = lambda: "") -> None:
-        """Print a line about the current step whenever no line about a step was printed for `HEARTBEAT_S` seconds.
+        """Print a line about the current step if no line about a step has been printed for `HEARTBEAT_S` seconds.
 
         The heartbeat coroutine runs until it is cancelled. On a terminal, the heartbeat prints nothing, because the
         progress bar shows the current step.
 
         Args:
             phase: function that returns the name of the current phase of the step, or "" before the first phase.
-            waited_for: function that returns the processes for which the driver waits, or "" for none.
+            waited_for: function that returns the names of the processes for which the driver waits, or "" if the driver
+                waits for none.
         """
         told_at = time.monotonic()
         while not self.console.is_terminal:
@@ -294,10 +295,10 @@ def duration(seconds: float) -> str:
 def sample_text(
     step: int, batch: DataProto, components: Sequence[str] = (), text_of: Callable[[list[int]], str] | None = None
 ) -> Text:
-    """Return the text of one row of the batch: the prompt and answer or the conversation, followed by the reward.
+    """Return one sample of the batch as text: the prompt and answer (or the conversation), followed by the reward.
 
-    The step number determines which row of the batch is shown. Text that a model wrote is never interpreted as console
-    markup.
+    The step number determines which sample of the batch is shown. Text that a model wrote is never interpreted as
+    console markup.
 
     Args:
         step: number of the training step.
@@ -360,8 +361,8 @@ def _call_text(function: Mapping[str, Any]) -> str:
 def _score_text(batch: DataProto, row: int, components: Sequence[str]) -> str:
     """Return the reward of a row as text, and the scores of the reward functions if the run has several functions."""
     scores = batch.batch["reward_components"][row].tolist()
-    # The column `valid` does not show which rewards failed, because `valid` is also False for scored rows that are
-    # excluded from the statistics.
+    # The column `valid` cannot be used to detect failed rewards, because `valid` is also False for rows that have a
+    # score but are excluded from the statistics.
     if all(math.isnan(score) for score in scores):
         return "failed"
     total = f"{float(batch.batch['scores'][row]):g}"

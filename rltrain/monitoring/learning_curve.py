@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterable
 from pathlib import Path
 
-# CURVES names the metrics of a training step that the image of the learning curve shows.
+# CURVES lists the keys of a step's metrics from which the learning curve is drawn.
 CURVES = ("step", "reward/mean", "rollout/length_mean")
 
 

@@ -17,13 +17,12 @@ from workers.training.dispatch import divergence
 def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, float]:
     """Compute metrics of a batch: statistics of its rewards, answer lengths and finish reasons.
 
-    Means and standard deviations of rewards are taken over the rows that have a score, that is, the rows whose value in
-    the column `valid` is True. Statistics of lengths, and the metrics whose name ends in `_fraction`, are taken over
-    all rows. The length of an answer is its number of sampled tokens.
+    Means and standard deviations of rewards include only the rows that have a score, for which the column `valid` is
+    True. Statistics of lengths, and metrics whose name ends in `_fraction`, include all rows. The length of an answer
+    is its number of sampled tokens.
 
-    The metric `reward/accuracy` is the share of correct answers among the valid rows whose answer a reward function has
-    judged as correct or wrong. The metric `reward/accuracy` is missing if no reward function has judged the answer of
-    any valid row as correct or wrong.
+    The metric `reward/accuracy` is the share of correct answers among the valid rows that a reward function has judged
+    as correct or wrong. The metric `reward/accuracy` is missing if no valid row has been judged as correct or wrong.
     """
     valid, scores = batch.batch["valid"], batch.batch["scores"]
     lengths = sampled_lengths(batch).float()

@@ -1,11 +1,10 @@
 """Writes a run's timeline to a file in Chrome's trace-event format, which https://ui.perfetto.dev can open.
 
 The trace file contains a JSON object whose list `traceEvents` holds the events. In the trace-event format, an event
-with a start time `ts` and a duration `dur`, both in microseconds, is called a "complete event" and has the value "X"
-for the key `ph`. A metadata event has the value "M" for the key `ph`, and names a process or a thread. Perfetto draws
+with a start time `ts` and a duration `dur`, both in microseconds, is a "complete event", which is marked by
+`"ph": "X"`. A metadata event, which is marked by `"ph": "M"`, gives the name of a process or a thread. Perfetto draws
 each thread as one row of the timeline, and requires that any two events of a thread are disjoint or nested. If two
-events of a process overlap without one event containing the other event, the writer puts the two events on different
-threads.
+events of a process overlap and neither event contains the other, the writer puts the two events on different threads.
 
 The trace-event format is described in the document "Trace Event Format"; see
 https://perfetto.dev/docs/getting-started/other-formats.
@@ -122,12 +121,12 @@ class _Process:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        # Names of the threads of the process; the name of thread number n has the index n - 1.
+        # Names of the threads of the process. The list has the name of thread number n at index n - 1.
         self.threads: list[str] = []
-        # `rows` maps the name of a track to the track's timeline rows, for events that may be nested.
+        # For events that may be nested, `rows` maps the name of a track to the timeline rows of the track.
         self.rows: dict[str, list[_Row]] = {}
-        # `free` maps the name of a track to a heap of pairs (end of the thread's latest event, thread number), for
-        # events that must not be nested.
+        # For events that must not be nested, `free` maps the name of a track to a heap of its threads, as pairs (end
+        # time of the thread's latest event, thread number).
         self.free: dict[str, list[tuple[int, int]]] = {}
 
     def introduce(self, recorded: Recorded) -> Iterator[dict[str, Any]]:

@@ -34,7 +34,7 @@ class Display(Protocol):
 
 
 class Tracker:
-    """Recorder of the results of a run; the trainer passes a result to the recorder as soon as the result exists.
+    """Recorder of the results of a run, to which the trainer passes each result as soon as the result is available.
 
     The tracker sends metrics to all sinks, and writes samples, alarms and the ledger to files.
 
@@ -43,8 +43,8 @@ class Tracker:
         display: display that shows the results to the user.
         components: names of the reward functions and reward models.
         trackers: value of the config key `trainer.trackers`, which names all sinks except `JsonLines`.
-        sample_every: number of training steps between two deliveries of samples to the sinks that implement
-            `TakesSamples`; 0 sends no samples.
+        sample_every: samples are sent to the sinks that implement `TakesSamples` once every `sample_every` training
+            steps; 0 sends no samples.
         config: the resolved config as nested dicts and lists of plain values, without secrets.
     """
 
@@ -101,7 +101,7 @@ class Tracker:
         """Return the metrics of the training step `step` and of the evaluation after the training step `step`.
 
         Only the most recent training step and the most recent evaluation are considered. The returned dict is empty if
-        neither of them has the step number `step`.
+        neither the training step nor the evaluation has the step number `step`.
         """
         rows = [row for row in (*self.history.last(), *self.evaluations[-1:]) if row["step"] == step]
         return {name: value for row in rows for name, value in row.items()}

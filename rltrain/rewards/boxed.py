@@ -9,9 +9,9 @@ _BOX = r"\boxed"
 def last_boxed(text: str) -> str | None:
     r"""Return the content of the last closed `\boxed{...}`, or None if there is no closed box.
 
-    If `\boxed{...}` expressions are nested, the expression that begins last is used. Pairs of braces are matched by
-    counting, and the escaped braces `\{` and `\}` are treated as text. A `\boxed{` that is never closed, as at the end
-    of a truncated response, is ignored. The running time of `last_boxed` is linear in the length of the text.
+    If `\boxed{...}` expressions are nested, the expression that begins last is used. Opening and closing braces are
+    paired with a stack. The escaped braces `\{` and `\}` are treated as text. A `\boxed{` that is never closed, as at
+    the end of a truncated response, is ignored. The running time of `last_boxed` is linear in the length of the text.
     """
     if _BOX not in text:
         return None

@@ -41,19 +41,19 @@ def code_tests(
     sees nothing of the tests except the arguments with which the tests call the program's functions.
 
     Known weaknesses: A program can detect from the arguments of its functions that it is being tested, and can return
-    memorized answers. The program controls the behaviour of every function and class that the tests take from the
-    program, including functions that the program imported, such as `gcd` in `from math import gcd`. When a test
-    compares two objects that both come from the tested program, the program controls the result of the comparison. In
-    the weak form of the sandbox, which does not isolate the program, the tests are not protected against a program that
-    attacks through the operating system.
+    memorized answers. The program can change the behaviour of every function and class that the tests get from the
+    program. The program can even replace imported functions, such as `gcd` in `from math import gcd`. When a test
+    compares two objects that both come from the tested program, the program controls the result of the comparison. The
+    weak form of the sandbox does not isolate the program, so a program can attack the tests through the operating
+    system.
 
     Tests given as text cannot use `isinstance` or `except` with the program's own classes. Tests given as text cannot
     use arithmetic or `<` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. The tests can
     apply arithmetic and `<` to two objects that both come from the tested program. In the tests, `x in thing` iterates
-    over an object `thing` of the program, and does not call a method `__contains__` of the object. If the program
-    changes an argument in place, a test sees the change in the argument itself. If a test keeps a separate reference to
-    an object that is nested in an argument, the separate reference does not show the program's changes to the nested
-    object. In the tests, the names of Python's builtins, `math`, `cmath` and `unittest` always refer to Python's own
+    over `thing` if `thing` is an object of the program, and does not call the object's method `__contains__`. If the
+    program changes an argument in place, a test sees the change in the argument itself. If a test keeps its own
+    reference to an object nested in an argument, the program's changes to that object are not visible through the
+    reference. In the tests, the names of Python's builtins, `math`, `cmath` and `unittest` always refer to Python's own
     objects, even if the program redefines these names.
 
     Args:

@@ -56,7 +56,7 @@ def judge_program(tests: str, entry_point: str | None, reads: int, writes: int) 
 
 
 def _offered(message: Any) -> dict[str, Any]:
-    """Return a dict that maps names to the functions and other objects of the tested program that the tests can use.
+    """Return the objects of the tested program that the tests can use, such as functions, as a dict indexed by name.
 
     The returned dict leaves out objects whose name is that of a Python builtin or begins with `__`. A name in `_KEPT`,
     such as `math`, always refers to Python's own module.
@@ -90,9 +90,9 @@ def statements(tests: str, entry_point: str | None = None) -> list[tuple[ast.stm
     """Split tests into statements, and pair each statement with a flag that is True if the statement is a test.
 
     A test is a statement that contains an assert, or a call of a function that contains an assert. If no statement is a
-    test, a call of each function that contains an assert and has a name beginning with `test_` is appended as a test.
-    If no statement is a test and no function named `test_...` contains an assert, each expression statement that is not
-    a constant is a test.
+    test, `statements` appends a call of each function that contains an assert and whose name begins with `test_`. Each
+    appended call is a test. If no statement is a test and no function named `test_...` contains an assert, each
+    expression statement that is not a constant is a test.
 
     Raises:
         SyntaxError: `tests` is not valid Python code.

@@ -101,7 +101,7 @@ class Far:
     """Proxy for an object that exists in the process at the other end of a `Link`.
 
     A `Far` object is never equal to an object that is not a `Far` object. Two different `Far` objects are equal if the
-    process that holds the represented objects reports that these objects are equal.
+    other process reports that the represented objects are equal.
     """
 
     def __init__(self, link: "Link", number: int) -> None:
@@ -197,7 +197,7 @@ class Link:
             raise AttributeError(f"a program may not replace the method '{name}'")
 
     def send(self, message: object) -> None:
-        """Write to the link's pipe the length of a message as 8 bytes, and then the pickled message."""
+        """Write a message to the link's pipe: first the length as 8 bytes, then the pickled message."""
         buffer = io.BytesIO()
         _Out(buffer, self).dump(message)
         data = buffer.getvalue()
@@ -244,7 +244,7 @@ class Link:
 
 
 class _Out(pickle.Pickler):
-    """Pickler that describes each object whose type is not in `_BASIC` by objects whose types are in `_BASIC`."""
+    """Pickler that replaces each object of a type outside `_BASIC` with a description that uses only `_BASIC` types."""
 
     def __init__(self, file: io.BytesIO, link: Link) -> None:
         super().__init__(file, protocol=5)
@@ -387,7 +387,7 @@ _RENEWED = (list, dict, set, bytearray)
 
 
 def _renew(old: Any, new: Any) -> None:
-    """Give the object `old` the content of `new`, a copy of `old` that the other process may have changed."""
+    """Overwrite `old` with the content of `new`, a copy of `old` that the other process may have changed."""
     if type(old) is not type(new) or type(old) not in _RENEWED:
         return
     old.clear()

@@ -15,9 +15,9 @@ def json_schema(prompt: str, response: str, *, schema: Mapping[str, Any] | bool 
 
     The opening fence and the closing fence of a code block must each be on a separate line. A response is invalid if it
     contains a constant that Python reads but JSON does not allow (NaN, Infinity), an integer of more than 4300 digits,
-    or lists that are nested several hundred levels deep. A number beyond the range of a float is invalid under the
-    schema keyword `multipleOf`. The schema keyword `format` is treated as an annotation and is not checked. References
-    to documents outside the schema are never fetched.
+    or lists that are nested several hundred levels deep. If the schema uses the keyword `multipleOf`, a number that is
+    too large for a float is invalid. The schema keyword `format` is treated as an annotation and is not checked.
+    References to documents outside the schema are never fetched.
 
     Args:
         prompt: unused.
@@ -94,7 +94,7 @@ def _members(value: Any) -> list[Any]:
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no JSON")
+    raise ValueError(f"{constant} is not allowed in JSON")
 
 
 @functools.lru_cache(maxsize=256)

@@ -79,8 +79,8 @@ async def judge(
         max_concurrent: largest number of simultaneous requests to the endpoint.
         requests_per_minute: largest number of requests to the endpoint per minute, evenly spaced and including retries;
             0 for no limit.
-        api_key_env: NAME of the environment variable that holds the API key in the reward processes; "" sends the
-            placeholder "none" as the key.
+        api_key_env: name of the environment variable that holds the API key in the reward processes, not the key
+            itself; with "", the placeholder "none" is sent as the key.
         timeout_s: time limit of one attempt to send a request and receive its answer, in seconds.
         columns: dict that maps column names to the sample's values, for all data columns that match no other parameter.
 
@@ -106,7 +106,8 @@ async def judge(
                 temperature=temperature,
                 max_tokens=max_tokens,
             )
-        # The body of the server's response can be invalid JSON or not even text.
+        # ValueError and TypeError are caught because the body of the server's response can be invalid JSON or not even
+        # text.
         except (OpenAIError, ValueError, TypeError) as error:
             return RewardResult(failed=True, message=f"{base_url}: {_short(f'{type(error).__name__}: {error}', key)}")
     return _result(answer, pattern, scale, key)

@@ -77,9 +77,10 @@ _LARGEST = (2 - 2**-23) * 2.0**127  # Largest finite float32 number; scores are 
 _SHOWN = 80  # Largest number of characters of a value that an error message shows.
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 _LISTED = 10  # Largest number of classes that an error message lists.
-Kind = Literal["function", "class"]  # What a path of the user names.
+Kind = Literal["function", "class"]  # Kind of object that a path in the config names.
 _PLURAL: Mapping[Kind, str] = {"function": "functions", "class": "classes"}
-_NAME: Mapping[Kind, str] = {"function": "function", "class": "Class"}  # Name that shows the form of a path.
+# Placeholder for the object's name when an error message shows the form of a path, as in file.py:function.
+_NAME: Mapping[Kind, str] = {"function": "function", "class": "Class"}
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 
 
@@ -149,8 +150,8 @@ def import_function(path: str, where: str, kind: Kind = "function") -> Callable[
     Args:
         path: `package.module:name` or `file.py:name`. The module or file is searched for as in `load_function`.
         where: start of the error message, such as "reward function 'file.py:score'".
-        kind: what `path` is meant to name, for the error message. `import_function` does not check that `path` names a
-            class if `kind` is "class".
+        kind: the kind of object that `path` should name, "function" or "class"; used only in error messages.
+            `import_function` does not check that `path` names a class if `kind` is "class".
 
     Raises:
         ConfigError: `path` has no colon, or the function or class cannot be imported, for one of the reasons listed in
@@ -443,16 +444,17 @@ def _execute(file: Path, name: str, where: str) -> ModuleType:
 
 
 def source_name(key: str, path: str) -> str:
-    """Return the name under which a checkpoint records the content of the file that defines a user's function.
+    """Return the key of a user's function in the dict of file fingerprints that a checkpoint stores.
 
-    A run can be resumed only if the content of the file that defines the user's function has not changed.
+    A run can be resumed only if the file that defines the user's function has not changed.
     """
     return f"{key}: {path}"
 
 
 def _nearest(name: str, module: ModuleType, kind: Kind) -> str:
-    """Return the end of an error message, which names the function or class of a module whose name is most similar to
-    `name`. If `kind` is "class", the end of the error message also lists the classes of the module.
+    """Return the end of an error message that suggests the function or class in `module` most similar to `name`.
+
+    If `kind` is "class", the end of the error message also lists the classes of the module.
     """
     is_kind = inspect.isclass if kind == "class" else inspect.isfunction
     found = {key: value for key, value in vars(module).items() if is_kind(value)}

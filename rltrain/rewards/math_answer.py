@@ -165,7 +165,7 @@ def _right(text: str, both_readings: bool) -> tuple[Any, ...]:
 
 
 def _stated(response: str) -> str | None:
-    """Return the expression that the response states, or None if the response has to be searched for an expression."""
+    """Return the response's answer as an expression, or None if math-verify must search the response for the answer."""
     box = last_boxed(response)
     if box is not None:
         return _bare(box)
@@ -196,10 +196,10 @@ def _is_percent(text: str) -> bool:
 
 
 def _expressions(text: str, *, both_readings: bool) -> list[Any]:
-    """Parse a text that consists of one mathematical expression. If the expression is a percentage, parse the number
-    before the percent sign.
+    """Parse a text that consists of one mathematical expression.
 
-    With `both_readings`, a percentage yields both the number before the percent sign and a hundredth of that number.
+    If the expression is a percentage, the number before the percent sign is parsed. With `both_readings`, a percentage
+    yields both the number before the percent sign and a hundredth of that number.
     """
     number = _PI.sub(r"\\pi ", _PERCENT.sub("", text))
     found = _parse(rf"\boxed{{{number}}}")

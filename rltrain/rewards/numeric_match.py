@@ -6,8 +6,8 @@ from collections import deque
 
 from rltrain.rewards.boxed import last_boxed
 
-# Matching a regular expression of `numeric_match` never takes long, because each repetition is bounded or is followed
-# by characters that the repetition cannot match.
+# The regular expressions of `numeric_match` cannot backtrack for long, because each repetition is bounded or is
+# followed by characters that the repetition cannot match.
 _DIGITS = r"(?:\d{1,3}(?:[,\u00a0\u2009\u202f]\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""

@@ -9,15 +9,16 @@ sandbox, the program can write only to an in-memory folder that disappears when 
 sandbox requires that bwrap is installed and that the kernel allows the current user to create namespaces. Each process
 that starts sandboxes tests only once whether the strong form of the sandbox works.
 
-The weak form of the sandbox has the same limits as the strong form on time, memory, output, processes and file size,
-the same minimal environment, and a folder that is removed after the run. The weak form of the sandbox does not isolate
-the program from the machine. A program in the weak form of the sandbox can read and write every file that the current
-user can, use the network, and send signals to all processes of the current user, including the process that started the
-sandbox. For example, a program in the weak form of the sandbox can kill a reward process. A program in the weak form of
-the sandbox can hide that it has started. The sample of a program that hides its start counts as a failure and is
-excluded from training, instead of scoring 0. If the current user is root, a program in the weak form of the sandbox can
-read the tests and the results of the tests. The weak form of the sandbox protects against mistakes in programs but not
-against malicious programs.
+The weak form of the sandbox has the same limits as the strong form on time, memory, output, processes and file size.
+Both forms of the sandbox set the same minimal environment variables. The weak form of the sandbox runs the program in a
+temporary folder that is removed after the run. The weak form of the sandbox does not isolate the program from the
+machine. A program in the weak form of the sandbox can read and write every file that the current user can, use the
+network, and send signals to all processes of the current user, including the process that started the sandbox. For
+example, a program in the weak form of the sandbox can kill a reward process. A program in the weak form of the sandbox
+can kill the process that reports the start of the program. If the start is not reported, the sample counts as failed
+and is excluded from training, instead of scoring 0. If the current user is root, a program in the weak form of the
+sandbox can read the tests and the results of the tests. The weak form of the sandbox protects against mistakes in
+programs but not against malicious programs.
 
 The strong form of the sandbox has one gap: if the current user is root, a program can change the file mode of the five
 device files of the machine that are visible in the sandbox (null, zero, full, random, urandom). If rltrain runs as a

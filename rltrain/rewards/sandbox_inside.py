@@ -1,9 +1,9 @@
 """Script of the watcher, the process that supervises a program inside the sandbox and ends the program's processes.
 
 Only `rltrain.rewards.sandbox` uses `sandbox_inside`. The program and the judge run in forks of the watcher, so a
-sandbox starts only one interpreter. The watcher reads neither the program's source nor the judge's source, so the
-program's memory contains no data of the judge. The watcher's Python interpreter runs without site-packages, so psutil
-is not available.
+sandbox starts only one interpreter. The watcher reads neither the program's source nor the judge's source before the
+forks, so the program's memory contains no data of the judge. The watcher's Python interpreter runs without
+site-packages, so psutil is not available.
 """
 
 import os
@@ -20,8 +20,9 @@ _PR_SET_DUMPABLE, _PR_SET_CHILD_SUBREAPER = 4, 36
 
 
 def start(given: dict[str, int]) -> int:
-    """Fork a process for the program and, if there is a judge (a second program), a process for the judge. `start`
-    returns only in the forked processes.
+    """Fork a process for the program and, if there is a judge (a second program), a process for the judge.
+
+    `start` returns only in the forked processes.
 
     Args:
         given: settings of the watcher by name, which `rltrain.rewards.sandbox` passes on the command line.

@@ -2,9 +2,9 @@
 
 rltrain calls a reward function with the parameters of one sample (`SINGLE`) or of a list of samples (`BATCHED`), and
 with columns of the data. `adapted` recognises a function of TRL, verl or OpenRLHF by the names of its parameters, and
-wraps it in a function that has rltrain's own parameters. Modules other than `signatures` call a reward function of
-another trainer only through the function's wrapper. TRL documents its signature in "Using a custom reward function" in
-the documentation of GRPOTrainer. The reward managers `naive` and `batch` of verl define verl's signatures. OpenRLHF
+wraps it in a function that has rltrain's own parameters. Other modules of rltrain call a reward function of another
+trainer only through the function's wrapper. TRL documents its signature in "Using a custom reward function" in the
+documentation of GRPOTrainer. The reward managers `naive` and `batch` of verl define verl's signatures. OpenRLHF
 documents its signature in the section "Custom reward function" of its documentation. `rltrain.rewards.signatures` never
 imports torch.
 """

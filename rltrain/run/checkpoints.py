@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml", "history"
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
-# Shortest and longest pause, in seconds, between two checks of whether a rank has written its checkpoint files. The
-# pause between two checks doubles after each check, up to the longest pause. A training rank runs one method call at a
-# time, so a method that waited until the checkpoint files are written would delay training.
+# Shortest and longest pause, in seconds, between two polls. The driver polls the ranks until all ranks have written
+# their checkpoint files. The pause between two polls doubles after each poll, up to the longest pause. The driver polls
+# because a training rank runs one method call at a time: a call that waited for the files would delay training.
 _ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 
@@ -168,11 +168,11 @@ class _Save:
         step: training step of the weights.
         incarnation: number of times that the run has been restored.
         metric: value of the metric that selects the best checkpoint; None if the metric was not measured.
-        files: dict that maps the name of each file of the driver to the contents of the file.
-        history: dict that maps the name of each of the run's JSON-lines files to the part of the file that will be
-            copied.
+        files: dict that maps the name of each file that the driver writes to the contents of the file.
+        history: dict that maps the name of each of the run's JSON-lines files to the first bytes of the file, which
+            the driver copies into the checkpoint.
         groups: dict that maps each role to the worker group whose ranks write the role's state.
-        saved: dict that maps each role whose ranks have finished writing to the results that the ranks returned.
+        saved: dict that maps a role to the results of its ranks, after all ranks of the role have written their files.
     """
 
     step: int
@@ -266,7 +266,7 @@ class Checkpoints:
             step: training step of the weights.
             incarnation: number of times that the run has been restored.
             groups: dict that maps each trained role to the role's worker group.
-            state: state of the driver, as plain values.
+            state: state of the driver, as JSON-serializable values.
             history: dict that maps the name of each of the run's JSON-lines files to the content that the
                 file has at the time of the call.
             metrics: all metrics that were measured for the weights in the checkpoint.

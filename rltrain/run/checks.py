@@ -1,4 +1,4 @@
-"""Checks of the config that involve several keys, registered names, or files and devices of the machine.
+"""Checks of config values against each other, against registered names, and against the machine's files and devices.
 
 All checks of the config run before any worker process starts. Cheap checks come first, and heavy imports are inside
 functions, so that most mistakes are reported immediately.
@@ -67,13 +67,13 @@ RAY_JOB = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # Environment variable that Ray sets fo
 def check(config: Config, fetch: Callable[[Config], Config] = lambda config: config) -> Config:
     """Check that a run with the config is possible on this machine, and download the models of the config.
 
-    Return the config with a commit in the name of each model from the Hugging Face Hub.
+    Return the config, in which each model from the Hugging Face Hub is pinned to a commit.
 
     Args:
         config: the whole config.
-        fetch: function that downloads the config's models from the Hugging Face Hub, and returns the config with the
-            commits of these models in their names. Downloads may take long, so everything that can be checked without
-            the models is checked before the download.
+        fetch: function that downloads the config's models from the Hugging Face Hub, and returns the config, in which
+            each of these models is pinned to a commit. Downloads may take long, so everything that can be checked
+            without the models is checked before the download.
 
     Raises:
         ConfigError: a run with this config is not possible. The error message is one line with the invalid value, the
@@ -100,7 +100,7 @@ def check(config: Config, fetch: Callable[[Config], Config] = lambda config: con
 
 
 def _check_models(config: Config) -> None:
-    """Check that the model and the reward models fit the other settings in the config."""
+    """Check that the model, the reward models and the teachers fit the other settings in the config."""
     if config.model.path != BUILTIN_MODEL:
         check_directory(config.model.path)
     for model in config.reward.models:
@@ -273,7 +273,8 @@ def _check_output(trainer: TrainerConfig) -> None:
         below = os.path.relpath(os.path.realpath(checkpoints.root), os.path.realpath(folder)).split(os.sep)[0]
         require(
             below == "checkpoints" or below.removesuffix(".old").removesuffix(".partial") not in RUN_FILES,
-            f"{where}: is inside a folder of the run's results ({below}), which are replaced; name another folder",
+            f"{where}: is inside a folder of the run's results ({below}), whose files the run replaces; name another "
+            "folder",
         )
     if trainer.resume not in ("never", "auto"):
         checked_folder(trainer.resume, f"trainer.resume={trainer.resume}")
@@ -293,7 +294,7 @@ def checked_folder(url: str, where: str) -> Folder:
     # fsspec would interpret the text before "::" as a file system, or ignore the text after "::".
     require(
         "::" not in url and not url.startswith("://"),
-        f"{where}: contains '::', or has no name before '://'; give another path",
+        f"{where}: contains '::', or has no protocol before '://'; give another path",
     )
     if "://" not in url:
         local_path(url, where)
@@ -335,7 +336,7 @@ def _check_engine(rollout: RolloutConfig) -> None:
 
 
 def _check_engine_arguments(arguments: Mapping[str, Any]) -> None:
-    """Check that vLLM has all the given engine arguments. Importing vLLM takes seconds."""
+    """Check that vLLM has all the given engine arguments. The check imports vLLM, which takes seconds."""
     from vllm.engine.arg_utils import AsyncEngineArgs
 
     known = sorted(field.name for field in dataclasses.fields(AsyncEngineArgs))

@@ -32,8 +32,8 @@ def environments_for(
 
     Raises:
         ConfigError: the environment or a tool cannot be loaded or described to the model, or a data set in `prompts`
-            lacks a column that the environment needs, or all prompts of a data set are longer than
-            `rollout.max_prompt_length` together with the descriptions of the tools.
+            lacks a column that the environment needs, or all prompts of a data set become longer than
+            `rollout.max_prompt_length` when the descriptions of the tools are added.
     """
     source, schemas = tools_of_run(config)
     if config.agent is not None:
@@ -131,7 +131,7 @@ def _schemas_of_server(address: str) -> list[dict[str, Any]]:
     except (EnvironmentFailure, ValueError) as error:
         raise ConfigError(f"rollout.tools: {one_line(str(error), 300)}; start the server, or correct mcp") from error
     if not found:
-        raise ConfigError(f"rollout.tools: the MCP server {address} offers no tools; leave it out")
+        raise ConfigError(f"rollout.tools: the MCP server {address} offers no tools; remove it from rollout.tools")
     return found
 
 
@@ -187,7 +187,7 @@ def load_environment(config: RolloutConfig) -> type | None:
     where = f"rollout.environment={config.environment}"
     found: Any = import_function(config.environment, where, "class")
     if not inspect.isclass(found):
-        raise ConfigError(f"{where}: names a function; it must be a class, as in my_env.py:HigherLower")
+        raise ConfigError(f"{where}: names a function; an environment must be a class, as in my_env.py:HigherLower")
     if needed := _needed_arguments(found):
         raise ConfigError(
             f"{where}: the __init__ of the class needs {', '.join(needed)}, but rltrain creates each object without "
@@ -224,9 +224,7 @@ def check_prompt_lengths(
     stop_ids: Sequence[int],
     prompts: Sequence[PromptSet],
 ) -> None:
-    """Raise ConfigError if the shortest prompt of a data set is longer than `rollout.max_prompt_length` together with
-    the descriptions of the tools.
-    """
+    """Raise ConfigError if tool descriptions make every prompt of a data set exceed `rollout.max_prompt_length`."""
     longest = max(max(one.token_counts(), default=0) for one in prompts)
     with TurnRenderer(tokenizer, tools=schemas, stop_ids=stop_ids) as renderer:
         for one in prompts:
@@ -237,7 +235,7 @@ def check_prompt_lengths(
             try:
                 total = len(renderer.prompt_ids(shortest.chat))
                 added = total - len(renderer.with_tools([]).prompt_ids(shortest.chat))
-            except TemplateError:  # The run counts a conversation whose prompt cannot be rendered as failed.
+            except TemplateError:  # A conversation fails later, during the run, if its prompt cannot be rendered.
                 continue
             if total > config.max_prompt_length:
                 raise ConfigError(

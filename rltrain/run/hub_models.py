@@ -15,7 +15,7 @@ from rltrain.settings.schema import Config
 
 
 def fetch_models(config: Config, console: Console) -> Config:
-    """Download the config's models from the Hugging Face Hub, and return the config with a commit in each model's name.
+    """Download the config's Hugging Face Hub models, and return the config with each of them pinned to a commit.
 
     If the config names a model without a revision, a resumed run uses the commit that the saved run used.
 
@@ -54,8 +54,9 @@ def fetch_models(config: Config, console: Console) -> Config:
 
 
 def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
-    """Return the commits to which a run's config pins its models, as a dict indexed by (config key, model name without
-    the revision).
+    """Return the commit of each pinned model in a run's config, in a dict with keys (config key, model name).
+
+    The model names in the dict contain no revision.
     """
     model = saved.get("model")
     found = {"model.path": model.get("path")} if isinstance(model, Mapping) else {}

@@ -61,8 +61,8 @@ class RunLock:
             Path(lock.lock_file).write_text(f"{os.getpid()} on {socket.gethostname()}\n", "utf-8")
 
     def _hold(self, where: str, file: Path) -> None:
-        # `fallback_to_soft=False` is needed because otherwise, on a file system without locks, a file that a killed run
-        # left behind would act as a lock.
+        # Without `fallback_to_soft=False`, on a file system without locks, filelock would treat any existing lock file
+        # as a held lock. The lock file of a killed run would then lock the folder forever.
         lock = FileLock(file, blocking=False, thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire()

@@ -11,8 +11,7 @@ from rltrain.settings.schema import Config
 
 
 def fetch_datasets(config: Config, console: Console) -> Config:
-    """Download the config's data sets from the Hugging Face Hub, and return the config with the commits of these data
-    sets.
+    """Download the config's Hugging Face Hub data sets, and return the config with each of them pinned to a commit.
 
     If the config names a data set without a revision, a resumed run uses the commit that the saved run used.
 

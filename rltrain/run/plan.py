@@ -240,7 +240,7 @@ def _teachers(config: Config, facts: Facts) -> str:
     kl = "exact reverse KL" if distillation.full else "reverse KL of sampled tokens"
     how = f"{kl} in the {'advantages' if distillation.in_reward else 'loss'}, coefficient {distillation.coef:g}"
     column = "" if distillation.teacher_column is None else f"; chosen by the column {distillation.teacher_column}"
-    rewards = f"advantages of rewards x {distillation.outcome_coef:g}"
+    rewards = f"advantages of rewards multiplied by {distillation.outcome_coef:g}"
     return f"{', '.join(parts)}{column}; {how}; {'rewards are only measured' if distillation.alone else rewards}"
 
 
@@ -316,10 +316,10 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         f"entropy bonus {algorithm.entropy_coef:g}": algorithm.entropy_coef > 0 and target is None,
         f"entropy bonus towards a target of {target or 0:g} nats; its coefficient starts at {algorithm.entropy_coef:g} "
         f"and is at most {algorithm.entropy_coef_max:g}": target is not None,
-        f"squared log-ratio to the engine's policy {algorithm.squared_log_ratio_coef:g}": (
+        f"squared log-ratio to the engine's policy, coefficient {algorithm.squared_log_ratio_coef:g}": (
             algorithm.squared_log_ratio_coef > 0
         ),
-        f"NLL of correct answers {algorithm.positive_nll_coef:g}": algorithm.positive_nll_coef > 0,
+        f"NLL of correct answers, coefficient {algorithm.positive_nll_coef:g}": algorithm.positive_nll_coef > 0,
         "old log-probs of the engine": algorithm.old_log_probs == "rollout",
         _weights(correction): correction.level is not None,
         f"rejection of {'bad ' if rejection.only_negative else ''}{rejected} by {rejection.kl_estimator}"
@@ -362,7 +362,7 @@ def _kl(config: Config) -> str:
 
 
 def _refresh(config: Config) -> list[str]:
-    """Describe the updates of the reference model, in a list that is empty if the reference model is frozen."""
+    """Return a list with a description of the reference model's updates; [] if the reference model is frozen."""
     reference, total = config.algorithm.reference, config.trainer.total_steps
     if not reference.refresh_every:
         return []
@@ -438,7 +438,7 @@ def _processes(config: Config, facts: Facts) -> str:
     shards = config.rollout.shards
     engines = _count(placement.rollout_replicas, "engine") + (f" of {shards} shards" if shards > 1 else "")
     if placement.most_replicas > placement.rollout_replicas:
-        engines += f" (up to {placement.most_replicas} if the cluster has room)"
+        engines += f" (up to {placement.most_replicas} if the cluster has free devices)"
     where = "Ray on this machine" if placement.address == "local" else f"Ray cluster {placement.address}"
     return f"{training} + {engines} + {_count(placement.reward_workers, 'reward worker')}; {where}, {devices}"
 

@@ -1,4 +1,4 @@
-"""Pre-flight check of a Ray cluster: each node must be able to take part in the run, before any worker starts.
+"""Pre-flight check of a Ray cluster: check, before any worker starts, that each node can take part in the run.
 
 `--check` prints all results. A run on a cluster makes the same check in its first seconds.
 """
@@ -20,7 +20,7 @@ from workers.cluster.node_facts import NodeFacts, Questions, Silent, devices_her
 
 # Seconds within which a node must answer. Ray needs some seconds to start a process on a busy node.
 ANSWER_S = 60.0
-# Largest difference between the clocks of two nodes in seconds, beyond the time that the answers took.
+# Seconds by which the clocks of two nodes may differ, in addition to the time that the nodes took to answer.
 CLOCK_S = 5.0
 # Free memory that a run needs in /dev/shm: two buckets of a weight sync, each at least 64 MiB.
 SHM_BYTES = 128 << 20
@@ -35,7 +35,7 @@ class Finding:
     Attributes:
         node: name of the node; "cluster" for a check of all nodes together.
         what: what was checked, such as "versions".
-        found: what was found there.
+        found: what the check found, such as "interface eth0".
         remedy: what the user can do; "" if the check has passed.
     """
 
@@ -58,14 +58,15 @@ Answers = tuple[list[NodeFacts], list[Silent], float]
 
 
 def check_nodes(config: Config) -> list[Finding]:
-    """Check all nodes of the Ray cluster to which this process is connected, or this machine."""
+    """Check all nodes of the Ray cluster to which this process is connected. Without a cluster, check this machine."""
     return findings(config, *ask_nodes(config))
 
 
 def ask_nodes(config: Config) -> Answers:
-    """Return the facts about the nodes with the driver's node first, the silent nodes, and the seconds that it took.
+    """Ask all nodes for facts, and return the facts, the nodes that did not answer, and the duration in seconds.
 
-    While the nodes are checked, a small file is written next to each folder that all nodes must share.
+    The facts about the driver's node come first. While the nodes are asked, a small file exists in each folder that all
+    nodes must share (or in the nearest existing parent folder), so that each node can tell whether it sees the file.
     """
     probes: dict[str, str] = {}
     disks: dict[str, str] = {}
@@ -95,7 +96,7 @@ def require_passed(found: Sequence[Finding]) -> None:
 
 
 def findings(config: Config, facts: Sequence[NodeFacts], silent: Sequence[Silent], took_s: float) -> list[Finding]:
-    """Judge the facts about all nodes.
+    """Return the results of all checks of the facts about the nodes.
 
     Args:
         config: the whole config.
@@ -108,7 +109,7 @@ def findings(config: Config, facts: Sequence[NodeFacts], silent: Sequence[Silent
             node.name,
             "answer",
             node.why,
-            "install the same Python environment there, or take the node out of the cluster",
+            "install the same Python environment on this node, or take the node out of the cluster",
         )
         for node in silent
     ]
@@ -143,7 +144,7 @@ def _network(node: NodeFacts, _: NodeFacts) -> Iterator[Finding]:
             node.name,
             "network",
             "no network interface has the address that Ray uses for the node",
-            "start Ray there with --node-ip-address=ADDRESS, where ADDRESS is an address of the node itself",
+            "start Ray on this node with --node-ip-address=ADDRESS, where ADDRESS is an address of this node",
         )
 
 
@@ -182,7 +183,7 @@ def _shared_memory(node: NodeFacts, _: NodeFacts) -> Iterator[Finding]:
             node.name,
             "/dev/shm",
             f"{free}, and weight syncs need {SHM_BYTES // _MIB} MiB",
-            "remove old files there, or make it larger (in Docker: --shm-size)",
+            "remove old files from /dev/shm, or make /dev/shm larger (in Docker: --shm-size)",
         )
     else:
         yield Finding(node.name, "/dev/shm", free)
@@ -192,12 +193,10 @@ def _contents(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
     for what, content in node.contents.items():
         if content is None:
             yield Finding(
-                node.name, what, "is not there", "copy it to the same path on every node, or share its folder"
+                node.name, what, "is missing", "copy it to the same path on every node, or to a shared file system"
             )
         elif content != driver.contents[what]:
-            yield Finding(
-                node.name, what, f"has another content than on the driver's node {driver.name}", "copy it again"
-            )
+            yield Finding(node.name, what, f"differs from the copy on the driver's node {driver.name}", "copy it again")
         else:
             yield Finding(node.name, what, "is the same" if node is not driver else "is there")
 
@@ -210,7 +209,7 @@ def _shared(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
             yield Finding(
                 node.name,
                 what,
-                f"a file that the driver's node {driver.name} wrote cannot be seen here",
+                f"a file that the driver's node {driver.name} wrote is not visible on this node",
                 "name a folder on a file system that all nodes share, or mount the file system on this node",
             )
 
@@ -233,7 +232,7 @@ def _clock(node: NodeFacts, driver: NodeFacts, took_s: float) -> Iterator[Findin
             node.name,
             "clock",
             f"differs by {difference:.0f} s from the driver's node {driver.name}",
-            "set the clocks of all nodes by NTP, because the timeline and the hub's tokens depend on them",
+            "set the clocks of all nodes by NTP, because the timeline and the hub's tokens need correct clocks",
         )
 
 
@@ -250,7 +249,7 @@ def _fit(config: Config, facts: Sequence[NodeFacts]) -> Iterator[Finding]:
             "placement",
             f"rollout.vllm.tensor_parallel_size={shards}, but the largest node, {largest.name}, has "
             f"{device(largest):g} {name}",
-            f"use at most {device(largest):g}, because an engine runs on one node",
+            f"use at most {device(largest):g}, because all shards of an engine run on one node",
         )
     short = [node for node in facts if on_gpus and node.cpus < node.gpus]
     for node in short:
@@ -258,22 +257,22 @@ def _fit(config: Config, facts: Sequence[NodeFacts]) -> Iterator[Finding]:
             node.name,
             "CPUs",
             f"{node.cpus:g} CPUs for {node.gpus:g} GPUs, and each process on a GPU needs a CPU",
-            f"start Ray there with --num-cpus={node.gpus:g} or more",
+            f"start Ray on this node with --num-cpus={node.gpus:g} or more",
         )
     for node in facts:
         if not on_gpus and node.cpus < 1:
             yield Finding(
                 node.name,
                 "CPUs",
-                "Ray has no CPU there, so no rank and no engine can run there",
-                f"start Ray there with --num-cpus={node.cores}",
+                "Ray has no CPU on this node, so no rank and no engine can run on it",
+                f"start Ray on this node with --num-cpus={node.cores}",
             )
         elif node not in short:
             yield Finding(node.name, "CPUs", f"{node.cpus:g} for Ray, {node.cores} cores")
 
 
 def _shared_folders(config: Config) -> dict[str, Path]:
-    """Return a dict that maps descriptions of folders to folders that all nodes must share."""
+    """Return the folders that all nodes must share, in a dict with keys such as `trainer.output_dir=PATH`."""
     from rltrain.tasks.tiny_model import cache_root
 
     trainer = config.trainer
@@ -287,7 +286,7 @@ def _shared_folders(config: Config) -> dict[str, Path]:
 
 
 def _same_everywhere(config: Config) -> Mapping[str, str]:
-    """Return a dict that maps descriptions of files and folders to paths with the same content on each node.
+    """Return the paths whose content must be the same on each node, in a dict with keys such as `model.path=PATH`.
 
     Models that are named by a hub id are left out, because each node downloads them by itself.
     """

@@ -340,7 +340,7 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
     Args:
         config: the whole config.
         checkpoint: checkpoint from which the run is resumed.
-        prompts: training prompts, in the form in which they were loaded.
+        prompts: training prompts, as they were loaded from the data set.
 
     Returns:
         Lines of text to show to the user.
@@ -354,7 +354,7 @@ def require_usable(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -
     for name, fingerprint in sources(config, prompts).items():
         same = not isinstance(kept, dict) or kept.get(name) == fingerprint
         if not same and name == repairable:
-            said.append(f"{name}: has been repaired since it ended the run after step {checkpoint.step}")
+            said.append(f"{name}: has been repaired since its error ended the run after step {checkpoint.step}")
             continue
         require(
             same,

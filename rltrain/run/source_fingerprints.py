@@ -25,7 +25,7 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
 
     Args:
         config: the whole config.
-        prompts: training prompts, in the form in which they were loaded.
+        prompts: training prompts, as they were loaded from the data set.
 
     Returns:
         A dict that maps a name, which consists of a config key and a path, to a fingerprint. The dict contains the

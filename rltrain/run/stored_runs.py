@@ -41,8 +41,8 @@ def check_stored_run(config: Config) -> None:
     _require_sampled_groups_only(config.algorithm)
     require(
         config.trainer.reuse is None,
-        f"rollout=stored with trainer.reuse.groups={config.trainer.reused_groups}: how many stored groups are needed "
-        "would depend on how many groups are trained on again; use trainer.reuse=null",
+        f"rollout=stored with trainer.reuse.groups={config.trainer.reused_groups}: the number of stored groups that "
+        "the run needs would depend on how many groups it trains on again; use trainer.reuse=null",
     )
     require(
         not config.data.evaluations,
@@ -111,8 +111,9 @@ def _require_same_distribution(config: Config, earlier: Mapping[str, Any], where
 
 
 def _require_same_pools(config: Config, earlier: Mapping[str, Any], where: str) -> None:
-    """Raise ConfigError if the new run samples its prompts in another way than the earlier run, because stored groups
-    have the earlier run's prompts.
+    """Raise ConfigError if the new run would sample its prompts in another way than the earlier run.
+
+    The stored groups contain only the prompts that the earlier run sampled.
 
     Two runs with the same `data.difficulty` sample the same prompts, as long as the reward functions of both runs judge
     the same answers to be correct.

@@ -105,8 +105,7 @@ class Job:
             The last value of the metric that `trainer.keep_best` names. Without `trainer.keep_best`, the returned value
             is the last accuracy of the sampled answers in evaluations, or the last mean reward of the sampled answers
             in evaluations if no accuracy was measured. The returned value is NaN if the run failed, or if the run has
-            not measured the metric that is to be returned. A Hydra sweeper that searches for the best values optimises
-            the returned value.
+            not measured the metric. A Hydra sweeper that searches for the best values optimises the returned value.
         """
         from hydra.core.hydra_config import HydraConfig
 
@@ -148,7 +147,7 @@ def _run(command: list[str]) -> int:
 def _objective(folder: Path) -> float:
     """Return the run's last value of the metric by which the runs of a sweep are compared.
 
-    Return NaN if the run has not measured the metric by which the runs of a sweep are compared.
+    Return NaN if the run has not measured the metric.
     """
     best = yaml.safe_load((folder / "config.yaml").read_text("utf-8"))["trainer"]["keep_best"]
     rows = [row for name in (METRICS, EVALUATIONS) for row in rows_of((folder / name).read_bytes())[-1:]]

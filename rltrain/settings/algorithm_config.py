@@ -1,4 +1,4 @@
-"""Defines the names, types and rules of the config keys under `algorithm`, which say what is learned from a batch.
+"""Defines the names, types and rules of the config keys under `algorithm`, which select advantages and loss terms.
 
 Each config class describes the settings of one feature of the algorithm. A feature of the algorithm is off if its main
 key, such as `kl_loss_coef` for the KL term in the loss, is 0, null or false. This module refuses settings under
@@ -45,9 +45,9 @@ class RewardShapingConfig:
         above=0,
     )
     group_length_weight: float = key(
-        "Weight of the length reward that compares the answers of a group (Kimi k1.5, arXiv:2501.12599): a correct "
-        "answer earns up to half the weight for being the shortest, and any answer loses up to half the weight for "
-        "being the longest. 0: no length reward.",
+        "Weight of the length reward, which compares the lengths of the answers in a prompt group (Kimi k1.5, "
+        "arXiv:2501.12599). A short correct answer gains up to half the weight. A long answer loses up to half the "
+        "weight, whether it is correct or not. 0: no length reward.",
         at_least=0,
     )
 
@@ -74,7 +74,7 @@ class NormalizationConfig:
         "Scope of the standard deviation by which each value is divided. batch: all values of the batch. group: the "
         "values of the prompt group. null: do not divide by a standard deviation."
     )
-    leave_one_out: bool = key("Leave a sample's own value out of the mean that is subtracted from the value.")
+    leave_one_out: bool = key("Leave-one-out: leave each value out of the mean that is subtracted from the value.")
     unbiased: bool = key("Compute the standard deviation of n samples with divisor n - 1. false: use divisor n.")
 
     def __post_init__(self) -> None:
@@ -188,16 +188,17 @@ class ReferenceConfig:
 @section
 class CorrectionConfig:
     """Settings of the importance weights of the policy-loss term. An importance weight is a token's probability under
-    the actor before the update, divided by the token's probability under the engine.
+    the actor before the update, divided by the token's probability under the inference engine.
 
     Setting `level` to null turns the importance weights off.
     """
 
     level: Literal["token", "sequence", "geometric"] | None = key(
-        "Kind of importance weight of a token. token: the token's ratio of the actor's to the engine's probability. "
-        "sequence: the product of the token ratios in the row. geometric: the geometric mean of the token ratios in "
-        "the row. null: no weights. auto: `token` with an upper bound of 2 if trainer.max_staleness > 0 and neither "
-        "algorithm.rejection nor old_log_probs=rollout is used; otherwise null.",
+        "Kind of importance weight of a token. token: the actor's probability of the token, divided by the engine's "
+        "probability. sequence: the product of the token ratios in the row. geometric: the geometric mean of the token "
+        "ratios in the row. null: no weights. auto: null if trainer.max_staleness is 0, if algorithm.rejection or "
+        "old_log_probs=rollout is used, or if the loss has only a distillation term; otherwise `token`, with an upper "
+        "bound of 2 unless a bound is set.",
         values="`token`, `sequence`, `geometric`, `auto` or `null`",
     )
     mode: Literal["truncate", "mask"] = key(
@@ -212,8 +213,8 @@ class CorrectionConfig:
     )
     batch_normalize: bool = key(
         "Rescale the importance weights of a mini-batch to a mean of 1 after the bounds are applied (self-normalised "
-        "importance sampling). The mean is taken over tokens if level=token, and over answers if level is sequence or "
-        "geometric. A dropped token or answer counts with weight 0."
+        "importance sampling). The weights are averaged over tokens if level=token, and over answers if level is "
+        "sequence or geometric. A token or answer that mode=mask drops enters the average with weight 0."
     )
     normalize: Literal["all", "kept"] = key(
         "Tokens that loss_agg_mode counts when it averages the policy loss. all: all trained tokens, as in IcePop and "
@@ -283,9 +284,9 @@ class RejectionConfig:
         "no tokens."
     )
     level: Literal["token", "sequence", "max"] = key(
-        "Unit that is dropped if its KL estimate is outside the bounds. token: single tokens. sequence: each row "
-        "whose mean KL estimate over tokens is outside the bounds. max: each row in which the KL estimate of any "
-        "token is outside the bounds."
+        "What is dropped if a KL estimate is outside the bounds. token: the token with this estimate. sequence: a "
+        "whole row, if the mean estimate of its tokens is outside. max: a whole row, if the estimate of any of its "
+        "tokens is outside."
     )
     lower: float | None = key(
         "Lower bound of the KL estimate. A lower bound is valid only with kl_estimator=k1. null: no lower bound.",
@@ -334,12 +335,11 @@ class AlgorithmConfig:
     )
     old_log_probs: Literal["actor", "rollout"] = key(
         "Policy whose log-probs are the old log-probs in the loss's ratio (the proximal policy). actor: the actor "
-        "before the update. rollout: the engine."
+        "before the update. rollout: the inference engine."
     )
     suppress_truncated: bool = key(
-        "An answer that was cut at the length limit scores at most as much as an answer for which each reward function "
-        "returns 0. The length penalty still applies to truncated answers. Truncated answers do not count in score "
-        "statistics."
+        "An answer that was cut at the length limit (truncated) gets at most the score that rewards of 0 would give. "
+        "The length penalty still applies to truncated answers. Truncated answers do not count in score statistics."
     )
     exclude_truncated: bool = key(
         "Leave answers that were cut at the length limit out of the score statistics. A truncated answer keeps its "
@@ -347,8 +347,8 @@ class AlgorithmConfig:
     )
     mask_truncated: bool = key("Do not train on the tokens of an answer that was cut at the length limit.")
     bootstrap_truncated: bool = key(
-        "Add gamma times the critic's value of the final state to the reward of the last token of each answer that "
-        "was cut at the length limit. The critic's value estimates the reward that a truncated answer could still "
+        "For each answer that was cut at the length limit, add gamma times the critic's value of the final state to "
+        "the reward of the last token. The critic's value estimates the reward that a truncated answer could still "
         "have earned."
     )
     dynamic_sampling: int = key(
@@ -401,19 +401,19 @@ class AlgorithmConfig:
     )
     positive_nll_coef: float = key(
         "Coefficient of a loss term: the mean negative log-likelihood of the tokens of correct answers (VAPO, "
-        "arXiv:2504.05118 section 4.3). An answer is correct if a reward function declares the answer correct "
-        "(success); with suppress_truncated, an answer that was cut at the length limit never counts as correct. "
-        "Tokens whose policy-loss term is dropped keep their negative log-likelihood in the loss. 0: no loss term "
-        "for correct answers.",
+        "arXiv:2504.05118 section 4.3). An answer is correct if a reward function or model judges it as correct "
+        "(success). With suppress_truncated, an answer that was cut at the length limit never counts as correct. "
+        "Tokens whose policy-loss term is dropped keep their negative log-likelihood in the loss. 0: no loss term for "
+        "correct answers.",
         at_least=0,
     )
     correction: CorrectionConfig = key(
-        "Importance weights of the policy-loss term: the ratio of the actor's policy before the update to the "
-        "engine's policy. The KL and entropy terms of the loss are not weighted."
+        "Importance weights of the policy-loss term: a token's probability under the actor before the update, divided "
+        "by its probability under the inference engine. The KL and entropy terms of the loss are not weighted."
     )
     rejection: RejectionConfig = key(
-        "Removal of the policy-loss term where the policy that is being updated is too far from the engine's policy. "
-        "The KL and entropy terms of the loss are not removed."
+        "Drops the policy-loss term of tokens or answers on which the updated policy differs too much from the "
+        "engine's policy. The KL and entropy terms of the loss are kept."
     )
     distillation: DistillationConfig = key(
         "Distillation on the policy's own answers: the policy learns to match the distributions of teachers."
@@ -428,8 +428,8 @@ class AlgorithmConfig:
         )
         require(
             self.correction.level is None or self.old_log_probs == "actor",
-            f"old_log_probs={self.old_log_probs} with correction.level={self.correction.level}: the weights (actor "
-            "over engine) would all be 1, because the old log-probs are the engine's; use old_log_probs=actor",
+            f"old_log_probs={self.old_log_probs} with correction.level={self.correction.level}: all importance weights "
+            "(actor over engine) would be 1, because the old log-probs come from the engine; use old_log_probs=actor",
         )
         require(
             self.correction.normalize == "all" or self.loss_agg_mode != "token-sum",

@@ -20,8 +20,8 @@ from rltrain.settings.distillation_config import REFERENCE
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-# Maps the names of presets, and the names that other trainers give to losses and estimators, to rltrain's names of
-# losses and estimators. If a user writes a name in ALIASES, the error message suggests rltrain's name.
+# Maps the names of presets, and names that other trainers use, to rltrain's names of losses and estimators. If a user
+# writes a name in ALIASES, the error message suggests rltrain's name.
 ALIASES = {
     "ppo": "vanilla",
     "ppo_clip": "vanilla",
@@ -91,15 +91,15 @@ def _check_name(registry: Any, key: str, name: str, *others: str) -> None:
     if name not in names:
         near = difflib.get_close_matches(name, names, n=1)
         near = [ALIASES[name]] if ALIASES.get(name) in names else near
-        hint = f"the nearest is '{near[0]}', and all are" if near else "use one of"
+        hint = f"the nearest is '{near[0]}', and all names are" if near else "use one of"
         raise ConfigError(f"algorithm.{key}={name}: unknown {registry.kind}; {hint} {', '.join(names)}")
 
 
 def _check_knobs(
     section: str, name: str, functions: list[Callable[..., Any]], knobs: Mapping[str, Any], config: Config
 ) -> None:
-    """Raise ConfigError if a parameter in `knobs` belongs to none of `functions`, or if one of `functions` fails with
-    the values in `knobs`.
+    """Raise ConfigError if `knobs` has a parameter that none of `functions` takes, or if a function fails with the
+    values in `knobs`.
 
     The parameter values are tested by calling each function once on a tiny batch of two answers.
     """
@@ -135,7 +135,7 @@ def _tiny_column(name: str, components: int) -> Any:
         return torch.zeros(2, 2, dtype=torch.int64)
     if name == "reward_components":
         return torch.zeros(2, components)
-    # In COLUMNS, the kind "row" marks a batch column that holds one value per answer. COLUMNS does not contain
+    # In COLUMNS, the family "row" marks a batch column that holds one value per answer. COLUMNS does not contain
     # `log_probs`, because the update computes `log_probs`.
     if name in COLUMNS and COLUMNS[name][0] == "row":
         return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
@@ -231,8 +231,8 @@ def _check_reference(config: Config) -> None:
     )
     require(
         every == 0 or config.model.lora is None,
-        f"algorithm.reference.refresh_every={every} with model.lora: the reference is the model below the adapters, "
-        "and the actor's adapters cannot be copied into it without rounding; use model.lora=null, or refresh_every=0",
+        f"algorithm.reference.refresh_every={every} with model.lora: the reference is the base model without adapters, "
+        "and the actor's adapters cannot be merged into it without rounding; use model.lora=null, or refresh_every=0",
     )
 
 
@@ -439,17 +439,16 @@ def _check_bootstrap(algorithm: AlgorithmConfig) -> None:
     require(
         needs_critic(algorithm),
         f"algorithm.bootstrap_truncated=true with {algorithm.advantage_estimator}: this estimator has no critic to "
-        "estimate what a cut answer would have earned; use bootstrap_truncated=false, or algorithm=ppo",
+        "estimate the missing reward of a truncated answer; use bootstrap_truncated=false, or algorithm=ppo",
     )
     require(
         not algorithm.suppress_truncated,
-        "algorithm.bootstrap_truncated=true with suppress_truncated=true: bootstrap_truncated credits a truncated "
-        "answer with the reward that it could still have earned, and suppress_truncated with nothing; set only one "
-        "of them",
+        "algorithm.bootstrap_truncated=true with suppress_truncated=true: bootstrap_truncated adds an estimate of the "
+        "missing reward to a truncated answer, and suppress_truncated lowers its score; set only one of them",
     )
     require(
         not algorithm.mask_truncated,
-        "algorithm.bootstrap_truncated=true with mask_truncated=true: no token of a cut answer is trained on, so "
+        "algorithm.bootstrap_truncated=true with mask_truncated=true: no token of a truncated answer is trained on, so "
         "bootstrapping would have no effect; set only one of them",
     )
     require(
@@ -490,8 +489,8 @@ def _check_positive_examples(config: Config) -> None:
     """Raise ConfigError if the loss needs correct answers, but no reward function or reward model can declare an answer
     correct.
 
-    User-defined reward functions are accepted, because only the first results of a function show whether the function
-    returns `RewardResult.success`.
+    User-defined reward functions are accepted, because whether they return `RewardResult.success` is known only after
+    their first calls.
     """
     coefficient, reward = config.algorithm.positive_nll_coef, config.reward
     decides = any(component.success is not None for component in reward.components)

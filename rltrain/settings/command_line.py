@@ -25,17 +25,17 @@ FLAGS = {  # Maps each flag that takes no value to the action that the flag sele
 }
 FLAG_MEANINGS = (
     ("--config FILE.yaml", "read settings from a file of your own"),
-    ("--plan", "check everything, print the plan, and stop"),
-    ("--check", "check everything, and each node of the cluster, and stop"),
+    ("--plan", "check the setup, print the plan, and stop"),
+    ("--check", "check the setup and each node of the cluster, and stop"),
     ("--cfg", "print every key and its value, and stop"),
     ("-m, --multirun", "train once for each combination of KEY=A,B values"),
     ("-h, --help", "print this text"),
 )
 EXAMPLES = (
-    ("algorithm=ppo trainer.total_steps=60", "train with PPO, and for 60 steps in place of 120"),
-    ("algorithm.loss.clip_ratio_high=0.28", "a parameter of the loss"),
-    ("data=sort rollout=hf", "another task, answers without vLLM"),
-    ("placement=inprocess rollout=hf", "one process, no Ray: breakpoint() works anywhere"),
+    ("algorithm=ppo trainer.total_steps=60", "train with PPO, and for 60 steps instead of 120"),
+    ("algorithm.loss.clip_ratio_high=0.28", "set a parameter of the loss"),
+    ("data=sort rollout=hf", "train on another task, and generate without vLLM"),
+    ("placement=inprocess rollout=hf", "run in one process without Ray, so that breakpoint() works anywhere"),
     ("model.path=DIR data.train=my.jsonl reward.functions=[my_reward.py:score]", "your own model, data and reward"),
 )
 
@@ -57,8 +57,8 @@ class Args:
 
 
 def parse_args(argv: Sequence[str]) -> Args:
-    """Split the command line into flags and config settings. If the flags select several actions, the action that comes
-    first in the order help, sweep, config, check, plan is taken.
+    """Split the command line into flags and config settings. If the flags select several actions, the first of these
+    actions is used: help, sweep, config, check, plan.
 
     Raises:
         ConfigError: a flag is unknown, or `--config` is given without a file.

@@ -86,7 +86,7 @@ def _with_profile(items: list[Item]) -> list[Item]:
 
 
 def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:
-    """Return a dict that maps each key that the profile sets, but the user does not set, to the profile's value.
+    """Return the profile's values for the keys that the user does not set, as a dict from key to value.
 
     Args:
         overrides: the settings from the command line.
@@ -135,8 +135,8 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:
-    """Return settings that remove a preset's parameters of the loss or the estimator, if the user selects a different
-    loss or estimator than the preset selects.
+    """Return settings that remove the preset's parameters of the loss if the user selects another loss, and the
+    preset's parameters of the advantage estimator if the user selects another estimator.
 
     A preset's parameters are meant for the loss and the estimator that the preset selects. For example, `algorithm=dapo
     algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Parameters that the user sets are kept, because

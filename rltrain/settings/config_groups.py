@@ -42,8 +42,8 @@ def composed_files(folder: Path, choices: tuple[tuple[str, str], ...]) -> Any:
 
     Args:
         folder: the folder of rltrain's YAML config files, as returned by `config_dir`.
-        choices: pairs of the name of a config group and the name of the chosen file. A config group that no pair names
-            has its default choice.
+        choices: pairs (name of a config group, name of the chosen file). A config group without a pair keeps its
+            default choice.
     """
     with initialize_config_dir(str(folder), version_base="1.3"):
         return compose("train", [f"{group}={choice}" for group, choice in choices])

@@ -60,8 +60,8 @@ class TeacherConfig:
             )
         require(
             self.path != REFERENCE or template is not None,
-            "path=reference without prompt_template: this teacher would only pull the policy back to its start, which "
-            "algorithm.kl_loss.kl_loss_coef does; set a prompt_template with a demonstration",
+            "path=reference without prompt_template: this teacher would only pull the policy back to its starting "
+            "weights, which algorithm.kl_loss.kl_loss_coef does too; set a prompt_template with a demonstration",
         )
         require(
             template is None or "{prompt}" in template,
@@ -100,13 +100,13 @@ class DistillationConfig:
         "List of teachers, each given as a mapping or only by its path. An empty list: no distillation."
     )
     teacher_column: str | None = key(
-        "Column of the data that holds the name of each row's teacher. null: the only teacher of the list teaches on "
-        "all rows."
+        "Column of the data that holds the name of each row's teacher. null: the list has only one teacher, which is "
+        "used for all rows."
     )
     mode: Literal["reward", "loss"] | None = key(
-        "Way in which the reverse KL divergence from the policy to the teacher is lowered. reward: "
-        "log(pi_teacher / pi_old) of a token is added to the token's advantage. loss: the KL divergence is added to "
-        "the loss. null: no distillation."
+        "How distillation lowers the reverse KL divergence from the policy to the teacher. reward: log(pi_teacher / "
+        "pi_old) of a token is added to the token's advantage. loss: the KL divergence is added to the loss. null: no "
+        "distillation."
     )
     kl: Literal["sampled", "full"] = key(
         "How mode=loss computes the KL divergence. sampled: an estimate from the answer's tokens. full: the exact KL "
@@ -114,8 +114,8 @@ class DistillationConfig:
     )
     coef: float = key("Coefficient of the distillation term.", above=0)
     outcome_coef: float = key(
-        "Factor by which the advantages that are computed from rewards are multiplied. 0: the policy learns from the "
-        "teachers alone, and rewards are only measured.",
+        "Factor for the advantages that are computed from rewards. 0: the policy learns from the teachers alone, and "
+        "rewards only appear in the metrics.",
         at_least=0,
     )
     timeout_s: float = key("Time limit of one request to an endpoint.", unit="seconds", above=0, changeable=True)

@@ -104,8 +104,8 @@ def from_command_line(text: str) -> Item:
         raise ConfigError(f"'{text}': Hydra's settings apply only to a sweep; leave this out, or add --multirun")
     if override.is_sweep_override():
         raise ConfigError(
-            f"'{text}': several values, but a run takes one; add --multirun to start one run for each, or write a "
-            "list as KEY=[A,B]"
+            f"'{text}': several values, but a run takes one; add --multirun to start one run for each value, or write "
+            "a list as KEY=[A,B]"
         )
     is_group = key in group_names()
     if not is_group:
@@ -208,7 +208,7 @@ def _choice(group: str, choice: Any) -> Choice:
     known = choices(group)
     if choice not in known:
         near = difflib.get_close_matches(str(choice), known, n=1)
-        hint = f"the nearest is '{near[0]}', and all" if near else "its choices"
+        hint = f"the nearest is '{near[0]}', and all choices" if near else "its choices"
         raise ConfigError(f"{group}={choice}: unknown choice; {hint} are {_listed(known)}")
     return Choice(group, choice)
 
@@ -223,7 +223,7 @@ def _parse_override(text: str) -> Override:
         raise ConfigError(
             f"""'{text}': cannot read the value; quote special characters, as in '{key}="{value}"'"""
         ) from None
-    require(override.package is None, f"'{text}': '@' is not available; write GROUP=CHOICE or KEY=VALUE")
+    require(override.package is None, f"'{text}': '@' is not supported; write GROUP=CHOICE or KEY=VALUE")
     return override
 
 
@@ -279,14 +279,14 @@ def _set(composed: Any, setting: Setting) -> None:
     if section and OmegaConf.select(composed, section) is None:
         require(
             section in OPTIONAL,
-            f"{setting.key}: {section} is null under the chosen groups; leave the override out, or choose other groups",
+            f"{setting.key}: {section} is null in the chosen YAML files; leave the setting out, or change GROUP=CHOICE",
         )
         OmegaConf.update(composed, section, {}, merge=False)
     OmegaConf.update(composed, setting.key, setting.value, merge=False)
 
 
 def set_text(values: dict[str, Any], items: list[Item]) -> None:
-    """In a config of nested plain values, set the keys that have free text as their values."""
+    """Write the user's values of free-text keys into a config of nested plain values."""
     for item in items:
         if isinstance(item, Setting) and item.key in TEXT_KEYS:
             *sections, name = item.key.split(".")
@@ -297,7 +297,7 @@ def set_text(values: dict[str, Any], items: list[Item]) -> None:
 
 
 def chosen(items: list[Item]) -> Mapping[str, str]:
-    """Return a dict that maps each config group in which the user chooses a YAML file to the name of the YAML file.
+    """Return the user's choices as a dict from the name of a config group to the name of the chosen YAML file.
 
     If the user chooses several times in the same config group, the last choice in `items` counts.
     """

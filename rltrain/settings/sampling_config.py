@@ -91,14 +91,13 @@ class ReuseConfig:
     given_whole = True  # True means that the user sets all of `trainer.reuse` as one mapping.
 
     groups: int = key(
-        "Maximum number of prompt groups of earlier training steps on which a training step trains again.",
+        "Maximum number of prompt groups from earlier training steps that one training step reuses.",
         if_left_out="required",
         at_least=1,
     )
     steps: int = key(
-        "Number of training steps in which a group may be trained on again, counted from the step after the group's "
-        "first training step. The engines run at most trainer.max_staleness - trainer.reuse.steps training steps "
-        "ahead of training.",
+        "Number of training steps, after the first one that trains on a group, in which the group may be reused. The "
+        "engines run at most trainer.max_staleness - trainer.reuse.steps training steps ahead of training.",
         if_left_out="trainer.max_staleness",
         at_least=1,
     )

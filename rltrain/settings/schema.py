@@ -160,8 +160,8 @@ class TrainerConfig:
             require(value is None or bool(value.strip()), f"{name} is empty; give {hint}")
 
     def _require_room_for_reuse(self) -> None:
-        """Raise ConfigError if `reuse.steps` exceeds the staleness bound, or if `reuse.groups` leaves no room for new
-        prompt groups in a training step.
+        """Raise ConfigError if `reuse.steps` exceeds the staleness bound, or if `reuse.groups` is so large that a
+        training step has no new prompt groups.
         """
         if self.reuse is None:
             return
@@ -184,7 +184,7 @@ class TrainerConfig:
 
     @property
     def reused_groups(self) -> int:
-        """Maximum number of prompt groups of earlier training steps on which a training step trains again.
+        """Maximum number of prompt groups from earlier training steps that one training step reuses.
 
         `reused_groups` is 0 if `reuse` is None.
         """
@@ -389,8 +389,8 @@ class DataConfig:
         "refuse: refuse the row. allow: encode the name as the control token."
     )
     lossy_tokenizer: Literal["refuse", "allow"] = key(
-        "Treatment of a tokenizer that loses characters, or spaces between words, of the first 64 prompts. refuse: "
-        "the run does not start. allow: the run accepts the loss of characters."
+        "Treatment of a tokenizer whose encoding of the first 64 prompts loses characters, or spaces between words. "
+        "refuse: the run does not start. allow: the run accepts the loss of characters."
     )
 
     def __post_init__(self) -> None:
@@ -425,7 +425,7 @@ class DataConfig:
         return main | {name: (f"val_sets.{name}", source) for name, source in self.val_sets.items()}
 
 
-# Maps each engine argument of vLLM that rltrain sets by itself to what a user can do instead.
+# Maps each vLLM engine argument that rltrain sets itself to what a user must set or use instead.
 ENGINE_ARGUMENTS = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -437,7 +437,7 @@ ENGINE_ARGUMENTS = {
     "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
     "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_mb",
-    "logprobs_mode": "the log-probs as they are, because training compares them with the actor's",
+    "logprobs_mode": "the log-probs that rltrain requests, because training compares them with the actor's log-probs",
     "generation_config": "rollout.temperature, rollout.top_p and rollout.top_k",
     "skip_tokenizer_init": "the tokenizer of rltrain",
     "weight_transfer_config": "the weight sync of rltrain",
@@ -551,8 +551,8 @@ class RolloutConfig:
         values="list of texts, or one text",
     )
     environment: str | None = key(
-        "Environment class with which the model has a conversation of several turns, given by the class's module or "
-        "file and its name, as in my_env.py:HigherLower. null: no environment.",
+        "Environment class for conversations of several turns with the model, given by its module or file and its "
+        "name, as in my_env.py:HigherLower. null: no environment.",
     )
     tools: list[ToolConfig] = key(
         "Tools that the model can call, each given as a mapping or only by the path of a function, as in "
@@ -570,8 +570,8 @@ class RolloutConfig:
     )
     max_turns: int = key("Maximum number of the model's answers in one conversation with an environment.", at_least=1)
     max_turn_length: int | None = key(
-        "Maximum number of tokens in one answer of a conversation. null: rollout.max_response_length, which limits all "
-        "tokens after the prompt together.",
+        "Maximum number of tokens in one answer of a conversation. null: only rollout.max_response_length applies, "
+        "which limits all tokens after the prompt together.",
         at_least=1,
     )
     max_message_length: int = key(
@@ -606,8 +606,8 @@ class RolloutConfig:
     verify_sync: bool = key("Check after each weight sync that the engines use the trainer's weights.", changeable=True)
     keep_kv_cache: bool = key(
         "Keep the KV cache of unfinished answers when the weights change. The rest of an answer then attends to keys "
-        "and values of the earlier weights. Needs trainer.max_staleness of at least 1 and importance weights "
-        "(algorithm.correction.level). false: the engine recomputes the KV cache with the new weights."
+        "and values of the earlier weights. keep_kv_cache needs trainer.max_staleness of at least 1 and importance "
+        "weights (algorithm.correction.level). false: the engine recomputes the KV cache with the new weights."
     )
     vllm: VLLMConfig | None = key(
         "Settings that only the engine vLLM uses. null: the run uses another engine.", changeable=True
@@ -622,7 +622,7 @@ class RolloutConfig:
         for text in self.stop:
             require(
                 text != "" and _is_unicode(text),
-                f"stop={self.stop!a}: {text!a} is empty or not valid Unicode, so no answer could be searched for it; "
+                f"stop={self.stop!a}: {text!a} is empty or not valid Unicode, so it cannot be found in an answer; "
                 "leave it out",
             )
         require(
@@ -708,8 +708,9 @@ class PlacementConfig:
         at_least=1,
     )
     max_rollout_replicas: int | None = key(
-        "Maximum number of engines. The engines above rollout_replicas start when the cluster has room for them, for "
-        "example after a machine has joined, and the run does not need them. null: rollout_replicas.",
+        "Maximum number of engines. Additional engines above rollout_replicas start when the cluster has free "
+        "resources, for example after a machine has joined. The run also works without the additional engines. null: "
+        "rollout_replicas.",
         values="whole number >= rollout_replicas, or `null`",
     )
     reward_workers: int = key("Number of processes that run reward functions.", at_least=1)
@@ -732,8 +733,8 @@ class PlacementConfig:
         "Environment variables of all worker processes, such as NCCL_DEBUG.", values="mapping from names to text"
     )
     nodes: int | None = key(
-        "Number of machines for which --plan makes the memory plan, for a cluster that is not there. nodes has no "
-        "effect on training. null: the machines that are there.",
+        "Number of machines of a planned cluster for which --plan computes the memory plan. nodes has no effect on "
+        "training. null: --plan uses the available machines.",
         at_least=1,
     )
     gpus_per_node: int | None = key(
@@ -744,7 +745,8 @@ class PlacementConfig:
         "With placement.nodes, memory of one GPU. null: unknown, allowed only without GPUs.", unit="GB", above=0
     )
     node_memory_gb: float | None = key(
-        "With placement.nodes, memory of one machine. null: unknown, so that the memory plan does not compare it.",
+        "With placement.nodes, memory of one machine. null: unknown, so that the memory plan does not check whether "
+        "the run fits in the machine's memory.",
         unit="GB",
         above=0,
     )
@@ -772,8 +774,8 @@ class PlacementConfig:
         )
         require(
             self.most_replicas == replicas or self.on_cluster,
-            f"max_rollout_replicas={most} with a run on this machine: more engines start when machines join a Ray "
-            "cluster; use placement=disaggregated, or leave the key out",
+            f"max_rollout_replicas={most} with a run on this machine: additional engines can start only on a running "
+            "Ray cluster; use placement=disaggregated, or leave the key out",
         )
         self._require_whole_nodes()
         for name, value in self.env_vars.items():
@@ -803,8 +805,8 @@ class PlacementConfig:
             value = getattr(self, name)
             require(
                 value is None or self.nodes is not None,
-                f"{name}={value} without placement.nodes: the key describes the machines of a cluster that is not "
-                "there; set placement.nodes too, or leave the key out",
+                f"{name}={value} without placement.nodes: the key describes the machines of a planned cluster; set "
+                "placement.nodes too, or leave the key out",
             )
         require(
             self.nodes is None or self.on_cluster,
@@ -831,7 +833,7 @@ class Config:
         changeable=True,
     )
     trainer: TrainerConfig = key("Length of the run, batch sizes, output, checkpoints, failure limits and evaluation.")
-    algorithm: AlgorithmConfig = key("What is learned from a batch: advantages, policy loss, KL terms and corrections.")
+    algorithm: AlgorithmConfig = key("Learning from a batch: advantages, policy loss, KL terms and corrections.")
     model: ModelConfig = key("The model that is trained.")
     data: DataConfig = key("Sources of the prompts, and how rows of data become prompts.")
     reward: RewardConfig = key("How answers are scored.")
@@ -852,8 +854,8 @@ class Config:
         )
         require(
             not self.trainer.deterministic or self.rollout.engine != "vllm" or self.placement.most_replicas == 1,
-            f"trainer.deterministic=true with {self.placement.most_replicas} vLLM replicas: it depends on timing "
-            "which replica answers a prompt; use placement.rollout_replicas=1 or rollout=hf",
+            f"trainer.deterministic=true with {self.placement.most_replicas} vLLM replicas: which replica answers a "
+            "prompt depends on timing; use placement.rollout_replicas=1 or rollout=hf",
         )
         require(
             self.placement.most_replicas == self.placement.rollout_replicas or not self.takes_turns,
@@ -878,8 +880,9 @@ class Config:
         kl, sequences = self.algorithm.kl_in_reward, self.sequences_per_step
         require(
             kl.controller == "fixed" or sequences < 5 * kl.horizon,
-            f"algorithm.kl_in_reward.horizon={kl.horizon} with controller=adaptive: a step has {sequences} sequences, "
-            f"and 5 * horizon must be larger, or kl_coef could turn negative; use a horizon above {sequences // 5}",
+            f"algorithm.kl_in_reward.horizon={kl.horizon} with controller=adaptive: 5 * horizon must be larger than "
+            f"the {sequences} sequences of a training step, or kl_coef could become negative; use a horizon above "
+            f"{sequences // 5}",
         )
 
     def _require_whole_distribution(self) -> None:

@@ -65,8 +65,8 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def _similarity(key: str, name: str) -> float:
-    # If the user writes a key in a wrong section, the names without sections are still similar. Their similarity, times
-    # 0.9, is therefore a lower bound of the result.
+    # If the user writes a key in a wrong section, the names without sections are still similar. The result is therefore
+    # at least 0.9 times the similarity of the names without sections.
     section, _, last = key.rpartition(".")
     known_section, _, known_last = name.rpartition(".")
     whole = difflib.SequenceMatcher(None, key, name).ratio()

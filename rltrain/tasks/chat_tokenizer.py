@@ -1,8 +1,8 @@
 """The tokenizer of the built-in tasks with several turns, with a chat template in ChatML form.
 
 Each character is a token, as in `rltrain.tasks.tokenizer`. Some long texts are one token each: the texts that the chat
-template writes around messages, the description of the tools, and phrases of the task. Because each of these long texts
-is a single token, a conversation has few tokens, although its text looks like a large model's chat.
+template writes around messages, the description of the tools, and phrases of the task. Encoding each long text as one
+token keeps conversations short, although their text looks like a large model's chat.
 """
 
 from collections.abc import Callable, Sequence

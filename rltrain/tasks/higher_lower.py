@@ -14,7 +14,8 @@ from rltrain.tasks.conversation import ConversationTask, Message, Row
 
 QUESTION = "Guess my digit."
 CONSISTENT = 0.35  # Share of the imitated games in which each guess agrees with all earlier hints.
-# Probability that a guess that agrees with all earlier hints is the middle one of the digits that are still possible.
+# Probability that a guess is the middle of the possible digits instead of a random possible digit, in games whose
+# guesses agree with all hints.
 MIDDLE = 0.5
 STUBBORN = 0.5  # Probability that a guess repeats the last guess, in games whose guesses ignore the hints.
 SPOILT = 0.05  # Probability that an imitated message is "?" instead of a digit.
@@ -29,7 +30,7 @@ def draw(split: str, rng: Random) -> Row:
 
 
 def mess(row: Mapping[str, Any], rng: Random) -> list[Message]:
-    """Return the messages of a flawed game.
+    """Return the messages of a flawed game, which the starting model imitates.
 
     In most games, the guesses ignore the hints and often repeat the last guess.
     """

@@ -71,7 +71,7 @@ def make_start(
 
     The weights are bitwise the same for the same arguments on the same machine. The caller's torch random state and
     number of torch threads do not change. The directory `path` is created completely or not at all. If another process
-    creates `path` during the training, the directory that the other process has created is kept.
+    creates `path` during the training, the directory of the other process is kept.
 
     Args:
         task: task to learn.
@@ -191,7 +191,7 @@ def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tenso
 def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, path: Path) -> None:
     """Write the model, its generation defaults and the tokenizer to the directory `path`.
 
-    The files are first written to a temporary directory. Renaming the temporary directory to `path` ensures that a
+    The files are first written to a temporary directory. The temporary directory is then renamed to `path`, so that a
     reader never sees an incomplete directory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -65,8 +65,7 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
 
 
 def _turn_columns(trajectories: Sequence[Trajectory], offsets: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Return the columns (N,) of environment trajectories, with one value for each of the N response tokens of all
-    rows.
+    """Return the per-token columns (N,) of environment trajectories, for the N response tokens of all rows.
 
     Args:
         trajectories: the trajectories of all rows.
@@ -102,8 +101,7 @@ def _environment_columns(trajectories: Sequence[Trajectory]) -> DataProto:
 
 
 def supervised_batch(prompts: Mapping[int, Prompt]) -> DataProto:
-    """Convert prompts to a batch of their supervised answers, with one row for each prompt that has a supervised
-    answer.
+    """Return a batch of the prompts' supervised answers; a prompt without a supervised answer gets no row.
 
     Args:
         prompts: dict that maps the number of each group to the group's prompt.

@@ -89,8 +89,7 @@ class _Step:
 
 @dataclass(frozen=True)
 class Finished:
-    """The prompt groups that a training step has dropped, and the groups of earlier steps on which the step has trained
-    again.
+    """The groups that a training step has dropped, and the groups of earlier steps on which the step trained again.
 
     Attributes:
         dropped: uids of the groups that the step has dropped.
@@ -168,7 +167,7 @@ class Collector:
         has reached its limit of generated groups, a group whose answers all have the same outcome is left out without a
         replacement, and the batch has fewer than `prompts_per_step` groups.
 
-        With `trainer.reuse`, some groups of the batch may be groups on which earlier steps have trained.
+        With `trainer.reuse`, the batch may also contain groups on which earlier steps have already trained.
         """
         batches = self.config.algorithm.dynamic_sampling
         # A step that was unfinished when the checkpoint was saved continues with its saved state after a resume.
@@ -189,7 +188,7 @@ class Collector:
         return answers_of([*groups, *self.step.reused])
 
     def _open_step(self) -> None:
-        """Begin a training step, and choose the groups on which the step trains again."""
+        """Begin a training step, and choose the groups of earlier steps on which the step trains again."""
         trainer, batches = self.config.trainer, self.config.algorithm.dynamic_sampling
         reused = self.buffer.choose() if self.buffer else []
         self.groups.reuse(len(reused))
@@ -208,9 +207,8 @@ class Collector:
         trained on if the batch has only one group and all answers of the group have the same outcome.
 
         Returns:
-            The batch with scores, and metrics of dynamic sampling, of the pools of prompts, and of the groups on which
-            the step trains again. The metrics are empty if dynamic sampling, `data.difficulty` and `trainer.reuse` are
-            off.
+            The batch with scores, and metrics of dynamic sampling, prompt pools and reused groups. The metrics are
+            empty if dynamic sampling, `data.difficulty` and `trainer.reuse` are off.
 
         Raises:
             RewardError: more samples failed than `reward.max_failed_fraction` allows, or no reward function applied to
@@ -237,7 +235,7 @@ class Collector:
         }
 
     def _measure(self, step: _Step, generated: Sequence[Group], batch: DataProto) -> dict[str, float]:
-        """Record in `step` the outcomes on which later choices of prompts and groups depend, and return metrics.
+        """Store in `step` the outcomes that later steps need to choose prompts and groups, and return metrics.
 
         Args:
             step: the current training step.
@@ -255,12 +253,12 @@ class Collector:
         return metrics
 
     def supervised(self, batch: DataProto) -> DataProto:
-        """Return the supervised answers to the prompts of a step's batch, one row for each prompt that has a supervised
-        answer.
+        """Return the supervised answers to the prompts of a step's batch as a new batch.
 
-        Groups that dynamic sampling has dropped are not in the batch, so their prompts get no supervised answers. No
-        supervised answer is returned for a group that dynamic sampling leaves in the batch only because the step has no
-        other group.
+        A prompt without a supervised answer gets no row. Groups that dynamic sampling has dropped are not in the batch,
+        so their prompts get no supervised answers. Dynamic sampling keeps a group whose answers all have the same
+        outcome in the batch if the step has no other group. The prompt of a group with equal outcomes gets no
+        supervised answer.
         """
         uids = batch.batch["uid"]
         if self.config.algorithm.dynamic_sampling:
@@ -287,8 +285,8 @@ class Collector:
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the collector for a checkpoint, as plain values.
 
-        The state of the collector consists of the position in the prompt order or the state of the pools, the prompt
-        groups in flight, the groups on which later steps may train again, and the unfinished step.
+        The state of the collector consists of the position in the prompt order (or the state of the prompt pools), the
+        prompt groups in flight, the reuse buffer and the unfinished step.
         """
         step = self.step
         unfinished: dict[str, Any] = {
@@ -329,7 +327,9 @@ class Collector:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]), reused=reused)
             for one in kept["seen"]:
                 group = self.groups.restored(one, self._prompt)
-                # The failed scores of a restored group that is not in the state READY are requested again.
+                # A restored group that is not in the state READY had failed scores or conversations, which are
+                # requested again. The answers of a restored group that is not READY must be checked again for equal
+                # outcomes.
                 if group.state is GroupState.READY:
                     self.step.seen[group.uid] = group
         self._changes.notify()
@@ -359,8 +359,8 @@ class Collector:
             for group in fresh:
                 stays = (step.places == 1 and not step.refills) or self._fails(step, group)
                 flat = not stays and flat_rows(to_batch([group], self.config.reward.components), self.config).all()
-                # The group is recorded as seen only after the check, because a user's function may raise an exception
-                # in the check.
+                # A group is recorded as seen only after the check for equal outcomes, because the user's aggregation
+                # function may raise an exception during the check.
                 step.seen[group.uid] = group
                 if not flat:
                     continue
@@ -374,11 +374,10 @@ class Collector:
                     break
 
     def _fails(self, step: "_Step", group: Group) -> bool:
-        """Return whether all rewards of a group failed and the step has more failed rewards than
-        `reward.max_failed_fraction` allows.
+        """Return whether all rewards of a group failed and the step has too many failed rewards.
 
-        A prompt group for which `_fails` returns True is not dropped, so that a resumed run requests the group's
-        rewards again.
+        The setting `reward.max_failed_fraction` limits the failed rewards. A prompt group for which `_fails` returns
+        True is not dropped, so that a resumed run requests the group's rewards again.
         """
         if not all(result.failed for result in group.results.values()):
             return False
@@ -392,9 +391,9 @@ class Collector:
         """
         oldest = self.groups.oldest(step.places)
         ready = [group for group in oldest if group.state is GroupState.READY]
-        # Once dropped groups can no longer be replaced, outcomes are checked only after all groups of the step are
-        # finished. If in every group all answers have the same outcome, one group stays in the step, and the choice of
-        # that group must not depend on timing.
+        # Once dropped groups can no longer be replaced, the answers of a group are checked for equal outcomes only
+        # after all groups of the step are finished. If in every group all answers have the same outcome, one group
+        # stays in the step, and the choice of that group must not depend on timing.
         if not step.refills and len(ready) < len(oldest):
             return []
         return [group for group in ready if group.uid not in step.seen]
@@ -417,8 +416,7 @@ class Collector:
     def _without_flat(self, batch: DataProto) -> DataProto:
         """Set `response_mask` to False for the tokens of groups whose answers all have the same outcome.
 
-        The method `_drop_flat` leaves a group whose answers all have the same outcome in the batch only if the step has
-        no other group.
+        The method `_drop_flat` keeps a group with equal outcomes in the batch only if the step has no other group.
         """
         trained = ~flat_rows(batch, self.config).repeat_interleave(batch.lengths("responses"))
         return batch.with_values("responses", response_mask=batch.values("response_mask") & trained)
@@ -522,7 +520,7 @@ class Collector:
             self._ship(flight, None)
 
     def _stop_early(self, groups: PromptGroups) -> None:
-        """Stop the run before all rewards of a step have arrived if too many rewards of the step have already failed.
+        """Stop the run early if too many rewards of the given groups have already failed.
 
         The run is stopped only if at least `PATIENCE_S` seconds have passed since the first failed reward of the step.
         With dynamic sampling, failed rewards never stop the run early.
@@ -540,11 +538,10 @@ class Collector:
             raise self._too_many(there, failures, total)
 
     def _too_many(self, groups: Sequence[Group], failures: Sequence[SampleScores], total: int) -> RewardError:
-        """Return a RewardError whose message lists the three most frequent kinds of failure, in descending order of
-        frequency.
+        """Return a RewardError whose message lists the three most frequent kinds of failure, most frequent first.
 
-        A failed conversation has no reward. The message calls such a failure a failure of the conversation, because no
-        reward function was called.
+        If a conversation failed, no reward function was called, so the message reports a failed conversation and not a
+        failed reward.
         """
         kinds = Counter(result.error for result in failures).most_common(3)
         first = {result.error: result.key for result in reversed(failures)}

@@ -5,12 +5,12 @@ samples of one prompt. A group is in flight from the time when it is added until
 means to send the requests for the group's answers to the engines.
 
 The trainer uses prompt groups in the order of their numbers (`uid`). When a group is shipped to the engines, the
-training step that will use the group is already known. If groups are counted from 0 and dropped groups that were
-replaced are left out of the count, group n is used at training step n // prompts_per_step. Because the step that will
-use a group is known in advance, the staleness bound can be guaranteed when the group is shipped. If training steps may
-reuse groups of earlier steps, the number of groups to ship is computed under the assumption that each later step reuses
-as many groups as the config allows. Even if training steps reuse groups of earlier steps, no group is used later than
-the staleness bound allows.
+training step that will use the group is already known. Group n is used at training step n // prompts_per_step, where n
+counts the groups from 0 and leaves out dropped groups that were replaced. Because the step that will use a group is
+known in advance, the number of shipped groups can be limited so that no group exceeds the staleness bound. If training
+steps may reuse groups of earlier steps, the number of groups to ship is computed as if each later step reused as many
+groups as the config allows. Even if training steps reuse groups of earlier steps, no group is used later than the
+staleness bound allows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -113,7 +113,7 @@ class Group:
 
 
 class PromptGroups:
-    """The prompt groups in flight: all groups that have been added, and neither used nor dropped yet.
+    """The prompt groups in flight: all groups that have been added but not yet used or dropped.
 
     Args:
         samples_per_prompt: number of samples in a group (G).
@@ -161,9 +161,7 @@ class PromptGroups:
         return max(0, places - self.used - len(self.groups))
 
     def reuse(self, count: int) -> None:
-        """Add `count` to the number of used groups, because the current training step reuses `count` groups of earlier
-        steps.
-        """
+        """Add to the number of used groups the `count` groups of earlier steps that the current step reuses."""
         self.used += count
 
     def add(self, prompts: Iterable[Prompt]) -> None:
@@ -210,8 +208,8 @@ class PromptGroups:
     def restored(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> Group:
         """Return the group that a state from `Group.state_dict` describes.
 
-        If the group was dropped and is therefore no longer in flight, `restored` creates the group again from the
-        state, without adding the group to the groups in flight. Call `PromptGroups.load_state_dict` before `restored`.
+        A dropped group is no longer in flight. `restored` creates a dropped group again from the state, but does not
+        add the group to the groups in flight. Call `PromptGroups.load_state_dict` before `restored`.
         """
         if (group := self.groups.get(state["uid"])) is None:
             group = self.group(state["uid"], prompt_of(state["uid"]))
@@ -263,7 +261,7 @@ class PromptGroups:
             return
         group.results[number] = result
         if len(group.results) == group.size:
-            assert group.state is GroupState.SCORING, f"all answers of group {uid} are scored in stage {group.state}"
+            assert group.state is GroupState.SCORING, f"group {uid} has all scores but is in the stage {group.state}"
             group.state = GroupState.READY
 
     def reissue(self, uids: Iterable[int]) -> None:

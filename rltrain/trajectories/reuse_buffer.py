@@ -39,8 +39,7 @@ class ReuseBuffer:
 
     Args:
         groups: maximum number of groups that a step takes from the buffer.
-        steps: number of training steps in which a group may be taken from the buffer, counted from the step after the
-            first step that trained on the group.
+        steps: number of training steps after a group's first training in which the group may be taken from the buffer.
     """
 
     def __init__(self, groups: int, steps: int) -> None:

@@ -44,8 +44,9 @@ def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | Rew
 
 
 def component_matrix(results: Sequence[SampleScores]) -> Tensor:
-    """Return the scores of the reward functions and models as a matrix (B, K), with NaN where a component does not
-    apply or where the reward failed.
+    """Return the scores of the reward functions and models as a matrix (B, K).
+
+    The matrix has NaN where a component does not apply or where the reward failed.
     """
     nan = float("nan")
     return torch.tensor([[nan if s is None or r.failed else s for s in r.scores] for r in results], dtype=torch.float32)
@@ -143,8 +144,8 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # Every exception except KeyboardInterrupt becomes a RewardError: SystemExit from the user's function would end
-        # the run silently, and inspecting the returned object may also raise an exception.
+        # Every exception except KeyboardInterrupt becomes a RewardError. Otherwise, a SystemExit from the user's
+        # function would end the run silently. Inspecting the returned object may also raise an exception.
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
@@ -215,10 +216,10 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
     """Compute the shaped, not yet normalised scores of a batch, from which advantages are estimated.
 
     With `suppress_truncated`, a truncated answer gets the lower of two scores: its own score, and the score that the
-    answer would have if each reward function had given 0. The length penalty is subtracted after the scores of
-    truncated answers are lowered, so the length penalty also applies to truncated answers. The length reward, whose
-    weight is `group_length_weight`, is added last. The length penalty and the length reward count only the sampled
-    tokens of an answer and not the tokens of observations. The lowered scores of truncated answers affect only
+    answer would have if every reward function and reward model had given 0. The length penalty is subtracted after the
+    scores of truncated answers are lowered, so the length penalty also applies to truncated answers. The length reward,
+    whose weight is `group_length_weight`, is added last. The length penalty and the length reward count only the
+    sampled tokens of an answer and not the tokens of observations. The lowered scores of truncated answers affect only
     estimators with a critic. Other estimators skip truncated answers, which are excluded from their statistics.
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
@@ -243,11 +244,10 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
 
 
 def _length_rewards(batch: DataProto, counted: Tensor, algorithm: AlgorithmConfig) -> Tensor:
-    """Compute the length reward (B,) of each row, from the length of the row's answer relative to the other answers of
-    its group.
+    """Compute the length rewards (B,) from the length of each answer relative to the other answers of its group.
 
-    If no reward function decides whether a row's answer is correct, the row gets the length reward 0 and is left out of
-    the comparisons of other rows.
+    If no reward function decides whether an answer is correct, the answer gets the length reward 0 and does not affect
+    the length rewards of other answers.
 
     Raises:
         RewardError: no reward function decides whether any answer is correct.
@@ -270,7 +270,7 @@ def correct_rows(batch: DataProto, rows: Tensor, algorithm: AlgorithmConfig, *, 
             whether the answer is correct.
         algorithm: section `algorithm` of the config.
         setting: key and value of the config setting that needs the correctness of answers; shown in the error message.
-        user: name, to show in the error message, of the loss term or reward that is computed from the correct answers.
+        user: name of the loss term or reward that needs the correctness of answers; shown in the error message.
 
     Raises:
         RewardError: no reward function decides whether any answer in `rows` is correct.
@@ -308,10 +308,10 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
     how these scores are combined. Shaping, normalisation and the length penalty do not affect the outcome, so wrong
     answers of different lengths have the same outcome.
 
-    A user-defined aggregation function receives all reward components of an answer, and returns the answer's outcome.
-    If the estimator reads the components separately, all answers of a group have the same outcome only if the scores of
-    every component with `outcome` are equal within the group. `flat_rows` ignores rows that are excluded from the
-    statistics.
+    If `reward.aggregation` names a user's function, the function receives all reward components, and the returned score
+    of an answer is the answer's outcome. If the estimator reads the components separately, all answers of a group have
+    the same outcome only if the scores of every component with `outcome` are equal within the group. `flat_rows`
+    ignores rows that are excluded from the statistics.
     """
     uid, counted, components = (
         batch.batch["uid"],

@@ -115,7 +115,7 @@ class TeacherEndpoint:
                 "installed; install it, or vLLM, which depends on it"
             ) from None
         name = self.teacher.api_key_env
-        # If `key` were None, the client would read OPENAI_API_KEY.
+        # If the key were None, the client would use the environment variable OPENAI_API_KEY.
         key = os.environ.get(name, "") if name else "none"
         if not key:
             raise ConfigError(
@@ -126,8 +126,7 @@ class TeacherEndpoint:
         )
 
     async def _length_limit(self, client: Any) -> int | None:
-        """Return the endpoint's maximum number of prompt tokens and new tokens together, or None if the endpoint
-        reports no limit.
+        """Return the endpoint's limit on prompt tokens plus new tokens, or None if the endpoint reports no limit.
 
         If the config names no model, the first call of `_length_limit` selects the endpoint's first model as the
         teacher.
@@ -192,8 +191,9 @@ def _of_token(entry: Any, token: int) -> Mapping[str, Any]:
 
 
 def _plain_tokens(tokenizer: Any) -> list[int]:
-    """Return a selection of token ids, spread over the whole vocabulary and in ascending order. The text of each
-    selected token consists only of ASCII letters and digits.
+    """Return token ids that are spread over the whole vocabulary, in ascending order.
+
+    The text of each returned token consists only of ASCII letters and digits.
     """
     special, ids = set(tokenizer.all_special_ids), sorted(tokenizer.get_vocab().values())
     step = max(1, len(ids) // (4 * _PROBED))
@@ -203,8 +203,9 @@ def _plain_tokens(tokenizer: Any) -> list[int]:
 
 
 def _difference(tokenizer: Any, entries: list[Any], ids: Sequence[int]) -> str:
-    """Describe the first token whose text differs between the tokenizers of the policy and the endpoint. Return "" if
-    the tokenizers of the policy and the endpoint agree on the text of every compared token.
+    """Describe the first token whose text differs between the tokenizers of the policy and the endpoint.
+
+    Return "" if the tokenizers of the policy and the endpoint agree on the text of every compared token.
     """
     for entry, token in zip(entries, ids[1:], strict=False):
         own, theirs = tokenizer.decode([token]).strip(), _of_token(entry, token).get("decoded_token")

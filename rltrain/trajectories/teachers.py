@@ -1,6 +1,4 @@
-"""The driver's part of distillation: chooses each row's teacher, makes the teachers' prompts, and collects the columns
-that teachers compute.
-"""
+"""The driver's part of distillation: chooses teachers, makes their prompts, and collects their columns."""
 
 import logging
 from collections import Counter
@@ -213,8 +211,9 @@ class Teachers:
     async def _score(
         self, teacher: Teacher, batch: DataProto, rows: list[int], prompts: Sequence[Prompt]
     ) -> tuple[DataProto, list[str]]:
-        """Score the rows of one teacher. If the run is interrupted, `_score` stops waiting for the replies of the
-        teacher's endpoint.
+        """Score the rows of one teacher.
+
+        If the run is interrupted, `_score` stops waiting for the replies of the teacher's endpoint.
         """
         scoring = teacher.score(batch, rows, prompts)
         return await (scoring if teacher.endpoint is None else self.tasks.until(scoring))

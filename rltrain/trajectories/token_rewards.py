@@ -70,8 +70,8 @@ def needs_actor_pass(config: Config) -> bool:
     """Return whether a training step needs a forward pass of the actor before the update.
 
     If one optimizer step trains on the whole batch, the old log-probs equal the detached log-probs of the update
-    itself. A training step with a single optimizer step needs a forward pass before the update only if a computation
-    that precedes the update, such as the KL penalty in the reward, uses results of the forward pass.
+    itself. With a single optimizer step, a forward pass before the update is needed only for computations that precede
+    the update, such as the KL penalty in the reward.
     """
     algorithm = config.algorithm
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
@@ -106,7 +106,7 @@ def kl_controller(config: KLInRewardConfig) -> FixedKLController:
 
 
 def held(controller: FixedKLController) -> FixedKLController:
-    """Return a controller whose coefficient always stays at the current coefficient of `controller`.
+    """Return a controller that keeps the current coefficient of `controller` constant.
 
     The KL coefficient must stay constant while the actor does not change, because the KL of an unchanged actor does not
     depend on the coefficient.
@@ -158,8 +158,7 @@ def assign_rewards(
 def penalize_kl(
     batch: DataProto, config: KLInRewardConfig, controller: FixedKLController
 ) -> tuple[DataProto, dict[str, float]]:
-    """Subtract from each token's reward a KL penalty: the KL from the reference model, times the controller's
-    coefficient.
+    """Subtract from each token's reward the KL from the reference model, times the controller's coefficient.
 
     The controller of the KL coefficient is updated with the mean KL per trained token.
     """
@@ -184,7 +183,7 @@ def penalize_kl(
 
 
 def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Return the batch whose rows the critic reads to compute the values of states.
+    """Return the batch on which the critic computes the state values.
 
     With `bootstrap_truncated`, the critic also computes the value of the state after the last token of each answer that
     was cut at the length limit. The critic's value of a token is the value of the state before the token, and the
@@ -207,7 +206,7 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
 
 def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Add to `batch` the critic's values in `found`, which the critic computed on the result of `states_to_value`.
+    """Add to `batch` the critic's values in `found`, which were computed on the batch from `states_to_value`.
 
     The critic's values are added as the column `values`. With `bootstrap_truncated`, `with_critic_values` also adds the
     column `bootstrap_values` (B,): the value of the state in which an answer was cut, and 0 for answers that were not
@@ -243,10 +242,11 @@ def estimate_advantages(
     [-c, c], with c = `advantage_clip`. Normalisation, log-ratios of the teachers and clamping do not change the
     returns.
 
-    With `bootstrap_truncated`, the estimator receives rewards to which gamma times `bootstrap_values` is added at the
-    last trained token of each row. With `bootstrap_truncated`, the TD error of a row's last token in GAE is delta = r +
-    gamma V(end) - V (arXiv 1712.00378), where r is the reward of the token, V(end) is the value of the state after the
-    token, and V is the value of the state before the token. The batch keeps its column `token_level_rewards` unchanged.
+    With `bootstrap_truncated`, gamma times `bootstrap_values` is added to the reward of each row's last trained token
+    before the estimator runs. With `bootstrap_truncated`, GAE's TD error of a row's last token is delta = r + gamma
+    V(end) - V (arXiv 1712.00378). In the TD error, r is the reward of the token, V(end) is the value of the state after
+    the token, and V is the value of the state before the token. The column `token_level_rewards` of the returned batch
+    is unchanged.
 
     Returns:
         The batch with the new columns, and metrics of the advantages.

@@ -72,7 +72,7 @@ def test_a_reward_file_that_differs_on_one_node_is_refused(cluster, shared):
     second.mount_tmpfs(folder)
     second.run([sys.executable, "-c", f"open({str(folder / 'mine.py')!r}, 'w').write({text!r} + '# old\\n')"])
     line = refused(check(cluster, shared, f"reward.functions=[{folder / 'mine.py'}:score]"))
-    assert line.startswith(f"error: {second.name} ({second.address}): reward function score: has another content")
+    assert line.startswith(f"error: {second.name} ({second.address}): reward function score: differs from the")
 
 
 def test_a_full_shared_memory_is_refused(cluster, shared):
@@ -85,7 +85,7 @@ def test_a_full_shared_memory_is_refused(cluster, shared):
     finally:
         second.run(["rm", "/dev/shm/fill"])
     assert line.startswith(f"error: {second.name} ({second.address}): /dev/shm: ")
-    assert "weight syncs need 128 MiB; remove old files there, or make it larger" in line
+    assert "weight syncs need 128 MiB; remove old files from /dev/shm, or make /dev/shm larger" in line
 
 
 def test_an_engine_that_is_larger_than_each_node_is_refused(cluster, shared):
@@ -102,7 +102,7 @@ def test_another_version_of_a_package_and_a_node_without_cpus_are_refused(cluste
     assert line.startswith(f"error: {third.name} ({third.address}): versions: vllm 0.1, but ")
     assert f"on the driver's node {cluster.hosts[0].name}" in line
     assert line.endswith("(1 more failed check: --check lists all)")
-    assert "Ray has no CPU there" in done.stdout
+    assert "Ray has no CPU on this node" in done.stdout
     # A run makes the same check before it starts workers.
     began = time.monotonic()
     assert refused(cluster.main(*SMALL, f"trainer.output_dir={shared / 'run'}")) == line

@@ -27,7 +27,7 @@ CASES = {
     "unknown key with a plus": (["+new.key=1"], ["'new.key'", "unknown config key", "nearest known key is"]),
     "unknown choice": (
         ["algorithm=grop"],
-        ["algorithm=grop", "unknown choice", "the nearest is 'grpo'", "all are aspo, ce_gppo, cispo, clip_cov"],
+        ["algorithm=grop", "unknown choice", "the nearest is 'grpo'", "all choices are aspo, ce_gppo, cispo, clip_cov"],
     ),
     "unknown flag": (["--resume"], ["'--resume'", "unknown flag", "--help, --cfg, --plan"]),
     "sweep of a key with no values": (["-m", "trainer.seed=["], ["--multirun: ", "write several values as KEY=A,B"]),

@@ -14,12 +14,13 @@ async def in_daemon_thread(function: Callable[[], Any]) -> Any:
     """Call a function in a new thread, and return the function's result.
 
     The thread is a daemon thread, so the process can exit while the function is still running. If the caller is
-    cancelled, the function keeps running, and its result is dropped. `asyncio.to_thread` is not used, because asyncio
-    limits the number of its threads, and because Python waits at exit until the threads of asyncio have ended.
+    cancelled, the function keeps running, and its result is dropped. `asyncio.to_thread` is not used, for two reasons:
+    asyncio limits the number of its threads, and at exit Python waits until asyncio's threads have ended.
 
     Raises:
-        RuntimeError: the function raised an exception that asyncio cannot pass on, such as SystemExit.
-        Exception: the exception that the function raised, if asyncio can pass the exception on.
+        RuntimeError: the function raised StopIteration, or an exception such as SystemExit that is no subclass of
+            Exception.
+        Exception: the function raised any other exception, which is raised unchanged.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()

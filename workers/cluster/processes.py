@@ -21,7 +21,7 @@ from workers.cluster.worker_process import Host, InnerCall, Join
 if TYPE_CHECKING:
     import numpy as np
 
-# Matches the pid, the address and the actor in Ray's text of a failed call.
+# Matches the pid, the IP address and the actor id in Ray's error message about a failed call.
 _FAILED_IN = re.compile(r"\(pid=(\d+), ip=([^,\s)]+)(?:, actor_id=(\w+))?")
 
 W = TypeVar("W")
@@ -54,7 +54,7 @@ class WorkerProcess(Protocol):
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> "Pending[Any]":
         """Start a call of a role's method, and return without waiting for the result.
 
-        `Role.start` is the statically typed variant of this method.
+        `Role.start` is the statically typed variant of `WorkerProcess.start`.
         """
 
     def share(self, value: W) -> W:
@@ -89,7 +89,7 @@ class Pending(Generic[R]):
     def later(self) -> R:
         """Return the future result of this call. The future result can be passed as an argument to another call.
 
-        If an argument of a call is a future result, the called process waits for the result and fetches the result.
+        If an argument of a call is a future result, the process that runs the call waits for the result and fetches it.
         """
         return cast(R, self.outcome)
 
@@ -141,7 +141,8 @@ class Role(Generic[W_co]):
     def argument_for(
         self, other: "Role[Any]", method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Return a reference to the result of calling `method`. The reference can be passed to a method of `other`.
+        """Return a reference to the result of calling `method`. The reference can be passed as an argument to a method
+        of the role `other`.
 
         If both roles are in the same process, the process runs `method` immediately before the method of `other`, and
         passes the result on without copying it. If the roles are in different processes, `method` is started at once,
@@ -169,13 +170,13 @@ class LocalProcess:
         self.host = host
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
-        """Create the role's object in the driver's process before this method returns. See `WorkerProcess.build`."""
+        """Create the role's object in the driver's process before `build` returns. See `WorkerProcess.build`."""
         with outside_event_loop():
             self.host.build(role, path, *args, **kwargs)
         return Pending(self, None)
 
     def model_directory(self, path: str) -> Pending[str]:
-        """Find or download the model before this method returns. See `WorkerProcess.model_directory`."""
+        """Find or download the model before `model_directory` returns. See `WorkerProcess.model_directory`."""
         return Pending(self, self.host.model_directory(path))
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
@@ -288,7 +289,7 @@ async def results(
 ) -> list[R]:
     """Wait for the results of calls that were started on worker processes.
 
-    If a call fails, this function raises the error without waiting for the remaining calls, which might never end.
+    If a call fails, `results` raises the error without waiting for the remaining calls, which might never end.
 
     Args:
         pending: The started calls whose results are awaited.
@@ -359,7 +360,7 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
 
 
 def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
-    """If a process has raised `cause` to report that the process itself is unusable, mark the process as lost."""
+    """If a process raised `cause` to report that the process itself is unusable, mark the process as lost."""
     if isinstance(cause, WorkerLost) and cause.process is not None:
         for process in scope.processes:
             if process.identity == cause.process:
@@ -387,9 +388,9 @@ def _where(scope: ProgressScope, error: Exception) -> str:
     """Return the name of the process in which a call failed, with its pid and the address of its node.
 
     Args:
-        scope: The `ProgressScope` whose processes are searched for the process.
-        error: The `RayTaskError` of the failed call. Only its text says where the call failed. If the call failed
-            because another call had failed, the text ends with the other call.
+        scope: The `ProgressScope` in which the name of the call's process is looked up.
+        error: The `RayTaskError` of the failed call. Only the error's text says in which process the call failed. If
+            the failure of another call caused the error, the text names the other call's process last.
     """
     actors = {one.actor._actor_id.hex(): one.name for one in scope.processes if isinstance(one, RayProcess)}
     for pid, address, actor in reversed(_FAILED_IN.findall(str(error))):

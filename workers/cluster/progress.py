@@ -4,10 +4,10 @@ The counter and the stack traces are stored in unnamed files in memory. The unna
 process ends, and other processes open the files through `/proc`. Long-running code calls `tick` repeatedly to show that
 this process makes progress. The function `tick` does nothing until `announce` has been called.
 
-The start time of a process is read from `/proc`, because every process always reads the same number there. The function
-`create_time()` of psutil is not suitable, because it returns a time of day, which changes when the machine's clock is
-set. An object of psutil's class `Process` is not suitable as the identity of a process, because the object cannot be
-pickled.
+The start time of a process is read from `/proc`, because the number in `/proc` never changes and is the same for all
+readers. The function `create_time()` of psutil is not suitable, because it returns a time of day, which changes when
+the machine's clock is set. An object of psutil's class `Process` is not suitable as the identity of a process, because
+the object cannot be pickled.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 STACKS_SIGNAL = signal.SIGUSR2  # Signal that makes a process write its stack traces.
-_WORD = 8  # Bytes per number in the progress file, which holds the number of ticks and the number of running calls.
+_WORD = 8  # Bytes per number in the progress file, which holds two numbers: ticks and running calls.
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Code that detects the death of the Ray daemons that a run depends on.
 
 The daemon `raylet` starts the workers of one machine and stores their objects. If the raylet of the driver's machine
-dies, the run cannot continue. The daemon `gcs_server` keeps the cluster's tables on the head node. If gcs_server dies,
-no new process can start, and after 60 s Ray ends the processes that were connected to gcs_server. A run whose
-gcs_server has died can still save a checkpoint.
+dies, the run cannot continue. The daemon `gcs_server` runs on the head node and keeps the cluster's metadata. If
+gcs_server dies, no new process can start, and after 60 s Ray ends the processes that were connected to gcs_server. A
+run whose gcs_server has died can still save a checkpoint.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ class Daemon(Protocol):
         """Return the name of the Ray daemon's program."""
 
     def ended(self) -> bool:
-        """Return whether the Ray daemon has died. This method is cheap enough to be called many times per second."""
+        """Return whether the Ray daemon has died. `ended` is cheap enough to be called many times per second."""
 
     def __str__(self) -> str:
         """Return a message that says which daemon has died and on which machine."""
@@ -85,7 +85,7 @@ class RemoteDaemon:
     def ended(self) -> bool:
         """Return whether connections to the daemon have failed for `_SILENT_S` seconds. See `Daemon.ended`.
 
-        Connections are opened without blocking, because this method runs in the driver's event loop.
+        Connections are opened without blocking, because `ended` runs in the driver's event loop.
         """
         now = time.monotonic()
         if self.connection is None and now >= self.asked + _ASK_EVERY_S:
@@ -112,7 +112,7 @@ def _connecting(host: str, port: int) -> socket.socket:
     """Start to open a TCP connection, and return before the connection is open."""
     connection = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     connection.setblocking(False)
-    with contextlib.suppress(OSError):  # if the connection attempt fails at once, `_look_at` notices the failure later
+    with contextlib.suppress(OSError):  # `_look_at` handles a connection attempt that fails at once
         connection.connect((host, port))
     return connection
 
@@ -221,8 +221,8 @@ def _listener(path: str) -> int:
 def _is_gcs_of(session: str, pid: int) -> bool:
     """Return whether the process `pid` is the gcs_server of the Ray cluster with the session name `session`.
 
-    The function also compares the session name, because this process may have started a second Ray cluster, whose
-    gcs_server has the same program name.
+    The session name is also compared, because this process may have started a second Ray cluster, whose gcs_server has
+    the same program name.
     """
     try:
         arguments = psutil.Process(pid).cmdline() or [""]

@@ -25,10 +25,10 @@ from workers.cluster.progress import state_of
 from workers.cluster.ray_daemons import Daemon, LocalDaemon
 
 _CODE = "import sys; sys.path[:] = {path!r}; from workers.cluster.ray_guard import serve; serve({driver}, {mark!r})"
-_CLOSE_S = 15.0  # Seconds that the guard process gets to kill all leftover processes of the run.
+_CLOSE_S = 15.0  # Seconds within which the guard process must kill all leftover processes of the run.
 _SHOWN_S = 1.0  # Seconds to wait, after Ray has ended the driver, for evidence that a Ray daemon has died.
 _LAST_WORDS = 4096  # Number of bytes to read from the end of the driver's Ray log.
-# Phrases that Ray's C++ code logs before the C++ code ends its own process.
+# Phrases that Ray's C++ code logs before it ends the current process.
 _ENDED_BY_RAY = ("Terminate the process", "The program will terminate")
 
 
@@ -49,7 +49,7 @@ class Guard:
             stdout=subprocess.DEVNULL,
             start_new_session=True,  # signals of the terminal must not reach the guard process
         )
-        assert self.process.stdin is not None, "the guard process was started with a pipe as its standard input"
+        assert self.process.stdin is not None, "the guard process must have a pipe as its standard input"
         self._pipe = self.process.stdin
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ class Guard:
     def close(self) -> None:
         """Make the guard kill the run's leftover processes without printing an error, and wait until the guard ends.
 
-        The driver calls this method when the driver ends normally or reports its error itself.
+        The driver calls `close` when the driver ends normally or reports its error itself.
         """
         self._write({"goodbye": True})
         with contextlib.suppress(OSError):
@@ -98,7 +98,8 @@ def serve(driver: int, mark: str) -> None:
         driver: Pid of the process that started the guard.
         mark: Mark of the processes to kill, as passed to `Guard`.
     """
-    # The guard ignores the signals with which a service manager stops all processes of a service.
+    # The guard ignores the signals that a service manager, such as systemd, sends to all processes of a service to stop
+    # them.
     for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     began = time.time()
@@ -125,7 +126,7 @@ def _wait(driver: int) -> dict[str, Any]:
         poll.register(os.pidfd_open(driver), select.POLLIN)
     content = b""
     while not heard["goodbye"]:
-        # if the driver is dead, only read what is left in the pipe
+        # if the driver is dead, read the remaining bytes of the pipe without waiting
         ready = poll.poll(None if os.getppid() == driver else 0)
         if not any(descriptor == 0 for descriptor, _ in ready):
             break
@@ -138,7 +139,7 @@ def _wait(driver: int) -> dict[str, Any]:
 
 
 def _last_words(session: Path, driver: int, daemons: Sequence[tuple[int, int, str]]) -> str:
-    """Return an error message that says why Ray has ended the driver, or "" if Ray did not end the driver.
+    """Return an error message that says why Ray ended the driver process, or "" if Ray did not end the driver process.
 
     Args:
         session: Directory where Ray keeps the logs of the Ray cluster.

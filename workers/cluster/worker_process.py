@@ -133,8 +133,8 @@ class Host:
             role: Name of the role.
             method: Name of the method.
             joins: One entry (a `Join` or None) for each argument of the called method. A `Join` says how the next
-                elements of `args` are joined into one argument. An entry None means that the argument is simply the
-                next element of `args`.
+                elements of `args` are joined into one argument. If the entry is None, the argument is the next element
+                of `args`.
             args: All arguments and parts of arguments, in the order of `joins`.
             kwargs: Keyword arguments of the method.
         """
@@ -193,10 +193,10 @@ def keep_freed_memory() -> None:
 
 
 def return_freed_memory() -> None:
-    """Make glibc return memory that was freed to the system, in all threads.
+    """Make glibc return the freed memory of all threads to the operating system.
 
-    Writing a checkpoint temporarily needs as much memory as the training state. Without this call, the process would
-    keep most of that memory.
+    Writing a checkpoint temporarily needs as much memory as the training state. Without a call of `return_freed_memory`
+    after writing, the process would keep most of the memory.
     """
     with contextlib.suppress(OSError, AttributeError):  # the C library may not be glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)

@@ -18,14 +18,15 @@ if TYPE_CHECKING:
     from aiohttp import web
 
 MODEL = "policy"  # Model name that agent programs are given; requests with any other model name are answered, too.
-LARGEST_REQUEST = 1 << 26  # Maximum number of bytes of a request.
+LARGEST_REQUEST = 1 << 26  # Maximum size of a request in bytes.
 
 
 class AgentEndpoint:
     """HTTP server on the loopback interface. The first call of `base_url` starts the server.
 
-    The API key of a request decides to which session the request belongs. If the client of an agent program cannot send
-    the API key, the program must put the key into the URL: `http://HOST:PORT/KEY/v1` instead of `http://HOST:PORT/v1`.
+    Each session has its own API key, so the API key of a request identifies the request's session. If the client of an
+    agent program cannot send the API key, the program must put the key into the URL: `http://HOST:PORT/KEY/v1` instead
+    of `http://HOST:PORT/v1`.
     """
 
     def __init__(self) -> None:
@@ -113,11 +114,11 @@ class AgentEndpoint:
         return _json({"object": "list", "data": [model]})
 
     async def _with_session(self, http: "web.Request", answered: Any) -> "web.StreamResponse":
-        """Answer a request in the session to which the request's API key belongs."""
+        """Look up the session of a request's API key, and answer the request in this session."""
         key = http.match_info.get("key") or http.headers.get("Authorization", "").removeprefix("Bearer ")
         session = self.sessions.get(key)
         task = asyncio.current_task()
-        assert task is not None, "a request must be answered in an asyncio task"
+        assert task is not None, "`_with_session` must run in an asyncio task"
         try:
             if session is None:
                 raise ApiError(
@@ -178,7 +179,7 @@ def _json(value: Mapping[str, Any], status: int = 200) -> "web.Response":
 
 
 async def _streamed(http: "web.Request", events: Iterator[Event], *, end: str = "") -> "web.StreamResponse":
-    """Send server-sent events, followed by the text in the parameter `end`."""
+    """Stream `events` to the client as server-sent events, followed by the text `end`."""
     from aiohttp import web
 
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

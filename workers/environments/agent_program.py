@@ -28,13 +28,13 @@ from workers.environments.recording import with_attempts
 from workers.environments.user_environment import raised_at, without_exit
 
 LAST_BYTES = 4096  # Number of bytes that are read from the end of a command's output to find the last line.
-# Python program that asks the kernel to kill the program's process when the parent process ends (PR_SET_PDEATHSIG), and
-# then replaces itself by the agent's command.
+# Python program that asks the kernel to kill its process when the parent process ends (PR_SET_PDEATHSIG), and then
+# replaces itself by the agent's command (exec).
 _WRAPPER = (
     "import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 9); "
     "os.getppid() == int(sys.argv[1]) or sys.exit(1); os.execvp(sys.argv[2], sys.argv[2:])"
 )
-CANCEL_S = 5.0  # Maximum seconds for which a conversation waits until its cancelled program has ended.
+CANCEL_S = 5.0  # Maximum time in seconds to wait until a cancelled agent program has ended.
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Task:
         api_key: API key of the conversation.
         messages: Chat messages of the prompt.
         columns: Mapping from column name to value for the prompt's row of data.
-        seed: Seed for random numbers of the program.
+        seed: Seed for the program's random numbers.
     """
 
     base_url: str
@@ -126,7 +126,7 @@ class CommandProgram:
 
 
 def _ending_with_this_process(words: Sequence[str]) -> list[str]:
-    """Return a command that runs the command `words` and that the kernel kills as soon as this process ends."""
+    """Return a command that runs the command `words`, and that the kernel kills when this process ends."""
     return [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *words]
 
 
@@ -179,14 +179,15 @@ def _reward_of(returned: Any, session: AgentSession) -> float | None:
 async def _ended(program: Program, task: Task, session: AgentSession) -> tuple[str, float | None]:
     """Run a program until the program ends or exceeds its time limit, and return the stop reason and the reward.
 
-    If a program fails after a request was refused because of a limit, the program's failure is not raised as an error.
+    If the program fails after the session has refused a request because of a limit, the program's failure is ignored.
 
     Raises:
         EnvironmentFailure: the program has failed.
         Exception: the engine can sample no further answer; the engine's exception is raised unchanged.
     """
     running = asyncio.ensure_future(program.run(task))
-    # Reading the exception keeps asyncio from reporting the error of a program whose conversation is over.
+    # The callback reads the program's exception. Otherwise, asyncio would log the exception of a program that fails
+    # after its conversation has ended.
     running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     try:
         await asyncio.wait(

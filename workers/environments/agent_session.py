@@ -54,8 +54,8 @@ class AgentSession:
     Attributes:
         key: API key of the session.
         record: The recorded turns.
-        stop_reason: Name of the limit because of which a request was refused; "" if no request was refused because of a
-            limit since the last answer.
+        stop_reason: Name of the limit that a refused request exceeded; "" if no request has exceeded a limit since the
+            last answer.
         refusal: Error message of the last refused request.
         reward: Reward that the program has sent for the whole conversation; None if the program has sent no reward for
             the whole conversation.
@@ -129,7 +129,7 @@ class AgentSession:
         except Exception as error:
             if not self.lost.done():
                 self.lost.set_exception(error)
-            raise ApiError("the engine is gone", status=503, code="engine_gone") from error
+            raise ApiError("the rollout engine is no longer available", status=503, code="engine_gone") from error
         if result.error:
             raise ApiError(result.error)
         if result.full:
@@ -140,9 +140,9 @@ class AgentSession:
     def _continued(self, asked: ModelRequest) -> int | None:
         """Return the index of the turn whose context a request continues, or None if the request starts a new context.
 
-        A request continues the longest earlier conversation that the request repeats. If the messages that the request
-        adds to the earlier conversation contain an answer, the request starts a new context, because the policy has not
-        sampled this answer in the earlier conversation.
+        A request continues the longest earlier conversation that the request repeats. If the added messages of the
+        request contain an answer (a message of the role assistant), the request starts a new context, because the
+        policy did not sample this answer in the earlier conversation.
         """
         found, longest = None, 0
         for turn, earlier in enumerate(self._answered):
@@ -154,7 +154,7 @@ class AgentSession:
 
     def _check_limits(self) -> None:
         if len(self.record.turns) >= self.limits.max_turns:
-            raise self._limit("max_turns", f"rollout.max_turns={self.limits.max_turns} answers were given")
+            raise self._limit("max_turns", f"the limit rollout.max_turns={self.limits.max_turns} has been reached")
         if self.record.expired:
             raise self._limit("deadline", f"rollout.trajectory_timeout_s={self.limits.timeout_s:g} has passed")
 
@@ -163,10 +163,10 @@ class AgentSession:
         return ApiError(message, code="context_length_exceeded" if stop_reason == "max_response_length" else "limit")
 
     def _no_room(self) -> ApiError:
-        return self._limit("max_response_length", "no token is left of rollout.max_response_length")
+        return self._limit("max_response_length", "rollout.max_response_length leaves no token for another answer")
 
     def _recorded(self, asked: ModelRequest, result: TurnResult, after: int | None, prompt_tokens: int) -> ModelAnswer:
-        assert result.action is not None, "a turn without an error and with room for an action must have an action"
+        assert result.action is not None, "a turn must have an action unless it failed or hit the token limit"
         action = ParsedAction(result.text.strip()) if asked.text_only else result.action
         message = assistant_message(shown(action))
         self.record.add(result, message, after=after)
@@ -180,7 +180,7 @@ class AgentSession:
             created=int(time.time()),
         )
         self._answered.append(Answered([*asked.messages, answer.message], asked.tools, answer))
-        self.stop_reason = ""  # A program may go on after a refused request, for example with a shorter message.
+        self.stop_reason = ""  # A program may continue after a refused request, for example with a shorter message.
         return answer
 
 
@@ -198,9 +198,9 @@ def shown(action: ParsedAction) -> ParsedAction:
 
 
 def _with_names(messages: Sequence[Message]) -> list[Message]:
-    """Return the messages, with the name of the called tool added to each tool's result.
+    """Return the messages, with the name of the called tool added to each tool result.
 
-    Some chat templates need the name of the called tool in each tool's result.
+    Some chat templates require the tool's name in each tool result.
     """
     names: dict[str, str] = {}
     named = []

@@ -14,9 +14,9 @@ REMOTE_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 
 
 class ReplicaGone(Exception):
-    """Raised in a trajectory if the process of its replica has ended.
+    """Raised in a trajectory if the process of the trajectory's rollout replica has ended.
 
-    If the process of a replica ends, the rollout pool requests the unfinished trajectories of the replica again.
+    When a replica's process ends, the rollout pool requests the replica's unfinished trajectories again.
     """
 
 
@@ -142,7 +142,7 @@ class Replica:
                     future = self.waiting.get(result.serial)
                     if future is not None and not future.done():
                         future.set_result(result)
-                await asyncio.sleep(0)  # Let the trajectories take their results before the next poll.
+                await asyncio.sleep(0)  # Let the trajectories process their results before the next poll.
         except Exception as error:
             self._fail(error)
 

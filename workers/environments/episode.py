@@ -81,17 +81,17 @@ class Episode:
         return self.record.trajectory(stop_reason, await self.environment.reward())
 
     async def _answered(self, result: TurnResult) -> tuple[list[Message], str]:
-        """Record a sampled action, and return the environment's new messages in response to the action.
+        """Record a sampled action, and return the environment's messages in response to the action.
 
         Returns:
             A pair: the new messages, and the reason why the trajectory ends ("" if the trajectory continues).
         """
-        assert result.action is not None, "a turn without an error and with room for an action must have an action"
+        assert result.action is not None, "a turn must have an action unless it failed or hit the token limit"
         new, reward, done = await self._answer_to(result.action)
         self.record.add(result, transcript_message(result.action, result.written), reward)
         if done:
             return [], "done"
-        if result.finish_reason == "length":  # A cut answer without a tool call is no final answer.
+        if result.finish_reason == "length":  # A truncated action is not a final answer.
             return [], "max_response_length"
         if not new:
             return [], "answer"
@@ -134,16 +134,16 @@ def prompt_with(messages: Sequence[Message], text: str) -> list[Message]:
 
 
 def transcript_message(action: ParsedAction, written: str) -> Message:
-    """Convert an action to an assistant message in which a reader also finds the malformed tool calls of the action.
+    """Convert an action to an assistant message whose text includes the action's malformed tool calls.
 
-    The message is stored with the conversation. The message is never rendered for the model, because the context of the
-    next action consists of the sampled token ids.
+    The assistant message is stored with the conversation, but is never rendered for the model, because the context of
+    the next action consists of the sampled token ids.
 
     Args:
         action: The action.
         written: Text of the action as the model wrote it. If the action has only malformed tool calls, `written` is the
-            content of the message. If the action also has well-formed tool calls, which the message lists separately,
-            the malformed tool calls follow the content of the action.
+            content of the message. If the action also has well-formed tool calls, the message lists them separately,
+            and its text is the action's content followed by the malformed tool calls.
     """
     message = assistant_message(action)
     broken = [call.text for call in action.calls if isinstance(call, BrokenCall)]
@@ -155,7 +155,7 @@ def transcript_message(action: ParsedAction, written: str) -> Message:
 
 
 def assistant_message(action: ParsedAction) -> Message:
-    """Convert an action to an assistant message, which is stored with the conversation."""
+    """Convert an action to an assistant message, without the action's malformed tool calls."""
     calls = [
         {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
         for call in action.calls

@@ -20,7 +20,7 @@ def tools_of(address: str) -> list[dict[str, Any]]:
         address: URL of the server, or the command that starts the server.
 
     Raises:
-        EnvironmentFailure: the server cannot be reached. The message of this exception is a single line.
+        EnvironmentFailure: the server cannot be reached. The exception's message is a single line.
     """
 
     async def listed() -> list[Any]:
@@ -104,8 +104,8 @@ class McpServer:
             if not ready.done():
                 failure = error if isinstance(error, EnvironmentFailure) else _unreachable(self.address, error, "")
                 ready.set_exception(failure)
-                # After a call of `exception`, asyncio does not log the exception if no trajectory waits for the
-                # connection.
+                # The call of `exception` marks the exception as retrieved. Otherwise, asyncio would log the exception
+                # if no trajectory waits for the connection.
                 ready.exception()
 
     def close(self) -> asyncio.Task[None] | None:
@@ -126,8 +126,8 @@ async def _connected(address: str) -> AsyncIterator[Any]:
     """Open a connection to an MCP server.
 
     Raises:
-        EnvironmentFailure: the server cannot be reached within `CONNECT_TIMEOUT_S` seconds, or the connection has
-            failed.
+        EnvironmentFailure: the server cannot be reached within `CONNECT_TIMEOUT_S` seconds, or the connection fails
+            later.
     """
     from mcp.client.client import Client
     from mcp.client.stdio import StdioServerParameters, stdio_client
@@ -155,7 +155,7 @@ def is_url(address: str) -> bool:
 
 
 def _last_line(output: TextIO) -> str:
-    """Return the last line that an MCP server has written to stderr, because this line often describes the error."""
+    """Return the last line that an MCP server has written to stderr. The last line often describes the error."""
     output.seek(0)
     lines = output.read().strip().splitlines()
     return lines[-1].strip() if lines else ""

@@ -31,7 +31,7 @@ class Limits:
     """Limits of a trajectory.
 
     Attributes:
-        max_turns: Maximum number of turns. Each turn has one action of the policy.
+        max_turns: Maximum number of turns. A turn is one action of the policy, with the messages before the action.
         max_prompt_tokens: Maximum number of tokens in the prompt, including the schemas of the tools.
         max_response_tokens: Maximum total number of tokens after the prompt, over all turns and including observations.
         max_turn_tokens: Maximum number of tokens in one action.

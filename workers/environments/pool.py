@@ -21,8 +21,8 @@ from workers.rollout.replica import LOCAL_POLL_S, LONG_POLL_S, Owner, Replica, R
 
 logger = logging.getLogger(__name__)
 
-# The run fails if, since the last finished trajectory, more than 3 processes per environment worker (on average) have
-# died.
+# The run fails if more than 3 processes per environment worker (on average) have died since the last finished
+# trajectory.
 REPLACEMENTS = 3
 
 
@@ -33,7 +33,7 @@ class Takes(Protocol):
         """Receive finished trajectories."""
 
     def lose(self, uids: set[int]) -> None:
-        """Record that unfinished trajectories of prompt groups were lost with an environment worker that died."""
+        """Record that unfinished trajectories of prompt groups were lost because their environment worker died."""
 
 
 class EnvironmentPool:
@@ -85,7 +85,7 @@ class EnvironmentPool:
             worker.aborts += 1
         for worker in self.workers:
             try:
-                await results(worker.sent)  # All earlier calls of `submit` must reach the worker before `abort` does.
+                await results(worker.sent)  # The worker must receive all earlier `submit` calls before `abort`.
                 await worker.role.call(EnvironmentWorker.abort)
             except WorkerLost:
                 continue  # The background task of the worker replaces the lost process.
@@ -122,7 +122,8 @@ class EnvironmentPool:
                     if found and aborts == worker.aborts:
                         self.deaths = 0
                         worker.deliver(found)
-                    # Let other asyncio tasks run, because a `poll` in the driver's process blocks the event loop.
+                    # Let other asyncio tasks run, because `poll` blocks the event loop if the worker runs in the
+                    # driver's process.
                     await asyncio.sleep(0)
 
     def _replace(self, worker: "_Worker", how: str) -> None:
@@ -130,8 +131,8 @@ class EnvironmentPool:
         limit = REPLACEMENTS * len(self.workers)
         if not worker.role.process.concurrent or self.deaths > limit:
             raise WorkerError(
-                f"environment worker {worker.number} {how}; {self.deaths} workers died without a finished trajectory "
-                f"in between, and the limit is {limit}: look at the memory of the environment and the tools"
+                f"environment worker {worker.number} {how}; {self.deaths} workers have died since the last finished "
+                f"trajectory, and the limit is {limit}: check the memory use of the environment and the tools"
             )
         logger.warning("environment worker %d %s: another process replaces it", worker.number, how)
         worker.replace()
@@ -165,7 +166,7 @@ class _Worker:
             self.send_waiting()
 
     def send_waiting(self) -> None:
-        """Send the waiting requests, and mark the worker as ready, so that later requests are sent without delay."""
+        """Send the waiting requests, and mark the worker as ready, so that `submit` sends later requests at once."""
         self.ready, waiting, self.waiting = True, self.waiting, []
         self.sent += [self.role.start(EnvironmentWorker.submit, *one) for one in waiting]
 
@@ -193,7 +194,8 @@ class EnvironmentReplica(Replica):
         start: Function that starts a process for the replica, and begins to build the engine in the process.
         environments: The environment workers of the run.
         start_timeout_s: Maximum time to build the engine, in seconds.
-        room: Function that waits until the cluster has room for an optional replica (see `Replica`), or None.
+        room: Function that waits until the cluster has enough free resources for an optional replica (see `Replica`),
+            or None.
 
     Attributes:
         begun: Number of processes that the replica has started so far.
@@ -237,14 +239,14 @@ class EnvironmentReplica(Replica):
 
     def deliver(self, trajectories: Sequence[Trajectory]) -> None:
         """Pass finished trajectories on to the rollout pool."""
-        assert self._owner is not None, "a replica gets requests only after its task has started"
+        assert self._owner is not None, "a replica receives requests only after `live` has been called"
         wanted = [one for one in trajectories if one.key in self.running]
         self.running -= {one.key for one in wanted}
         self._owner.deliver(wanted)
 
     def lose(self, uids: set[int]) -> None:
-        """Report prompt groups as lost, because their environment worker has died."""
-        assert self._owner is not None, "a replica gets requests only after its task has started"
+        """Report prompt groups to the rollout pool as lost, because their environment worker has died."""
+        assert self._owner is not None, "a replica receives requests only after `live` has been called"
         self.running = {key for key in self.running if key[0] not in uids}
         self._owner.lose(uids)
 

@@ -13,7 +13,7 @@ from workers.rollout.turns import TurnRequest, TurnResult
 
 Message = Mapping[str, Any]
 ATTEMPTS = 2  # Maximum number of attempts to run a trajectory whose environment or agent program fails.
-LAST = -1  # The list index -1 selects the last finished turn.
+LAST = -1  # List index of the last finished turn.
 _NO_ACTION = Turn((), (), (), (), "abort")
 
 
@@ -37,9 +37,8 @@ class Recording:
     """The turns of a running trajectory.
 
     Each turn either continues the context of an earlier turn or has a new context. If a new turn continues the context
-    of a turn that is not the last recorded turn, the whole context is recorded again. A turn that returns to an earlier
-    context needs this second recording, because a row of a batch contains the tokens of all turns in the order of the
-    turns.
+    of a turn that is not the last recorded turn, the whole context is recorded again. Recording the whole context again
+    is necessary, because a row of a batch contains the tokens of all turns in the order of the turns.
 
     Args:
         request: The prompt, the data columns and the seed of the trajectory.
@@ -48,8 +47,8 @@ class Recording:
     Attributes:
         turns: The finished turns.
         messages: The messages of all turns, in the order of the turns. If a turn does not continue the context of the
-            preceding turn, each new message of the turn has the key `context`. The value of the key `context` is the
-            number of contexts that were recorded before the message's turn.
+            preceding turn, each new message of the turn has the key `context`, whose value is the number of contexts
+            that were recorded before the turn.
     """
 
     def __init__(self, request: EpisodeRequest, limits: Limits) -> None:
@@ -79,7 +78,8 @@ class Recording:
             new: The messages since the action of the turn `after`, or all messages of a new context.
             after: Index of the finished turn whose context the request continues; None for a new context.
             tools: Schemas of the tools; None for the tools of the run.
-            max_tokens: Maximum number of tokens of the action, in addition to the limits of the trajectory.
+            max_tokens: Additional limit on the number of tokens of the action, besides the limits of the trajectory, or
+                None.
         """
         limits, number = self.limits, len(self.turns)
         context, of_last = self._continued(after)
@@ -133,7 +133,7 @@ class Recording:
         self.messages.append(action)
 
     def _continued(self, after: int | None) -> tuple[_Context, bool]:
-        """Return the context that a new turn continues, and whether this context is the context of the last turn.
+        """Return the context that a new turn continues, and whether it is the context of the last finished turn.
 
         If the turn has a new context, the returned context is empty. The first turn of a trajectory counts as a turn
         that continues the last turn's context.

@@ -24,7 +24,7 @@ from rltrain.environments.contract import (
 from rltrain.environments.tool_calls import ToolCall
 from workers.cluster.daemon_threads import in_daemon_thread
 
-# Folders of files whose lines are not the user's code.
+# Folders whose files are not the user's code: rltrain, installed packages and Python's standard library.
 _OURS = tuple(f"{Path(__file__).parents[2] / name}/" for name in ("rltrain", "workers"))
 _INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
 _STANDARD = f"{sysconfig.get_path('stdlib')}/"
@@ -82,7 +82,7 @@ class UserEnvironment:
             return f"error: {call.name}: {error}"
         try:
             return as_text(await self._called(tool, **call.arguments))
-        except EnvironmentFailure:  # The policy cannot correct a failure of the MCP server.
+        except EnvironmentFailure:  # Failures of an MCP server are raised, because the policy cannot correct them.
             raise
         except TimeoutError:
             return f"error: {call.name} took more than {self._timeout_s:g} s"
@@ -138,11 +138,12 @@ class UserEnvironment:
 def raised_at(error: BaseException) -> str:
     """Return the file and the line of the user's code that raised an exception, in the form " (file.py:12)".
 
-    The line is the last line of the traceback that lies outside rltrain and outside Python's standard library. If there
-    are several such lines, lines of installed packages are left out. If there is no such line, the returned text is "".
+    The returned line is the last line of the traceback that lies outside rltrain, installed packages and Python's
+    standard library. If there is no such line, `raised_at` returns the last line in an installed package, or "" if no
+    line is in an installed package.
     """
-    # The traceback is read with `walk_tb`, which opens no source files. The user's code may refer to a source file that
-    # cannot be opened.
+    # The traceback is read with `walk_tb`, which opens no source files. A source file of the user's code may be
+    # unreadable.
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     installed = [(file, line) for file, line in lines if file.startswith(_INSTALLED)]
     others = [(file, line) for file, line in lines if not file.startswith((*_OURS, *_INSTALLED, _STANDARD))]
@@ -155,7 +156,7 @@ def raised_at(error: BaseException) -> str:
 async def without_exit(call: Awaitable[Any]) -> Any:
     """Await a call of the user's code, and raise RuntimeError if the code tries to end the process or its own task.
 
-    Without this function, SystemExit and similar exceptions of the user's code would end the process, and a
+    Without `without_exit`, SystemExit and similar exceptions of the user's code would end the process, and a
     CancelledError of the user's code would end the trajectory without a result. If the trajectory itself was cancelled,
     `without_exit` raises the CancelledError unchanged.
     """

@@ -19,7 +19,7 @@ from workers.environments.messages import EnvironmentSource, EpisodeRequest, Lim
 from workers.environments.user_environment import UserEnvironment
 
 IDLE_S = 0.0005  # Seconds between two checks whether trajectories that wait for the user's code can continue.
-DISCONNECT_S = 5.0  # Maximum seconds for which `close` waits until the processes of MCP servers have ended.
+DISCONNECT_S = 5.0  # Maximum time in seconds for which `close` waits until the processes of MCP servers have ended.
 LINGER_S = 0.01  # Seconds for which `poll` waits for further trajectories after the first finished trajectory.
 
 
@@ -42,7 +42,7 @@ class EnvironmentWorker:
 
     Attributes:
         records_events: Always True, so that the caller of a method of this class records no timeline event for the
-            call. A timeline event of a `poll` call would mostly show waiting time.
+            call. Timeline events of `poll` would mostly show waiting time.
     """
 
     records_events = True
@@ -61,9 +61,8 @@ class EnvironmentWorker:
             self.tools |= {tool: self.servers[address].tool(tool) for tool in names}
         self.program = program_of(source.agent) if source.agent else None
         if memory_mb is not None:
-            limit_memory(
-                memory_mb, beside_stacks=True
-            )  # The memory limit is set after the imports of the user's modules.
+            # `memory_mb` does not include the memory that the imports of the user's modules have allocated.
+            limit_memory(memory_mb, beside_stacks=True)
         self.replicas: dict[ReplicaId, Replica] = {}
         self.running: dict[tuple[int, int], asyncio.Task[None]] = {}
         self.finished: list[Trajectory] = []
@@ -101,7 +100,7 @@ class EnvironmentWorker:
         try:
             trajectory = await self._trajectory(replica, request)
         except ReplicaGone:
-            return  # The rollout pool notices the end of the replica's process, and requests the trajectory again.
+            return  # The rollout pool notices that the replica's process has ended, and requests the trajectory again.
         except Exception as error:
             with self.news:
                 self.error = error

@@ -10,7 +10,7 @@ from torch import Tensor
 from rltrain.base.errors import ConfigError
 from rltrain.data.model_weights import SAFETENSORS, open_safetensors, weight_files
 
-# Suffixes that turn the name of a layer into the names of its adapter matrices A and B.
+# Suffixes that are appended to a layer's name to form the names of its adapter matrices A and B.
 A, B = ".lora_A.weight", ".lora_B.weight"
 
 

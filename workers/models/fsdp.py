@@ -23,8 +23,8 @@ from workers.models.sequence_parallel import sequence_group
 def sharding_mesh(shard_ranks: int | None) -> DeviceMesh:
     """Return the device mesh over all ranks of the torch.distributed process group.
 
-    Parameters are sharded over groups of `shard_ranks` ranks and replicated across these groups. If `shard_ranks` is
-    None, parameters are sharded over all ranks.
+    Parameters are sharded within each group of `shard_ranks` ranks, and replicated across the groups. If `shard_ranks`
+    is None, parameters are sharded over all ranks.
     """
     ranks = dist.get_world_size()
     if shard_ranks is None or shard_ranks == ranks:
@@ -44,7 +44,7 @@ def weights_device(config: ModelConfig) -> torch.device:
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the model's decoder layers, each of which is a separate FSDP unit, according to the model's class."""
+    """Return a model's decoder layers, which are the modules whose classes the model lists in `_no_split_modules`."""
     names = set(getattr(model, "_no_split_modules", None) or ())
     return [module for module in model.modules() if type(module).__name__ in names]
 
@@ -53,10 +53,10 @@ def shard(model: PreTrainedModel, config: Config) -> PreTrainedModel:
     """Shard a model over the ranks in place, with each decoder layer as a separate FSDP unit.
 
     The model may still be empty (on the meta device). A model that needs neither sharding nor a change of dtype stays
-    on its device. The settings of the sharding come from `config.model` and `config.placement`. Master weights,
-    gradients and the gradient reduction stay in float32. If the setting `model.dtype` is bfloat16, matrix products use
-    bfloat16. If several ranks split the tokens of a pack, the attribute `sequence` of the model is set to the group of
-    these ranks.
+    on its device. The sharding settings come from `config.model` and `config.placement`. Master weights, gradients and
+    the gradient reduction stay in float32. If the setting `model.dtype` is bfloat16, matrix products use bfloat16. The
+    model's attribute `sequence` is set to the group of ranks that split the tokens of a pack, or to None if no ranks
+    split a pack.
 
     Raises:
         ConfigError: the config enables CPU offload or compilation, but the ranks have no GPU.
@@ -100,9 +100,9 @@ def forward_only(model: nn.Module) -> Iterator[None]:
     """Run the `with` block without gradients, and then reshard the model if FSDP shards it.
 
     After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
-    dtype, for a later backward pass. `forward_only` releases the gathered copies of the parameters, because no backward
-    pass follows. Without the release, the gathered copies would waste memory, and checkpoints would contain the
-    gathered copies instead of the float32 shards.
+    dtype, for a later backward pass. No backward pass follows here, so `forward_only` frees the gathered copies of the
+    parameters. Otherwise, the gathered copies would waste memory, and checkpoints would contain the gathered copies
+    instead of the float32 shards.
     """
     with torch.no_grad():
         yield
@@ -111,10 +111,10 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
-    """Compile a layer's forward pass or enable the layer's activation checkpointing, or both, as the config requests.
+    """Compile a layer's forward pass and enable the layer's activation checkpointing, each if the config requests it.
 
-    FSDP's hooks run outside both the compiled function and the activation checkpointing. Activation checkpointing wraps
-    the compiled function, because `torch.compile` does not compile code inside a checkpointed function.
+    FSDP's hooks run outside the compiled and checkpointed function. Activation checkpointing wraps the compiled
+    function, because `torch.compile` does not compile code inside a checkpointed function.
     """
     if config.compile:
         layer.forward = torch.compile(layer.forward, dynamic=True)
@@ -159,7 +159,8 @@ class Optimizer:
     def moments(self, parameter: nn.Parameter) -> dict[str, Tensor]:
         """Return a dictionary with AdamW's state of a parameter: the step count and the two moments.
 
-        If the parameter has no state yet, `moments` first creates a state of zeros, as AdamW itself would.
+        If the parameter has no state yet, `moments` first creates a state of zeros, as AdamW does before its first
+        step.
         """
         state = self.adamw.state[parameter]
         if not state:
@@ -198,8 +199,8 @@ class Optimizer:
             1 if the step was skipped because of non-finite values, otherwise 0.
 
         Raises:
-            NumericsError: more than `max_skipped` consecutive optimizer steps were skipped. The weights are the same as
-                before the skipped optimizer steps.
+            NumericsError: more than `max_skipped` consecutive optimizer steps were skipped. The skipped optimizer steps
+                have not changed the weights.
         """
         norm = float(full(nn.utils.clip_grad_norm_(self.parameters, self.config.max_grad_norm)))
         lr, skip = self.lr(), not (_on_all_ranks(finite) and math.isfinite(norm))

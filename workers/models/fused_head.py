@@ -2,8 +2,8 @@
 
 With a vocabulary of 152 thousand tokens, the logits of 2,048 positions take 1.2 GB in float32. In the backward pass, a
 last layer that does not work in chunks keeps several tensors in memory, each as large as the tensor of all logits. The
-fused layer keeps only a few chunks of logits in memory, each of bounded size, and recomputes the chunks in the backward
-pass.
+fused layer computes the logits in chunks of bounded size, keeps only a few chunks in memory, and recomputes the chunks
+in the backward pass.
 """
 
 from collections.abc import Callable, Iterator
@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from rltrain.algorithms.chunks import LEAST_LOG, GradientSums, RunningSoftmax, chunks, default_chunk_size, logits
 from rltrain.algorithms.ratio import as_float
 
-PROBE = 64.0  # value of the test logits, which reveal how a model transforms the output of its last layer
+PROBE = 64.0  # test logit that reveals how a model transforms the output of its last layer
 
 HeadFunction = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
@@ -137,9 +137,9 @@ def _minus_softmax(
     the entropies. The memory of `log_pi` is overwritten.
     """
     if of_entropies is None:
-        assert of_log_probs is not None, "log-probs or entropies must have a gradient"
+        assert of_log_probs is not None, "autograd must pass a gradient of the log-probs or of the entropies"
         return log_pi.exp_().mul_(-of_log_probs[:, None])
-    assert entropy is not None, "the forward pass saves the entropies if it returns them"
+    assert entropy is not None, "the forward pass must save the entropies if it returns them"
     factor = log_pi.clamp(min=LEAST_LOG).add_(entropy[:, None]).mul_(-of_entropies[:, None])
     if of_log_probs is not None:
         factor.sub_(of_log_probs[:, None])
@@ -191,10 +191,10 @@ def replaced_head(model: PreTrainedModel, function: HeadFunction) -> Iterator[No
 
 
 def check_probe(probes: Tensor, model: nn.Module) -> None:
-    """Raise ValueError if the model does more to its last layer's output than multiply the output by `logit_scale`.
+    """Raise ValueError if the model does anything to its last layer's output except multiply it by `logit_scale`.
 
     Args:
-        probes: logits of the model in a test call, in which the last layer was replaced by a layer that returns
+        probes: output of the model for a test column, in which the replacement of the last layer returned
             PROBE / `logit_scale` everywhere. If the model only multiplies by `logit_scale`, every element of `probes`
             equals PROBE.
         model: the model, whose class the error message names.

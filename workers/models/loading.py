@@ -19,8 +19,8 @@ from workers.models.fsdp import decoder_layers
 from workers.models.lora import WRAPPED, is_adapter
 from workers.models.packed_forward import PACKED
 
-# Function that returns the whole first value of a parameter that the weight files lack, from the parameter's name and
-# shape.
+# Function of a parameter's name and shape that returns the initial value of the parameter, unsharded. Used for
+# parameters that are missing from the weight files.
 FirstValue = Callable[[str, torch.Size], Tensor]
 
 
@@ -40,11 +40,13 @@ def load_model(
         kind: Auto class of transformers that builds the model.
         path: the model directory.
         where: config key and path for the start of error messages, `model.path=PATH` by default.
-        new_head: whether the parameters outside the base model are not read from the weight files.
-        arrange: function that changes the model in place before the weights are read. The function can shard the model,
+        new_head: whether parameters outside the base model get initial values, instead of being read from the weight
+            files.
+        arrange: function that changes the model in place before the weights are read. `arrange` can shard the model,
             convert its parameters to another dtype, and add or replace modules.
-        first_value: function that returns the values of all parameters that are not read from the weight files, such
-            as adapters. Each rank calls the function in the same order. May be None if there are no such parameters.
+        first_value: function that returns the initial values of parameters that are not read from the weight files,
+            such as adapters. All ranks call `first_value` in the same order. None if all parameters are read from the
+            weight files.
         device: device of the weights.
 
     Returns:
@@ -64,7 +66,7 @@ def load_model(
     _take_back(model, source, lent)
     for name, parameter in list(model.named_parameters()):
         if parameter.is_meta:
-            assert first_value is not None, f"{name} is not in the weight files, and has no first value"
+            assert first_value is not None, f"{name} is not in the weight files, and `first_value` is None"
             whole = first_value(name, parameter.shape).to(device, parameter.dtype)
             _set_parameter(model, name, nn.Parameter(_sharded_like(whole, parameter), parameter.requires_grad))
     model.eval()
@@ -81,7 +83,7 @@ def empty_model(kind: Any, path: str, where: str) -> PreTrainedModel:
         model: PreTrainedModel = skeleton(path, kind, where, attention=PACKED)
         return model
     except ConfigError as error:
-        # Some models look up the attention function in a table that the model's own module defines.
+        # Some models look up their attention function in a table of their own, which lacks PACKED.
         if isinstance(error.__cause__, KeyError) and PACKED in error.__cause__.args:
             raise ConfigError(
                 f"{where}: this model implements its own attention, which cannot be replaced by attention over packed "
@@ -105,7 +107,7 @@ def load_sample_layers(kind: Any, path: str, *, where: str | None = None, new_he
     kept = _one_of_each_kind(model)
     for stack, layers in kept.items():
         for number in set(range(len(stack))) - set(layers):
-            stack[number] = nn.Module()  # a tensor for which the model has no parameter is not read from the files
+            stack[number] = nn.Module()  # the loader skips tensors for which the model has no parameter
     read_weights(model, path, where, device="cpu", new_head=new_head)
     for stack, layers in kept.items():
         chosen = [stack[number] for number in layers]
@@ -116,7 +118,7 @@ def load_sample_layers(kind: Any, path: str, *, where: str | None = None, new_he
 
 
 def _one_of_each_kind(model: nn.Module) -> dict[nn.ModuleList, list[int]]:
-    """Return, for each list of decoder layers, the indices of the first layers of each kind."""
+    """Return, for each list of decoder layers, the index of the first layer of each kind."""
     layers = {id(layer) for layer in decoder_layers(model)}
     stacks = [m for m in model.modules() if isinstance(m, nn.ModuleList) and m and all(id(one) in layers for one in m)]
     kept: dict[nn.ModuleList, list[int]] = {}
@@ -129,13 +131,13 @@ def _one_of_each_kind(model: nn.Module) -> dict[nn.ModuleList, list[int]]:
 
 
 def _description(layer: nn.Module) -> tuple[object, ...]:
-    """Return what distinguishes a layer from layers of other kinds."""
+    """Return a hashable description of a layer, which is equal only for layers of the same kind."""
     modules = tuple((name, type(module).__name__, _settings(module)) for name, module in layer.named_modules())
     return (*modules, *((name, tuple(parameter.shape)) for name, parameter in layer.named_parameters()))
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Return the plain attributes of a module, except the attributes that hold the index of a layer."""
+    """Return the attributes of a module that are numbers, strings or None, except attributes with a layer's index."""
     return tuple(
         (name, value)
         for name, value in sorted(vars(module).items())
@@ -145,12 +147,12 @@ def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
 
 
 def _lend(model: nn.Module, source: nn.Module, body: str) -> dict[str, str]:
-    """Give the parameters of `model` to the module `source`, under the names that the weight files use.
+    """Set the parameters of `model` as parameters of `source`, under the names that the weight files use.
 
     Args:
-        model: the model that shall be loaded.
-        source: model with the structure that transformers loads, without adapters.
-        body: prefix of the names of all parameters that the weight files hold.
+        model: the model to load.
+        source: a second instance of the model without adapters, as transformers expects it for loading.
+        body: prefix of names; only parameters whose names start with `body` are read from the weight files.
 
     Returns:
         A dict from the names of the parameters in `model` to the names in `source`.
@@ -166,7 +168,7 @@ def _lend(model: nn.Module, source: nn.Module, body: str) -> dict[str, str]:
 
 
 def _take_back(model: nn.Module, source: nn.Module, lent: dict[str, str]) -> None:
-    """Replace the parameters that `_lend` lent, and all buffers, by the loaded parameters and buffers of `source`."""
+    """Replace the parameters that `_lend` shared with `source`, and all buffers, by the loaded ones of `source`."""
     for name, other in lent.items():
         loaded = source.get_parameter(other)
         loaded.requires_grad_(model.get_parameter(name).requires_grad)
@@ -182,7 +184,7 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 def _sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that every rank holds as a whole, as a DTensor if `like` is a DTensor."""
+    """Return this rank's shard of a tensor that every rank holds whole, sharded like `like` (a DTensor or a Tensor)."""
     if not isinstance(like, DTensor):
         return whole
     mesh = like.device_mesh

@@ -3,8 +3,8 @@
 If a model has adapters, only the adapters are trained and sent to the rollout engines.
 
 peft replaces each adapted layer by a layer that computes W x + (alpha / rank) B (A x), where A and B are the adapter's
-matrices (arXiv 2106.09685, section 4.1). Functions for adapters use the name `X.weight` for the matrix W of layer X,
-whether or not the layer has an adapter.
+matrices (arXiv 2106.09685, section 4.1). This module calls the matrix W of layer X `X.weight`, whether or not the layer
+has an adapter.
 """
 
 import difflib
@@ -45,7 +45,7 @@ class Adapter:
 def adapt(model: PreTrainedModel, config: LoRAConfig) -> None:
     """Freeze a causal language model and add empty adapters to its target layers, both in place.
 
-    The parameters of the adapters are on the meta device. `first_adapter_values` returns their first values.
+    The parameters of the adapters are on the meta device. `first_adapter_values` returns their initial values.
 
     Raises:
         ConfigError: `adapted_layers` rejects one of the target layers in the config.
@@ -55,7 +55,7 @@ def adapt(model: PreTrainedModel, config: LoRAConfig) -> None:
     layers = adapted_layers(model, config)
     whole = config.alpha.is_integer()
     names = sorted({layer.rpartition(".")[2] for layer in layers}) if config.targets == [ALL_LINEAR] else config.targets
-    # peft accepts a fractional `lora_alpha`, although peft annotates `lora_alpha` as an integer.
+    # peft accepts a fractional `lora_alpha`, although its type annotation is int.
     alpha: Any = int(config.alpha) if whole else config.alpha
     settings = LoraConfig(
         r=config.rank,
@@ -70,7 +70,7 @@ def adapt(model: PreTrainedModel, config: LoRAConfig) -> None:
 
 
 def first_adapter_values(seed: int) -> Callable[[str, torch.Size], Tensor]:
-    """Return a function that returns the first value of an adapter's parameter, from the parameter's name and shape.
+    """Return a function that maps the name and shape of an adapter's parameter to the parameter's initial value.
 
     The matrix A of each adapter is random, as in peft, and depends only on `seed` and on the order of the calls. The
     matrix B is 0, so the adapters do not change the model's outputs before training.
@@ -149,7 +149,7 @@ def adapter_parameters(path: str, config: LoRAConfig) -> int:
 
 
 def adapters_of(model: nn.Module) -> dict[str, Adapter]:
-    """Return a dict that maps the name of each adapted matrix to the adapter, or {} for a model without adapters."""
+    """Return a dict from the name of each adapted matrix to its adapter, or {} for a model without adapters."""
     return {
         f"{name}.weight": Adapter(module.lora_A[NAME].weight, module.lora_B[NAME].weight, module.scaling[NAME])
         for name, module in model.named_modules()

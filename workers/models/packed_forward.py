@@ -39,7 +39,7 @@ from workers.models.sequence_parallel import (
 from workers.models.varlen_attention import kernel_for
 
 PACKED = "rltrain_packed"
-# Names of the batch columns that are used without padding, so `microbatch` does not pad these columns.
+# Names of the batch columns that `microbatch` does not pad, because they are used without padding.
 PACKED_COLUMNS = ("responses", "context_starts", "ref_hidden", "teacher_hidden")
 SLACK = 0.75  # The shortest context of an attention batch has at least this fraction of the longest context's tokens.
 
@@ -111,10 +111,10 @@ def pack(batch: DataProto) -> Pack:
 
     The first context of a row begins with the row's prompt. The column `context_starts` marks the first token of the
     second and of each further context of a row; a batch without the column `context_starts` has exactly one context per
-    row. The policy did not sample the first token of a row's second or further context, so the values that are computed
-    for such a token have no meaning and must not be used.
+    row. The policy did not sample the first token of a row's second or further context, so log-probs, entropies and
+    values of this token are meaningless and must not be used.
 
-    The pack includes the prompt tokens of a row without response tokens, but no token is predicted for the row.
+    If a row has no response tokens, the pack contains the row's prompt tokens, but no token is predicted for the row.
     """
     prompt_lengths, response_lengths = batch.lengths("prompts"), batch.lengths("responses")
     lengths = prompt_lengths + response_lengths.clamp(min=1) - 1
@@ -225,7 +225,8 @@ def _in_attention_batches(
         own, keys, values = (
             t.index_select(0, flat).view(rows, length, t.size(1), -1).transpose(1, 2) for t in (q, k, v)
         )
-        # If query heads share key heads in float32, sdpa on CUDA would materialize all attention scores.
+        # On CUDA, sdpa in float32 would materialize all attention scores if query heads shared key heads, so the key
+        # heads are repeated.
         if q.is_cuda and k.size(1) != heads:
             keys, values = (t.repeat_interleave(heads // t.size(1), dim=1) for t in (keys, values))
         attended = F.scaled_dot_product_attention(
@@ -317,8 +318,8 @@ def policy_output(
 ) -> PolicyOutput:
     """Run one forward pass of a causal language model over a pack.
 
-    Entropies, hidden states and the exact KL cost extra time and are computed only on request. A function that works in
-    chunks replaces the model's last layer, so that large logits are never in memory as a whole.
+    Entropies, hidden states and the exact KL cost extra time and are computed only on request. A function that computes
+    logits in chunks replaces the model's last layer, so that the full logits are never in memory.
 
     Args:
         model: the language model, possibly sharded.
@@ -327,7 +328,7 @@ def policy_output(
         entropies: whether to compute entropies.
         hidden: whether to return the last hidden states.
         reference: last hidden states (R, H') and head (V, H') of the reference model for the exact KL, or None.
-        teachers: outputs of the teachers for the exact KL from the policy to the teachers, or None.
+        teachers: outputs of the teachers for the exact KL(policy || teacher), or None.
     """
     whole, sequence = packed, sequence_group_of(model)
     if sequence is not None:
@@ -387,7 +388,7 @@ def response_values(model: PreTrainedModel, packed: Pack) -> Tensor:
 
 
 def unpack(values: Tensor, mask: Tensor) -> Tensor:
-    """Arrange values (R,) of response tokens as a padded tensor (B, T) with one row per response, differentiably.
+    """Arrange values (R,) of response tokens differentiably as a padded tensor (B, T) with one row per response.
 
     `mask` (B, T) is True at response tokens. The returned tensor is 0 at padding.
     """

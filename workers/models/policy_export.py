@@ -89,7 +89,7 @@ def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of an export that one of several ranks writes.
+    """The part of an export that one rank writes.
 
     Attributes:
         rank: number of the rank. Rank 0 also writes all files other than safetensors files.
@@ -100,7 +100,7 @@ class Share:
     ranks: int = 1
 
     def of(self, shards: list[list[_Part]]) -> list[tuple[int, list[_Part]]]:
-        """Return the safetensors files that this rank writes, each as the file's number and tensors."""
+        """Return the safetensors files that this rank writes: the number and the tensors of each file."""
         return list(enumerate(shards))[self.rank :: self.ranks]
 
 
@@ -112,8 +112,8 @@ def export_model(
     Args:
         state: checkpoint files of the actor.
         small: result of `small_files`.
-        model: the policy, with or without adapters. Only the parameter names of the model are used, to undo the changes
-            that transformers makes to the names and shapes of weights when transformers loads a model.
+        model: the policy, with or without adapters. Only the parameter names of the model are used, to undo the
+            renaming and reshaping of weights that transformers does when it loads a model.
         folder: target folder, which need not exist.
         share: the share of the export that this rank writes; by default, the whole export.
 

@@ -2,8 +2,8 @@
 
 Packed forward passes (`workers.models.packed_forward`) are correct only for models in which tokens interact only
 through the registered packed attention, and positions come only from `position_ids`. A convolution, a recurrent state
-or a custom attention would leak information from one packed row into the next without raising an error. A model is
-tested by running the model, because a list of supported architectures would never be complete.
+or a custom attention would leak information from one packed row into the next without raising an error. The check runs
+the model, because a list of supported architectures would never be complete.
 """
 
 from collections.abc import Callable
@@ -40,7 +40,8 @@ def load_policy(
         where: start of error messages, `model.path=PATH` by default.
         arrange: function that changes the empty model in place, as in `load_model`. Usually, `arrange` shards the
             model.
-        first_value: function that returns the values of parameters that the weight files lack, as in `load_model`.
+        first_value: function that returns the initial values of parameters that the weight files lack, as in
+            `load_model`.
         device: device of the weights.
 
     Raises:
@@ -72,9 +73,8 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
 
     Args:
         model: the model in evaluation mode and unsharded, with at least one layer of each kind.
-        head: the model's last layer, whose inputs (1, N, H) are compared. It does not matter whether the last layer
-            receives all tokens or only the tokens that predict a response token, because every test token predicts a
-            response token.
+        head: the model's last layer, whose inputs (1, N, H) are compared. The last layer may receive only the tokens
+            that predict a response token, because every test token predicts a response token.
         run: function that runs the calling worker's forward pass on a pack.
         where: start of the error message: the config key and the path.
 

@@ -58,7 +58,7 @@ def sequence_group(size: int) -> Sequence | None:
 
 
 def sequence_group_of(model: nn.Module) -> Sequence | None:
-    """Return the sequence group of a sharded model, or None if each rank computes its own rows alone."""
+    """Return the sequence group of a sharded model, or None if no ranks split the tokens of a pack."""
     return getattr(model, "sequence", None)
 
 
@@ -149,10 +149,10 @@ def _exchanged(parts: Tensor, group: Any) -> Tensor:
 
 
 class _Gather(torch.autograd.Function):
-    """Concatenation of the values of all ranks of a sequence group.
+    """All-gather that concatenates the values of all ranks of a sequence group.
 
-    Because every rank computes the full loss, the backward pass needs no communication. The backward pass returns the
-    gradient of this rank's loss with respect to this rank's own values.
+    The backward pass returns the gradient of this rank's loss with respect to this rank's own values. The backward pass
+    needs no communication, because every rank computes the full loss.
     """
 
     @staticmethod

@@ -40,7 +40,7 @@ _CLASSES: dict[tuple[str, str], Any] = {
 
 
 def _member(kind: Any, name: str) -> dcp._MEM_FORMAT_ENCODING:
-    """Return the member `name` of the enum `kind`. The unpickler calls `_member` in place of `getattr`.
+    """Return the member `name` of the enum `kind`. The unpickler calls `_member` instead of `getattr`.
 
     Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(kind, name)`.
     """
@@ -100,8 +100,8 @@ def _check(index: Any) -> None:
         _demand(good and isinstance(entry.properties.dtype, torch.dtype), f"entry {name!r} is not a tensor")
         _demand(type(entry.size) is torch.Size and isinstance(entry.chunks, list), f"entry {name!r} has no size")
         for chunk in entry.chunks:
-            _demand(type(chunk) is dcp.ChunkStorageMetadata, f"entry {name!r} has a part of unknown type")
-            _demand(dcp.MetadataIndex(name, chunk.offsets) in index.storage_data, f"entry {name!r} is in no file")
+            _demand(type(chunk) is dcp.ChunkStorageMetadata, f"entry {name!r} has a chunk of unknown type")
+            _demand(dcp.MetadataIndex(name, chunk.offsets) in index.storage_data, f"a chunk of {name!r} is in no file")
     for place in index.storage_data.values():
         _demand(
             type(place) is _StorageInfo and isinstance(place.relative_path, str),
@@ -117,7 +117,7 @@ def _check(index: Any) -> None:
         )
         _demand(
             all(type(n) is int and n >= 0 for n in (place.offset, place.length)),
-            "the offset or the length of a tensor is not a number",
+            "the offset or length of a tensor is not a non-negative integer",
         )
 
 
@@ -171,7 +171,7 @@ class StateFiles:
             CheckpointError: the shape of a tensor in a file differs from its shape in the index.
         """
         entry = self.index.state_dict_metadata[name]
-        assert isinstance(entry, dcp.TensorStorageMetadata), "`read_index` accepts tensors only"
+        assert isinstance(entry, dcp.TensorStorageMetadata), "`read_index` must reject entries that are not tensors"
         whole = torch.empty(entry.size, dtype=entry.properties.dtype)
         for chunk in entry.chunks:
             place = self.index.storage_data[dcp.MetadataIndex(name, chunk.offsets)]

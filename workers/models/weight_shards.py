@@ -6,8 +6,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-# Maximum number of elements in a group of weights, over all ranks. A weight with more than `GROUP_NUMBERS` elements
-# forms its own group.
+# Maximum number of elements in a group of weights, counted before sharding. A weight with more than `GROUP_NUMBERS`
+# elements forms its own group.
 GROUP_NUMBERS = 1 << 24
 
 
@@ -52,7 +52,7 @@ def move_weights(targets: Sequence[Tensor], sources: Sequence[Tensor], coef: flo
     """Replace each target t in place by a * s + (1 - a) * t, where a = `coef` is in (0, 1] and s is the source.
 
     If `coef` is 1, each target tensor becomes a copy of its source tensor, rounded to the target's dtype. If `coef` is
-    below 1, each target must be at least float32, because a target in bfloat16 would round small updates away.
+    below 1, each target must be at least float32, because small updates would be lost to rounding in bfloat16.
     """
     for target, source in zip(targets, sources, strict=True):
         if coef == 1:

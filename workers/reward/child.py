@@ -78,7 +78,7 @@ def serve(descriptor: int, parent: int) -> None:
 
 
 def _with_lines(result: SampleScores, printed: FirstLines) -> SampleScores:
-    """Return `result`, extended by the first line that each reward function has printed in this process."""
+    """Return `result` with `printed` set to the first lines that the reward functions have printed in this process."""
     lines = printed.lines()
     return replace(result, printed=lines) if lines else result
 

@@ -31,7 +31,7 @@ from workers.reward.child import READY, Traced
 from workers.reward.messages import RewardRequest, SampleScores
 
 _LOOK_S = 0.05  # Seconds between two checks that the child process is alive.
-_PIECE_S = 10.0  # Maximum seconds for which a read of a message without a deadline may block.
+_PIECE_S = 10.0  # Timeout in seconds for reading a message that has no deadline.
 _GARBLED = "wrote into the socket that carries the results of its process"
 _START = "import sys; sys.path[:] = {path!r}; from workers.reward.child import serve; serve({descriptor}, {parent})"
 
@@ -42,7 +42,7 @@ class Ended:
 
     Attributes:
         timed_out: Whether the guard killed the child process because the scoring call exceeded its deadline.
-        reason: What happened, as the end of an error message that begins with "reward function 'name'".
+        reason: Text that completes an error message that begins with "reward function 'name'".
         outside: Whether SIGKILL ended the child process or SIGSTOP stopped it. If `outside` is True, the loss of the
             call was probably not caused by a reward function.
         results: Results that the call produced before the child process ended, as in `workers.reward.transport.Lost`.
@@ -71,8 +71,8 @@ class _LostError(Exception):
     """Error: the child process of a reward worker is no longer usable. The error's text becomes `Ended.reason`."""
 
 
-# Pids of all child processes of this guard. The child processes must survive when the guard kills the orphans that one
-# child process has left behind.
+# Pids of all child processes of this guard. When the guard kills the orphaned descendants of one child process, the
+# remaining child processes of the guard must survive.
 _LOCK, _GUARDED = threading.Lock(), set[int]()
 
 
@@ -338,7 +338,8 @@ class GuardedWorker:
         self._process.kill()
         self._process.wait()
         _GUARDED.discard(self._process.pid)
-        # When the child process has died, the kernel makes its orphaned processes children of this process.
+        # When the child process has died, its surviving descendants become children of this process and must be killed
+        # too.
         process_tree.end_descendants(os.getpid(), spare=_GUARDED)
 
 

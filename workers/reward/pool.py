@@ -240,7 +240,7 @@ class RewardPool:
         return work[len(whole) : len(whole) + 1]
 
     def _feed(self) -> None:
-        """Give samples to every idle worker.
+        """Send samples to every idle worker.
 
         Samples that must be scored alone are sent before chunks, because these samples might otherwise wait forever.
         """
@@ -257,10 +257,10 @@ class RewardPool:
     def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
-        # A scoring call lasts at most the time budget plus a number of time limits of a reward function; the variable
-        # `calls` is that number of time limits. All plain functions (neither batched nor async) together end within the
-        # time budget plus one time limit. Each batched function adds one time limit to the longest possible duration of
-        # a scoring call. Async functions add one time limit for every `concurrency` calls of async functions.
+        # The deadline of a scoring call is the time budget plus `calls` times the time limit of one reward function.
+        # All plain functions (neither batched nor async) together end within the time budget plus one time limit. Each
+        # batched function adds one time limit to the deadline. At most `concurrency` calls of async functions run at
+        # once, so every `concurrency` calls add one time limit.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
         # A scoring call with async functions gets `_GRACE_S` additional seconds, in which a late async function can be
@@ -309,15 +309,15 @@ class RewardPool:
                 return
             partial = {result.key: (result.scores, result.success) for result in event.results}
             suspect = _Alone(under_way[0], *partial.get(under_way[0].key, ()))
-            # The worker may have been lost for a reason other than the running reward function.
+            # Unless the call timed out, the running reward function may not be the reason why the worker was lost.
             if not event.timed_out:
                 self._alone.append(suspect)
                 return
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
-            # A call that times out with only one sample and only one reward function shows that this reward function
-            # has exceeded its time limit. If a worker dies before the time limit, the cause can be outside the reward
-            # function.
+            # If a call with only one sample and only one reward function times out, this reward function must have
+            # exceeded its time limit. If instead the worker died before the deadline, the cause could be outside the
+            # reward function.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))

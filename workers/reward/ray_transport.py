@@ -28,7 +28,7 @@ from workers.reward.transport import Answer, Call, Event, Held, Lost, settings
 logger = logging.getLogger(__name__)
 
 _START_ATTEMPTS = 3
-_MARGIN_S = 10.0  # Seconds after a call's deadline at which the guard process that runs the call counts as hung.
+_MARGIN_S = 10.0  # Seconds after a call's deadline until the guard process that runs the call counts as hung.
 _STOP_S = 2.0
 _TAKE_S = 1.0  # Maximum seconds for which the driver waits for the actors' timeline events.
 _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
@@ -186,7 +186,8 @@ class RayTransport:
     def _result(self, reference: Any) -> "asyncio.Future[Any]":
         """Return the result of a ping or call as a future.
 
-        The method `events` stops waiting when the ping or call starts and when its result arrives.
+        A waiting `events` method wakes up when a ping or call starts, and again when the ping or call returns its
+        result.
         """
         result: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
         result.add_done_callback(self._arrived)
@@ -196,7 +197,7 @@ class RayTransport:
 
     def _arrived(self, result: "asyncio.Future[Any]") -> None:
         if not result.cancelled():
-            result.exception()  # asyncio logs the error of a future unless the error has been read
+            result.exception()  # asyncio would log an error that is never read
         self._changes.notify()
 
     def _look(self, number: int, slot: _Slot) -> list[Event]:
@@ -235,8 +236,8 @@ class RayTransport:
     def _gone(self, number: int, reason: str, error: Exception | None = None) -> list[Event]:
         """Replace the actor of a process, and return a Lost event for each running call of that actor.
 
-        If a spare process fails to start with a WorkerError, the actor is kept and continues without that spare
-        process.
+        If the start of a spare process fails with a WorkerError, the actor is not replaced and continues without the
+        spare process.
         """
         slot, worker = self._slots[number], number % self.size
         if slot.starting and number >= self.size and isinstance(getattr(error, "cause", None), WorkerError):
@@ -303,8 +304,7 @@ def _without_torch(runtime_env: dict[str, Any]) -> dict[str, Any]:
     """Return `runtime_env`, with Ray's option for zero-copy tensors turned off if the option is set in this process.
 
     Ray's option for zero-copy tensors makes Ray import torch in every process. If Ray's option for zero-copy tensors is
-    set in this process, the option may be set in the whole cluster, so the option must be turned off explicitly for the
-    actors.
+    set in this process, it may be set in the whole cluster, so it must be turned off explicitly for the actors.
     """
     if _ZERO_COPY not in os.environ:
         return runtime_env
@@ -324,7 +324,7 @@ def _kill(actors: Sequence[Any]) -> None:
 def _reason(error: Exception, *, starting: bool) -> str:
     """Return a description of how an actor failed.
 
-    In general, the description contains the last line of Ray's long error message. If the actor's process died during a
+    The description usually contains the last line of Ray's long error message. If the actor's process died during a
     call, the description is a fixed text, because Ray's message does not tell the cause.
     """
     if isinstance(error, ray.exceptions.RayActorError) and not starting:

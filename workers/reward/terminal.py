@@ -38,7 +38,7 @@ class FirstLines:
         self._lock = threading.Lock()
 
     def add(self, text: str) -> None:
-        """Record printed text if the text belongs to the running reward function's first non-blank printed line."""
+        """Record printed text if it is part of the first non-blank line that the running reward function prints."""
         name = CALLING.get()
         with self._lock:
             begun = self._begun.get(name, "")

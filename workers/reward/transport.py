@@ -51,12 +51,12 @@ class Answer:
 
 @dataclass(frozen=True)
 class Held:
-    """Event that reports a slow call, whose worker may therefore begin another call in a spare process.
+    """Event that reports that a call is slow, so that its worker may begin another call in a spare process.
 
     The slow call continues, and another event will report the end of the slow call. If the slow call is stepwise, its
-    process continues only with the first request that has no complete result. The event at the end of a slow stepwise
-    call reports only the result of the request that was being scored. The caller must use another call to score the
-    requests that follow the request being scored.
+    process continues to score only the current request and begins no further request. The event at the end of a slow
+    stepwise call reports only the result of the request that was being scored when the `Held` event was reported. The
+    caller must send all later requests of the slow call again in another call.
 
     Attributes:
         slot: Index of the process among the reward processes, from 0.
@@ -76,8 +76,8 @@ class Lost:
         slot: Index of the process among the reward processes, from 0.
         timed_out: Whether the call was ended because it exceeded its deadline.
         reason: Why the call ended, if the call did not time out.
-        outside: Whether the cause of the call's end was probably not a reward function. `outside` is True if the whole
-            worker was lost, if SIGKILL ended the process, or if SIGSTOP stopped the process.
+        outside: Whether the call was probably ended by something other than a reward function. `outside` is True if the
+            whole worker was lost, if SIGKILL ended the process, or if SIGSTOP stopped the process.
         results: Results that the call produced before it ended, as in `Held.results`, or None if the results are
             unknown.
     """

@@ -68,7 +68,8 @@ class _Function:
             return [self.call(request) for request in requests]
         try:
             return [_outcome(result) for result in as_scores(results, len(requests))]
-        except BaseException as error:  # Unless each sample has one score, the scores cannot be assigned to samples.
+        # If the numbers of scores and samples differ, the scores cannot be assigned to samples.
+        except BaseException as error:
             return [_unless_stopped(error)] * len(requests)
 
     async def await_one(self, request: RewardRequest, limit_s: float) -> Outcome:
@@ -290,8 +291,8 @@ def _said(error: BaseException) -> str:
     text = described(error)
     if isinstance(error, ScoreError | NoTerminal):
         return text.removeprefix(f"{type(error).__name__}: ")
-    # The traceback is read with `walk_tb`, which opens no source files. The code of a reward function may refer to a
-    # source file that cannot be opened.
+    # The traceback is read with `walk_tb`, which opens no source files, because the source file of a reward function
+    # may not be readable.
     frames = list(traceback.walk_tb(error.__traceback__))
     place = f" ({one_line(frames[-1][0].f_code.co_filename)}:{frames[-1][1]})" if frames else ""
     return f"raised {text}{place}"

@@ -43,8 +43,8 @@ JOIN = 0.5  # Share of a batch's places that must be free before requests join t
 class HFEngine:
     """Engine that generates in batches with a transformers model and a key-value cache.
 
-    If `deterministic` is False, waiting requests join the batch when the batch has room for all of them, or when the
-    share `JOIN` of the places in the batch is free.
+    If `deterministic` is False, waiting requests join the batch when the batch has free places for all of them, or when
+    the share `JOIN` of its places is free.
 
     Args:
         config: Rollout settings.
@@ -69,7 +69,7 @@ class HFEngine:
         self.strings, self.filters = stop_strings(config.stop, path), distribution_filters(config)
         self.waiting: list[Request] = []
         self.batch: Batch | None = None
-        self.stale = False  # Whether the batch's key-value cache was computed with earlier weights.
+        self.stale = False  # Whether the weights have changed so that the batch's KV cache must be recomputed.
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""
@@ -84,7 +84,7 @@ class HFEngine:
     def step(self) -> list[Completion]:
         """Sample one token for every running answer, and return the answers that are now finished.
 
-        Before tokens are sampled, waiting requests join the batch if the batch has room for them.
+        Before tokens are sampled, waiting requests join the batch if the batch has enough free places.
         """
         tick()
         batch, logits = self.batch, []
@@ -113,11 +113,10 @@ class HFEngine:
     def _admitted(self) -> list[Request]:
         """Return all requests that can start now, and remove them from the queue.
 
-        If the batch has room for all waiting requests, all waiting requests start. If the batch has room for only some
-        of the waiting requests, no request starts until the share `JOIN` of all places in the batch is free. If
-        `deterministic` is true, the next prompt group starts when all running answers are finished. If `deterministic`
-        is true and the run has an environment, each batch has only one request, because the turns of a prompt group do
-        not arrive together.
+        If the batch has free places for all waiting requests, all waiting requests start. If the batch has too few free
+        places, no request starts until the share `JOIN` of all places in the batch is free. If `deterministic` is true,
+        the next prompt group starts when all running answers are finished. If `deterministic` is true and the run has
+        an environment, each batch has only one request, because the turns of a prompt group do not arrive together.
         """
         if not self.waiting:
             return []
@@ -200,7 +199,8 @@ class HFEngine:
     def finish_load(self, version: int) -> None:
         """Make the engine use the new weights, and check the new weights.
 
-        Unfinished answers continue with a recomputed KV cache or, with `rollout.keep_kv_cache`, with their KV cache.
+        Unfinished answers continue with a recomputed KV cache, or with their old KV cache if `rollout.keep_kv_cache` is
+        true.
         """
         self.reader.close()
         self._copy(self.adapters.merged())

@@ -21,8 +21,8 @@ from workers.sync.weight_sync import Sends, sync
 
 logger = logging.getLogger(__name__)
 
-# The pool fails if more processes than REPLACEMENTS times the number of replicas die without any finished answer in
-# between.
+# The pool raises WorkerError if too many replicas die without any finished answer in between. The limit is REPLACEMENTS
+# times the number of replicas that the run needs.
 REPLACEMENTS = 3
 
 
@@ -124,8 +124,8 @@ class RolloutPool:
         """
         self._queue, self._answers, self._lost = [], [], set()
         for replica in self.replicas:
-            # Requests of all replicas are dropped before the first `await`. During an `await`, a replica could answer
-            # one of the requests, or die.
+            # The requests of all replicas are dropped before the first `await`, because a replica could answer a
+            # request or die during an `await`.
             replica.drop()
         await asyncio.gather(*(replica.abort() for replica in self.replicas))
 
@@ -138,8 +138,8 @@ class RolloutPool:
         if not self.sleeps or self.asleep:
             return
         assert not self.pending, "engines with unfinished answers must not sleep"
-        # Sending new weights to a sleeping engine would wake the engine. Setting `_source` to None prevents the pool
-        # from sending weights to replacement replicas.
+        # Sending new weights to a sleeping engine would wake the engine. While `_source` is None, the pool sends no
+        # weights to replacement replicas.
         async with self._syncing:
             source, self._source = self._source, None
         while True:
@@ -235,12 +235,12 @@ class RolloutPool:
         await self.changes.until(lambda: not self.asleep)
 
     async def room_for(self, replica: Replica) -> None:
-        """Wait until the cluster has room for an optional replica.
+        """Wait until the cluster has free CPUs and GPUs for an optional replica.
 
-        An optional replica never starts while the training ranks restart, because the training ranks could then find no
-        free CPUs or GPUs. The training ranks cannot be restarting while the weights of the last `load` are valid.
+        An optional replica never starts while the training ranks restart, because it could take the CPUs or GPUs that
+        the training ranks need. The training ranks cannot be restarting while the weights of the last `load` are valid.
         """
-        assert replica.room is not None, "a replica that the run needs does not wait for room"
+        assert replica.room is not None, "only an optional replica waits for free CPUs and GPUs"
 
         def settled() -> bool:
             # If two replicas started at the same time, both could count the same free CPUs and GPUs.
@@ -265,7 +265,7 @@ class RolloutPool:
                 replica.role.process.lose(f"ends, to make room for {whom}")
 
     def go_on_without(self, replica: Replica, how: str) -> None:
-        """Record the loss of an optional replica. Its unfinished prompt groups are answered by the other replicas."""
+        """Record the loss of an optional replica, so that its unfinished prompt groups are submitted again."""
         self._lost.update(uid for uid, _ in replica.running)
         replica.running.clear()
         logger.warning("rollout replica %d %s: the run goes on with the other engines", replica.number, how)

@@ -18,7 +18,7 @@ from workers.cluster.processes import Pending, Role, progress_required, results,
 from workers.rollout.messages import Answer, Completion, HasKey, Request
 from workers.rollout.worker import RolloutWorker
 
-# Seconds that an optional replica waits after its process was lost, before the replica looks for free resources.
+# Seconds that an optional replica waits after the loss of its process before it looks for free CPUs and GPUs.
 RETRY_S = 15.0
 # Seconds after which `poll` returns even without finished answers. A replica in the driver's process uses LOCAL_POLL_S,
 # because its `poll` blocks the driver.
@@ -86,9 +86,9 @@ class Replica:
         number: Index of the replica in the pool.
         start: Function that starts a process for the replica, and begins to build the engine in the process.
         start_timeout_s: Maximum time to build the engine, in seconds.
-        room: Function that waits until the cluster has room for the replica, or None if the run needs the replica. A
-            replica with `room` is optional: its first process starts when there is room, and if the process is lost,
-            the run goes on without the replica until there is room again.
+        room: Function that waits until the cluster has free CPUs and GPUs for the replica, or None if the run needs the
+            replica. A replica with `room` is optional: its first process starts when CPUs and GPUs are free. If the
+            process is lost, the run goes on without the replica until CPUs and GPUs are free again.
 
     Attributes:
         running: Keys of the requests that have no answer yet.
@@ -125,7 +125,7 @@ class Replica:
         """Answer requests until the asyncio task that runs `live` is cancelled.
 
         If the replica's process is lost, start a new process if the pool permits. An optional replica starts a process
-        when the cluster has room for it.
+        when the cluster has free CPUs and GPUs.
         """
         while True:
             if self.room is not None:

@@ -20,7 +20,7 @@ CUT = "\n[cut off after {tokens} tokens]"  # Mark that is appended to a message 
 
 
 class TurnServer:
-    """Converter that makes requests to the engine from turn requests, and turn results from the engine's answers.
+    """Converter from turn requests to engine requests, and from the engine's answers to turn results.
 
     Args:
         tokenizer: Tokenizer of the model.
@@ -46,7 +46,7 @@ class TurnServer:
 
         Returns:
             The requests to send to the engine, and the results of turns without an action. A turn has no action if its
-            messages leave no room for an action or cannot be rendered.
+            messages leave no tokens for an action or cannot be rendered.
         """
         requests, ended = [], []
         for turn in turns:
@@ -55,8 +55,8 @@ class TurnServer:
             if result.error or result.full:
                 ended.append(result)
                 continue
-            # A running number makes the engine's request key unique even if a client that has died has left an
-            # unfinished request for the same turn.
+            # A running number makes the engine's request key unique, even if a dead client has left an unfinished
+            # request for the same turn.
             key = (*turn.key[:2], next(self._numbers))
             self.open[key] = client, result
             requests.append(Request(key, prompt_ids, turn.temperature, max_tokens, turn.seed))
@@ -87,8 +87,8 @@ class TurnServer:
         result = TurnResult(turn.key, observed, messages=messages, serial=turn.serial)
         if first and len(observed) > turn.max_prompt_tokens:
             said = (
-                f"the prompt has {len(observed)} tokens with the descriptions of the tools and the text of the "
-                f"environment's reset, above rollout.max_prompt_length={turn.max_prompt_tokens}"
+                f"the prompt has {len(observed)} tokens (including the descriptions of the tools and the text of "
+                f"the environment's reset), above rollout.max_prompt_length={turn.max_prompt_tokens}"
             )
             return replace(result, error=said), [], 0
         room = turn.room if first else turn.room - len(observed)

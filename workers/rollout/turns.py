@@ -45,8 +45,8 @@ class TurnRequest:
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         seed: Seed of the random numbers with which the action is sampled.
         tools: Schemas of the tools that the prompt describes; None if the prompt describes the tools of the run.
-        serial: Number of the request among the requests of its client. A trajectory that starts again makes new
-            requests with the keys of its earlier requests.
+        serial: Number of the request among the requests of its client. `key` does not identify a request, because a
+            trajectory that starts again reuses the keys of its earlier requests.
     """
 
     key: tuple[int, int, int]
@@ -78,7 +78,7 @@ class TurnResult:
         text: Text of the action, without special tokens.
         action: The action's text and tool calls.
         messages: The new messages as the model has seen them; long texts are cut off.
-        full: Whether the new messages left no room for an action, so that no action was sampled.
+        full: Whether the new messages left no tokens for an action, so that no action was sampled.
         error: One line that says why the messages cannot be put into the context; "" if no error occurred.
         serial: The field `serial` of the `TurnRequest` that this result answers.
         written: Text of the action with the markup of tool calls, as the model wrote it; "" if no tool call of the

@@ -1,7 +1,7 @@
 """Rollout engines that use vLLM: in this process on a CPU, or through AsyncLLM for GPUs and tensor parallelism.
 
-The engines need vLLM 0.32 or 0.33, because these versions have the weight-transfer calls that the engines use, and name
-the version of the weights that sampled each token of an answer.
+The engines need vLLM 0.32 or 0.33. These versions have the weight-transfer calls that the engines use, and report which
+version of the weights sampled each token.
 """
 
 import asyncio
@@ -41,10 +41,10 @@ from workers.sync.buckets import Bucket
 from workers.sync.memory import as_file
 
 T = TypeVar("T")
-# Each request has its own sampling parameters, which are never modified, so vLLM does not need to copy them. In
-# versions of vLLM that have the option `skip_clone`, the option avoids a copy of the sampling parameters.
+# Each request has its own sampling parameters, which are never modified, so vLLM does not need to copy them. The option
+# `skip_clone`, which only some versions of vLLM have, avoids a copy of the sampling parameters.
 OWN: dict[str, Any] = {"skip_clone": True} if "skip_clone" in SamplingParams.__struct_fields__ else {}
-GPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a GPU; vLLM's own default for this class is 2,048.
+GPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a GPU. vLLM's own default for `AsyncLLM` is 2,048.
 CPU_PREFILL_TOKENS = 8192  # Maximum tokens per engine step on a CPU, unless a single sequence can have more tokens.
 WEIGHTS, CACHE = "weights", "kv_cache"  # vLLM's names of the two kinds of memory that a sleeping engine releases.
 LOOK_S = 1.0  # Seconds between two checks that the engine's processes are alive, while a call waits.
@@ -188,9 +188,9 @@ class Growing:
 def prompt_of(request: Request, loads: int, config: RolloutConfig) -> Any:
     """Return vLLM's form of a request's prompt.
 
-    With `rollout.keep_kv_cache`, the KV cache contains keys and values of earlier weights. The salt keeps vLLM from
-    using them for a new request. The salt counts the engine's weight syncs, because a version number returns if a run
-    goes back to a checkpoint.
+    With `rollout.keep_kv_cache`, the KV cache contains keys and values of earlier weights. The cache salt keeps vLLM
+    from using keys and values of earlier weights for a new request. The salt is the engine's number of weight syncs. It
+    is not the version of the weights, because versions repeat if a run goes back to a checkpoint.
     """
     salt = {"cache_salt": str(loads)} if config.keep_kv_cache else {}
     return {"prompt_token_ids": request.prompt_ids, **salt}
@@ -528,7 +528,7 @@ class AsyncVLLM:
     def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             self._run(coroutine)
-        except Exception as error:  # The original type of an error from another process is only in the error's text.
+        except Exception as error:  # Only the text of an error from another process shows its original type.
             raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
 
     async def _start_load(self) -> None:

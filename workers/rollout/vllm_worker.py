@@ -224,7 +224,8 @@ class WorkerExtension:
 def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
     """Compute the product W v for each weight matrix W of the model, where v is the fixed random probe vector of W.
 
-    Under tensor parallelism, all ranks must call `layer_outputs`, and each rank gets the outputs of the whole layers.
+    Under tensor parallelism, all ranks must call `layer_outputs`, and each rank gets the outputs of the unsharded
+    layers.
 
     Args:
         model: The model.
@@ -275,7 +276,7 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        # If the layer is a single tensor in the checkpoint, its parts are joined.
+        # If the checkpoint stores the layer as a single tensor, the layer's parts are concatenated.
         parts = [torch.cat(parts)] if len(names) == 1 else parts
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs

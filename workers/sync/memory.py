@@ -2,10 +2,10 @@
 
 Only the user who runs the process can access a shared file. A shared file's name is removed as soon as all processes
 have opened the file, and at the latest at the end of the sync, even if the sync fails. If all processes that use a
-shared file are killed before the file's name is removed, the file, which is as large as two buckets, is left over. The
-guard process of a local run removes leftover shared files when the run ends. On a cluster, the next weight sync on the
-same host removes leftover shared files. A process holds a lock on each shared file that it has mapped, to show that the
-file is in use. The operating system releases a lock when the process that holds the lock ends.
+shared file are killed before the file's name is removed, the file (as large as two buckets) stays in memory. The guard
+process of a local run removes leftover shared files when the run ends. On a cluster, the next weight sync on the same
+host removes leftover shared files. A process holds a lock on each shared file that it has mapped, to show that the file
+is in use. The operating system releases a lock when the process that holds the lock ends.
 
 Python's `SharedMemory` is not used, because it does not preallocate memory. Writing to memory that is not preallocated
 kills the process if the shared-memory folder is full. The filelock library is not used, because it cannot take a shared

@@ -33,8 +33,9 @@ class Offer:
     """Message from a rank to the driver at the start of a weight sync.
 
     Attributes:
-        takes_part: for each bucket of the sync, whether the rank must be called for the bucket. A rank is not called
-            for a bucket in which it has no rows, such as each bucket in a replicated copy of the model.
+        takes_part: for each bucket of the sync, whether the driver must call the rank for the bucket. A rank without
+            rows in a bucket is not called, unless it must help to gather a tensor. If there are several replicas of the
+            model, the ranks of only one replica send rows.
         where: result of `memory.whereabouts` in the rank's process, or None if the rank cannot use a shared file.
     """
 
@@ -45,7 +46,8 @@ class Offer:
 class Sender:
     """Sender of one rank's part of the weights in one weight sync.
 
-    All ranks must call the same methods of their senders in the same order.
+    All ranks must call the same methods of their senders in the same order, except that `write` is called only where
+    `takes_part` returns True.
 
     Args:
         model: the model whose parameters are sent, possibly sharded. Tied parameters are sent once.
@@ -252,8 +254,8 @@ def is_gathered(parameter: Tensor) -> TypeGuard[DTensor]:
 def row_range(parameter: Tensor, first: bool) -> tuple[int, int] | None:
     """Return the index of the first row that this rank sends and the number of its rows, or None for no rows.
 
-    A tensor that is sharded by rows is sent by the ranks of one copy. Any other tensor is sent by the rank for which
-    `first` is True. A tensor without dimensions counts as one row.
+    If there are several replicas of the model, the ranks of one replica send the tensors that are sharded by rows. Any
+    other tensor is sent by the rank for which `first` is True. A tensor without dimensions counts as one row.
     """
     rows = parameter.size(0) if parameter.ndim else 1
     if not isinstance(parameter, DTensor) or is_gathered(parameter):
@@ -263,7 +265,7 @@ def row_range(parameter: Tensor, first: bool) -> tuple[int, int] | None:
         return None
     if not cut:
         return 0, rows
-    each = -(-rows // mesh.size(cut[0]))  # Number of rows of a full shard, computed as `torch.chunk` does.
+    each = -(-rows // mesh.size(cut[0]))  # Number of rows of a full shard, with the same rounding as in `torch.chunk`.
     start = min(rows, each * mesh.get_local_rank(cut[0]))
     return (start, min(each, rows - start)) if start < rows else None
 

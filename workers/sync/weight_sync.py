@@ -98,10 +98,11 @@ async def sync(
             raise SyncError(f"weight sync {version} failed: {error}") from error
         raise
     finally:
-        if not any(process.how_lost for process in senders):  # Surviving ranks might wait forever for a lost rank.
+        # If a rank was lost, the surviving ranks may be waiting for the lost rank and would never run `end_export`.
+        if not any(process.how_lost for process in senders):
             with contextlib.suppress(RLTrainError):
                 await results([rank.start(Sends.end_export) for rank in ranks], depends_on=receivers)
-        with contextlib.suppress(OSError):  # The shared file still exists only if its creator died.
+        with contextlib.suppress(OSError):  # The shared file may still exist if `end_export` did not run.
             os.unlink(path)
 
 

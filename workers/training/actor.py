@@ -133,7 +133,7 @@ class ActorWorker:
         return part.values("ref_hidden").to(device()), self.ref_head
 
     def add_teacher_head(self, head: Tensor) -> None:
-        """Keep the output head (V', H') of the next teacher of the config, as returned by `TeacherWorker.output_head`.
+        """Store the output head (V', H') of the next teacher in the config, as returned by `TeacherWorker.output_head`.
 
         The exact KL to the teacher needs the teacher's output head, because the teacher sends only hidden states. If
         the teacher's vocabulary is longer than the policy's, the teacher's distribution is restricted to the policy's
@@ -263,7 +263,7 @@ class ActorWorker:
 
     def _end_update(self) -> None:
         if self.config.takes_turns:
-            # The rollout engine on the same GPU needs the memory that PyTorch keeps in its cache.
+            # The rollout engine on the same GPU needs the memory that PyTorch's allocator keeps in its cache.
             torch.cuda.empty_cache()
 
     def _backward(
@@ -374,7 +374,7 @@ class ActorWorker:
     def end_export(self) -> None:
         """Free the memory of the sender, after all weights were sent or after the weight sync failed."""
         self.sender.close()
-        del self.sender  # As long as the sender exists, the parameters stay in memory.
+        del self.sender  # The sender's references would keep the parameters in memory.
 
     def save_state(self, url: str) -> None:
         """Start writing this rank's part of a checkpoint and of the exported model, in the background.

@@ -35,14 +35,14 @@ class CriticWorker:
         config, path = self.config, self.path
         sample = load_sample_layers(AutoModelForTokenClassification, path, new_head=True)
         check_rows_apart(sample, _head(sample)[1], functools.partial(response_values, sample), f"model.path={path}")
-        del sample  # the memory of the sample is free before the weights are read
+        del sample  # frees the memory of the sample layers before the weights are read
         # The model is in evaluation mode, because dropout would make the critic's values random.
         self.model = load_model(
             AutoModelForTokenClassification,
             path,
             new_head=True,
             arrange=self._arrange,
-            first_value=lambda _, shape: torch.zeros(shape),  # only the value head is not in the weight files
+            first_value=lambda _, shape: torch.zeros(shape),  # the weight files lack only the value head
             device=weights_device(config.model),
         )
         self.optimizer = Optimizer(
@@ -83,8 +83,8 @@ class CriticWorker:
                 step = self.optimizer.step(trained=minibatch.num_tokens > 0, finite=part.finite)
             result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
-            # The rollout engine on the same GPU needs the memory that PyTorch keeps in its cache. During the critic's
-            # warm-up, there is no update of the actor, which would empty the cache.
+            # The rollout engine on the same GPU needs the memory that PyTorch's allocator keeps in its cache. The
+            # critic empties the cache itself, because no update of the actor empties it during the critic's warm-up.
             torch.cuda.empty_cache()
         return result
 

@@ -12,7 +12,7 @@ from rltrain.algorithms import effective_sample_size
 from rltrain.batch.data_proto import DataProto
 from rltrain.batch.row_assignment import Rows, assign_minibatch
 
-# Keys of the result of `overhead_metrics`.
+# Names of the metrics that `overhead_metrics` returns.
 OVERHEAD_METRICS = ("filler_fraction", "idle_fraction")
 
 
@@ -118,7 +118,7 @@ def split_minibatches(
     *,
     work: Sequence[int] | None = None,
 ) -> list[list[Minibatch]]:
-    """Return each rank's parts of the mini-batches, where each part also has the counts of its whole mini-batch.
+    """Return each rank's parts of the mini-batches, each with the token and sequence counts of the whole mini-batch.
 
     Rows without a trained token are in no micro-batch, because such rows would add exactly zero to the gradient. The
     docstring of `assign_minibatch` explains the argument `work`.
@@ -173,7 +173,7 @@ def overhead_metrics(
     Returns:
         `filler_fraction` and `idle_fraction`. `filler_fraction` is the fraction of processed tokens that belong to
         filler rows, which a rank processes if it has no rows of its own in a micro-batch. `idle_fraction` is the
-        estimated fraction of the ranks' time in which a rank waits for the slowest rank of a micro-batch.
+        estimated fraction of time that the ranks spend waiting for the slowest rank of each micro-batch.
     """
     stand_in = min(range(len(lengths)), key=lambda row: lengths[row], default=None)
     needed = filler = busy = elapsed = 0

@@ -1,4 +1,4 @@
-"""Statistics and token selections of whole mini-batches. The driver computes them, because no rank has all rows."""
+"""Statistics and token selections of whole mini-batches, which the driver computes because no rank has all rows."""
 
 from collections.abc import Callable, Sequence
 
@@ -53,7 +53,10 @@ def _selected(minibatch: DataProto, selector: Callable[..., Tensor], algorithm: 
 
 
 def in_epoch(batch: DataProto, epoch: int) -> DataProto:
-    """Return the batch with the column `selected` (N,) of one epoch. A batch without this column is unchanged."""
+    """Return the batch with the column `selected` (N, E) replaced by the values (N,) of one epoch.
+
+    A batch without the column `selected` is returned unchanged.
+    """
     return batch.with_values("responses", selected=batch.values("selected")[:, epoch]) if "selected" in batch else batch
 
 

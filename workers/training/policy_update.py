@@ -29,8 +29,8 @@ async def update_policy(
         config: the run's whole config.
         max_tokens: maximum number of tokens of a micro-batch on one rank.
         entropy_coef: coefficient of the entropy bonus in this training step.
-        supervised: batch of supervised answers, or None if the run has no supervised loss. A mini-batch is also trained
-            on the supervised answers to its prompts.
+        supervised: batch of supervised answers, or None if the run has no supervised loss. In each mini-batch, the
+            actor also trains on the supervised answers to the mini-batch's prompts.
     """
     algorithm = config.algorithm
     batch = with_selected(batch, minibatches, config.minibatches_per_epoch, algorithm)

@@ -94,11 +94,11 @@ class RankState:
     @functools.cached_property
     def small(self) -> dict[str, bytes]:
         """Return a dictionary from names to contents of the exported model's small files, such as the config."""
-        assert self.base is not None, "small files belong to an exported model"
+        assert self.base is not None, "small files are written only for an exported model"
         return small_files(self.model, self.base)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return, without copying, all tensors that determine how the training of this role continues."""
+        """Return, without copying, all tensors that a checkpoint must hold to continue the training of this role."""
         optimizer, sharded = self.optimizer, isinstance(self.model, FSDPModule)
         found = {} if optimizer is None else {_SCHEDULE: torch.tensor(optimizer.steps)}
         for name, parameter in self.model.named_parameters():
@@ -119,7 +119,7 @@ class RankState:
             self.thread.join()  # Wait for the end of the previous save.
         began, folder = time.perf_counter(), Folder(url)
         writer = FsspecWriter(folder.at(f"{STATE}/{self.role}").url, sync_files=folder.local)
-        # The exported model's small files are made in the calling thread, because the transformers library is not
+        # The exported model's small files are created in the calling thread, because the transformers library is not
         # thread-safe.
         small = self.small if self.base is not None else None
         copies, group = [writer.stage(self.tensors())], self.group

@@ -39,14 +39,15 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-# If a receiver has at most this share of the rows of a column, it receives all rows that it reads in one part. A few
-# rows are then sent twice. Two parts would take the driver more time than one part with these rows.
+# If a receiver already has at most this share of the needed rows of a column, the driver sends all needed rows to the
+# receiver in one new part. The rows that the receiver already has are then sent twice, but one part takes the driver
+# less time than two parts.
 FEW = 0.1
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows and columns of the step's batch, which are in Ray's object store.
+    """Some rows and columns of the training step's batch, stored as one object in Ray's object store.
 
     Attributes:
         rows: row numbers of the rows in the batch, in ascending order.
@@ -59,12 +60,12 @@ class _Part:
     reference: Any
 
     def holds(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return for each of the given rows whether the part has the row, or None if the part has exactly the rows."""
+        """Return a bool mask of the given rows that the part contains, or None if the part has exactly these rows."""
         return None if np.array_equal(rows, self.rows) else np.isin(rows, self.rows)
 
 
 class SharedColumns:
-    """Registry of the rows and columns of the current training step that each rank can already read.
+    """Registry of the rows and columns of the current training step that each rank has already received.
 
     Each rank reads only some of the rows. The batches of one training step have most columns in common. Only the rows
     and columns that a rank has not yet received in the step are put into Ray's object store. Exception: see `FEW`. When
@@ -78,13 +79,14 @@ class SharedColumns:
     def share(
         self, batch: DataProto, columns: Sequence[str], rows: Sequence[Sequence[int]], process: WorkerProcess
     ) -> list[DataProto]:
-        """Return for each receiver the rows and columns that it reads, in a form that can be passed to processes.
+        """Return for each receiver a batch of the rows and columns that it reads, which can be passed to processes.
 
         Args:
             batch: the batch from which rows and columns are taken.
             columns: names of the requested columns. Columns that `batch` lacks are left out.
-            rows: for each receiver, the row numbers of the rows that the receiver reads, in ascending order. Several
-                processes can be one receiver, because the result can be passed to any number of processes.
+            rows: for each receiver, the row numbers of the rows that the receiver reads, in ascending order. Processes
+                that read the same rows can share one receiver, because a returned batch can be passed to any number of
+                processes.
             process: one of the processes that read the batch. If `process` is the driver itself, nothing is put into
                 Ray's object store.
         """
@@ -124,15 +126,15 @@ def _divided(
         rows: row numbers of the rows that the receiver reads.
 
     Returns:
-        The parts that have some of the rows and columns; and what is in none of the parts, as pairs of columns and row
-        numbers.
+        The parts that contain some of the rows and columns that the receiver reads; and the data that must still be
+        sent, as pairs of column names and row numbers.
     """
     used, lacks = set[int](), dict[tuple[str, ...], np.ndarray]()
     held = [part.holds(rows) for part in parts]
     by_parts: dict[tuple[int, ...], list[str]] = {}
     for name in columns:
         by_parts.setdefault(tuple(k for k, part in enumerate(parts) if name in part.columns), []).append(name)
-    whole: list[str] = []  # columns of which the receiver has at most the share `FEW` of the rows
+    whole: list[str] = []  # columns of which the receiver has so few rows (see `FEW`) that all rows are sent
     for numbers, names in by_parts.items():
         if any(held[number] is None for number in numbers):
             used.update(number for number in numbers if held[number] is None)
@@ -153,8 +155,8 @@ def _divided(
 def _put(batch: DataProto, needs: Sequence[tuple[int, np.ndarray]], process: WorkerProcess) -> list[_Part]:
     """Put rows of a batch into Ray's object store, as one part for each receiver.
 
-    The rows of all receivers are copied at once, because a copy for each receiver would go through all rows of the
-    batch each time.
+    The rows of all receivers are copied in one operation, because a separate copy for each receiver would traverse the
+    whole batch each time.
 
     Args:
         batch: the batch, with only the columns that the receivers need.

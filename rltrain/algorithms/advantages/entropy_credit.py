@@ -1,4 +1,4 @@
-"""Entropy-weighted credit (GTPO and GRPO-S): uncertain correct and confident wrong answers weigh the most."""
+"""Entropy-weighted advantages (GTPO, GRPO-S): correct answers weigh more at high entropy, wrong ones at low entropy."""
 
 import math
 
@@ -43,8 +43,8 @@ def gtpo(
     `uid`) that have a t-th trained token. In eq. 5 of the GTPO paper, the sum over k runs over the h_t wrong answers of
     the group that have a t-th trained token. At each t, the mean reward of the correct answers is alpha_1 + alpha_2,
     and the mean reward of the wrong answers is -(alpha_1 + alpha_2). Among correct answers, tokens with a higher
-    entropy get larger rewards. Among wrong answers, tokens with a lower entropy get more negative rewards. 1e-8 is
-    added to each entropy, so that tokens whose entropies are all 0 get equal rewards.
+    entropy get larger rewards. Among wrong answers, tokens with a lower entropy get more negative rewards. The number
+    1e-8 is added to each entropy, so that tokens whose entropies are all 0 get equal rewards.
 
     mean(r) and the unbiased std(r) are computed over all trained tokens of the group. With `separate`, mean(r) and
     std(r) are computed separately for correct and wrong answers, as in eq. 6 of the GTPO paper. With `separate`, the
@@ -135,8 +135,9 @@ def _check_weights(**weights: float) -> None:
 
 
 def _learning_rows(response_mask: Tensor, uid: Tensor, valid: Tensor, successes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two masks (B,): the rows of known outcome in groups with both correct and wrong answers, and the correct
-    rows.
+    """Return the mask (B,) of the rows that are trained on, and the mask (B,) of the correct rows.
+
+    A row is trained on if its outcome is known and its group has both correct and wrong answers.
     """
     decided = known_successes(successes, counted_rows(response_mask, valid))
     correct = decided & (successes > 0)
@@ -152,8 +153,8 @@ def _by_outcome(uid: Tensor, correct: Tensor) -> Tensor:
 def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correct: Tensor) -> Tensor:
     """Compute n w / sum(w), with w = entropy for correct and w = 1 / entropy for wrong answers: (B, T) -> (B, T).
 
-    For each slot, sum(w) is the sum over the n `counted` slots (B, T) in the same column whose rows have the same
-    `outcome` (B,). The mean of the result over all n slots that share one sum(w) is 1. The values of the result outside
+    For each slot, sum(w) runs over the n slots of the same column that are marked in `counted` (B, T) and whose rows
+    have the same `outcome` (B,). The results of the n slots in one sum(w) have the mean 1. The results outside
     `counted` are meaningless.
     """
     # An entropy is clamped to at least 0, because rounding can make an entropy slightly negative.

@@ -16,9 +16,9 @@ def gae(
 
         A_t = sum_l (gamma lam)^l delta_{t+l},    delta_t = r_t + gamma V_{t+1} - V_t
 
-    The index t counts only trained tokens: t + 1 is the next trained token. Tool-output tokens between two trained
-    tokens cause no discount, and the critic's values at tool-output tokens are not used. The value V is 0 after the
-    last trained token. The returns are A + V (advantages plus values).
+    The index t counts only trained tokens: t + 1 is the next trained token. No discount is applied over tool-output
+    tokens, and the critic's values at tool-output tokens are not used. The critic's value V is 0 after the last trained
+    token. The returns are A + V (advantages plus values).
 
     All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results are 0 in masked slots. The
     results have no gradient. To whiten the advantages, pass the advantages to `normalize_advantages`.

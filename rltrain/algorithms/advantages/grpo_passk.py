@@ -37,7 +37,7 @@ def grpo_passk(
     advantages = masked(raw - second, alone)
     if norm_by_std:
         advantages = torch.where(alone, advantages / (of.std + 1e-6), advantages)
-    # A NaN reward is unequal to every number, so a row with a NaN reward would get an advantage of 0.
-    # Give a row with a NaN reward the non-finite mean of the group instead of 0.
+    # A NaN reward is unequal to every number, so all rows of its group would get an advantage of 0. An advantage of 0
+    # would hide the NaN, so every row of the group gets the group's non-finite mean reward instead.
     advantages = torch.where(counted & ~of.mean.isfinite(), of.mean, advantages)
     return spread(advantages.to(scores.dtype), response_mask)

@@ -1,6 +1,6 @@
 """Advantages with a baseline for each token.
 
-The baseline is a weighted mean over the rows of a group; the weight of a row is its accumulated squared gradient.
+The baseline is a weighted mean of a group's returns; the weight of a row is its accumulated squared gradient.
 """
 
 import torch

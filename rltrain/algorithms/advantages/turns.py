@@ -30,7 +30,7 @@ class Turns:
         self._place = places(self.present)
 
     def sums(self, values: Tensor) -> Tensor:
-        """Sum a column over the trained tokens of each turn: (B, T) -> (B, K)."""
+        """Sum token values over the trained tokens of each turn: (B, T) -> (B, K)."""
         kept = masked(values, self._mask)
         return kept.new_zeros(len(kept), self._count).scatter_add(1, self._index, kept)
 
@@ -46,7 +46,7 @@ class Turns:
         return masked(turn_values.gather(1, self._index), self._mask)
 
     def in_order(self, turn_values: Tensor) -> Tensor:
-        """Move the values of present turns to the front of each row, and fill the rest with 0: (B, K) -> (B, K)."""
+        """Move the values of present turns to the front of each row, and set other columns to 0: (B, K) -> (B, K)."""
         return to_left(turn_values, self.present, self._place)
 
     def out_of_order(self, ordered: Tensor) -> Tensor:
@@ -64,7 +64,7 @@ class Turns:
         The result (B, K) is in the order of `in_order`: the present turns of each row come first.
 
         Raises:
-            ValueError: `gamma` is outside [0, 1].
+            ValueError: if `gamma` is outside [0, 1].
         """
         check_discount("gamma", gamma)
         return discounted_suffix_sum(self.rewards(token_level_rewards), gamma)

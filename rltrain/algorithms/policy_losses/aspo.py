@@ -45,10 +45,10 @@ def aspo(
     (arXiv 1912.09729). In the implementation by the ASPO authors, a token with A < 0 and r > c keeps the gradient
     -c A grad log pi.
 
-    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. log r is clamped to [-20, 20], and the
-    gradient is 0 where log r is outside of this range. The returned metric sums are `clip_fraction` (tokens clipped by
-    PPO's clip), `weight_clip_fraction` (tokens with A > 0 and 1/r > c), `clip_fraction_c` (tokens with A < 0 and
-    r > c), `ratio_mean` (of r, not of 1/r) and `ppo_kl`.
+    All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The log-ratio log r is clamped to
+    [-20, 20], and the gradient is 0 where log r is outside of [-20, 20]. The returned metric sums are `clip_fraction`
+    (tokens clipped by PPO's clip), `weight_clip_fraction` (tokens with A > 0 and 1/r > c), `clip_fraction_c` (tokens
+    with A < 0 and r > c), `ratio_mean` (of r, not of 1/r) and `ppo_kl`.
 
     Raises:
         ValueError: if a clip ratio is negative, or if `clip_ratio_c` is not above 1.

@@ -63,9 +63,9 @@ def select_clip_cov(
     N is the number of trained tokens, and the means of log pi and of A are computed over the N trained tokens. Among
     the tokens with a covariance in [clip_cov_lb, clip_cov_ub], the selector takes the tokens with the smallest
     `random_draws`. The `random_draws` are uniform numbers that the caller assigns to tokens, not to positions in the
-    batch, so the order of rows does not matter. If the largest random draw of a selected token occurs at several
-    tokens, all of these tokens are selected. If no token has a covariance in [clip_cov_lb, clip_cov_ub], no token is
-    selected.
+    batch, so the order of rows does not matter. Tokens with a covariance in [clip_cov_lb, clip_cov_ub] whose draw
+    equals the largest selected draw are also selected. If no token has a covariance in [clip_cov_lb, clip_cov_ub], no
+    token is selected.
 
     Unlike the implementation by the authors of Clip-Cov, the selector uses log pi of the old policy, because the
     selection precedes the update. Unlike the implementation by the authors of Clip-Cov, the selector can select tokens

@@ -19,8 +19,7 @@ def dppo_kl(
     delta_high: float = 0.05,
     clip_ratio_c: float = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the REINFORCE loss, weighted by a bounded ratio, on tokens whose divergence is small; DPPO, arXiv
-    2602.04879.
+    """Compute the REINFORCE loss, weighted by a capped ratio, where the divergence is small; DPPO, arXiv 2602.04879.
 
         l = -A sg[min(r, c)] log pi(y_t) m                        sg: stop-gradient
         m = 0 where A > 0, D > delta_high and pi > pi_old, or A < 0, D > delta_low and pi < pi_old; else 1

@@ -25,15 +25,14 @@ def dppo_tv(
     delta_high: float = 0.15,
     clip_ratio_c: float = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the REINFORCE loss, weighted by a bounded ratio, on tokens whose probability moved little; DPPO, arXiv
-    2602.04879.
+    """Compute the REINFORCE loss, weighted by a capped ratio, where probabilities moved little; DPPO, arXiv 2602.04879.
 
         l = -A sg[min(r, c)] log pi(y_t) m                        sg: stop-gradient
         m = 0 where A > 0 and pi - pi_old > delta_high, or A < 0 and pi - pi_old < -delta_low; else 1
 
-    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no cap). |pi - pi_old| is the
-    total variation between the binary distributions that only distinguish y_t from all other tokens. A token is never
-    dropped if its probability rose although A < 0, or fell although A > 0.
+    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no cap). The difference
+    |pi - pi_old| is the total variation between the binary distributions that only distinguish y_t from all other
+    tokens. A token is never dropped if its probability rose although A < 0, or fell although A > 0.
 
     `dppo_tv` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is
     outside of [-20, 20]. Probabilities above 1, which rounding can cause, are clamped to 1.

@@ -34,9 +34,9 @@ def gspo(
     parallelism, gather the log-probs of a row before the loss is called.
 
     The loss is defined for the aggregations seq-mean-token-mean and seq-mean-token-sum. With seq-mean-token-mean, if
-    the A_t of a row are equal, the mean of l_t over the row's tokens has the value and the gradient of the sequence
-    loss (eq. 5 of the GSPO paper). The aggregation seq-mean-token-sum gives the sequence loss times the length of the
-    row, which is the loss of LUSPO (arXiv 2602.05261). Aggregations other than seq-mean-token-mean and
+    all advantages A_t of a row are equal, the mean of l_t over the row's tokens has the same value and gradient as the
+    sequence loss (eq. 5 of the GSPO paper). The aggregation seq-mean-token-sum gives the sequence loss times the length
+    of the row, which is the loss of LUSPO (arXiv 2602.05261). Aggregations other than seq-mean-token-mean and
     seq-mean-token-sum weight a row by its length, with a divisor that occurs neither in the GSPO paper nor in the LUSPO
     paper.
 

@@ -34,7 +34,7 @@ def kl_cov(
     r = pi(y_t) / pi_old(y_t), and A is the advantage. The KL-Cov paper writes the penalty as KL(pi_old || pi). Like the
     implementation by the KL-Cov authors, `kl_cov` uses |log r| of the sampled token as the penalty. The gradient of
     |log r| is the sign of log r times grad log pi. The penalty is 0 and has no gradient where |log r| <= 1e-5, because
-    near r = 1 rounding alone would decide the sign.
+    near r = 1 the sign of log r would depend only on rounding.
 
     All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
     metric sums are `clip_fraction` (always 0), `selected_fraction` (tokens that are penalised because they were

@@ -1,5 +1,6 @@
-"""Policy loss of tapered off-policy REINFORCE (TOPR): an answer with a negative advantage loses weight as the
-answer becomes less probable.
+"""Policy loss of tapered off-policy REINFORCE (TOPR).
+
+An answer with a negative advantage loses weight as the answer becomes less probable.
 """
 
 import torch

@@ -15,11 +15,11 @@ from rltrain.monitoring.doctor import engine_rules, policy_rules, reward_rules
 from rltrain.monitoring.doctor.history import Finding, History
 from rltrain.monitoring.report.run_files import RunFiles
 
-# The weights that a training step produces are first used in the next training step, so the effects of an update appear
-# at least one step after the update.
+# An update changes the answers only from the next training step on, so the effects of an update appear at least one
+# step after the update.
 NEXT_STEP = 1
 # As the entropy of a policy falls, its answers become alike before the rule `entropy collapsed` reports the collapse.
-# An entropy collapse can have effects before the first step at which the rule `entropy collapsed` finds the collapse.
+# The effects of an entropy collapse can begin before the first step of the finding `entropy collapsed`.
 ANY_STEP = -inf
 
 
@@ -31,8 +31,8 @@ class Rule:
         name: name of the rule, which is also the name of its finding.
         check: function that returns a finding if the condition of the rule holds, and returns None otherwise.
         explains: names of other rules whose findings count as effects of this rule's finding.
-        after: minimum number of training steps between the beginning of this rule's finding and the beginning of a
-            finding that counts as an effect.
+        after: minimum number of training steps from the first step of this rule's finding to the first step of an
+            effect.
     """
 
     name: str
@@ -69,8 +69,8 @@ def diagnose(run: RunFiles) -> list[Finding]:
     """Return the findings about a run, with the most serious finding first.
 
     If one finding is the effect of another finding, only the causing finding is returned. The field `effects` of a
-    returned finding names all findings that are its effects. A finding that begins at the first step of the run never
-    counts as an effect of a finding that begins later.
+    returned finding lists the names of its effects. A finding that begins at the first step of the run never counts as
+    an effect of a finding that begins later.
     """
     history = History(run)
     found = {rule.name: finding for rule in RULES if (finding := rule.check(history)) is not None}

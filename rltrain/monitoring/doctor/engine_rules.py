@@ -16,7 +16,7 @@ DEFAULT_GAP = 0.02  # Assumed value of `rollout.max_log_prob_gap`, in nats per t
 # Rounding differences between engine and actor never make the log-prob gap grow tenfold during a run.
 GROWN_GAP = 10.0
 CUT_SHARE = 0.5  # If half of the answers are truncated, the length limit dominates what the policy learns.
-# If the effective sample size of the importance weights is below half of the number of tokens, more than half of the
+# If the effective sample size of the importance weights is less than half the number of tokens, more than half of the
 # batch is wasted.
 SMALL_SAMPLE = 0.5
 
@@ -34,8 +34,9 @@ def _asynchronous(history: History) -> bool:
 
 
 def _above(history: History) -> Points:
-    """Return the pairs (step, log-prob gap) of the consecutive last steps whose gaps exceed the limit; [] if the gaps
-    of fewer than 3 consecutive last steps exceed the limit.
+    """Return the pairs (step, log-prob gap) of the final streak of steps with a gap above the limit.
+
+    The final streak ends with the last step of the run. The returned list is [] if the streak has fewer than 3 steps.
     """
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     return final_streak(_gaps(history), lambda value: value > limit, ENOUGH_STEPS)
@@ -44,9 +45,9 @@ def _above(history: History) -> Points:
 def stale_weights(history: History) -> Finding | None:
     """Detect an engine that does not use the weights that the trainer sent.
 
-    In each of the last 3 or more steps, the gap between the log-probs of engine and actor is above
-    `rollout.max_log_prob_gap`. The mean log-prob gap of the last 5 steps is at least ten times the gap of the first
-    step. According to the engine, all answers were sampled with current weights (`rollout/staleness_max` is always 0).
+    In at least the last 3 steps, the gap between the log-probs of engine and actor is above `rollout.max_log_prob_gap`.
+    The mean log-prob gap of the last 5 steps is at least ten times the gap of the first step. According to the engine,
+    all answers were sampled with current weights (`rollout/staleness_max` is always 0).
     """
     gaps, above = _gaps(history), _above(history)
     if not above or _asynchronous(history) or last_mean(gaps) < GROWN_GAP * gaps[0][1]:
@@ -75,9 +76,9 @@ def stale_weights(history: History) -> Finding | None:
 def engine_differs(history: History) -> Finding | None:
     """Detect an engine whose log-probs differ from the actor's log-probs, although the engine has the actor's weights.
 
-    In each of the last 3 or more steps, the gap between the log-probs of engine and actor is above
-    `rollout.max_log_prob_gap`, although all answers were sampled with current weights. The mean log-prob gap of the
-    last 5 steps is less than ten times the gap of the first step.
+    In at least the last 3 steps, the gap between the log-probs of engine and actor is above `rollout.max_log_prob_gap`,
+    although all answers were sampled with current weights. The mean log-prob gap of the last 5 steps is less than ten
+    times the gap of the first step.
     """
     gaps, above = _gaps(history), _above(history)
     if not above or _asynchronous(history) or last_mean(gaps) >= GROWN_GAP * gaps[0][1]:
@@ -98,9 +99,9 @@ def stale_answers(history: History) -> Finding | None:
     """Detect off-policy answers for which no correction is configured.
 
     Some answers were sampled with weights older than the current weights (`rollout/staleness_max` is above 0). The gap
-    between the log-probs of engine and actor, averaged over all steps, is above `rollout.max_log_prob_gap`. The run
-    does not correct for the gap between engine and actor, because `algorithm.correction.level` and
-    `algorithm.rejection.kl_estimator` are null, and `algorithm.old_log_probs` is `actor`.
+    between the log-probs of engine and actor, averaged over all steps, is above `rollout.max_log_prob_gap`. The run has
+    no off-policy correction: `algorithm.correction.level` and `algorithm.rejection.kl_estimator` are null, and
+    `algorithm.old_log_probs` is `actor`.
     """
     gaps = _gaps(history)
     corrected = (
@@ -115,10 +116,10 @@ def stale_answers(history: History) -> Finding | None:
     return Finding(
         next(step for step, value in gaps if value > limit),
         [
-            f"answers are up to {oldest:.0f} weight versions older than the weights that are trained",
+            f"answers were sampled with weights up to {oldest:.0f} versions older than the trained weights",
             f"the log-probs of engine and actor differ by {shown(mean(gaps))} nats per token on average, "
             f"above {limit:g}",
-            "algorithm.correction.level=null: the loss treats the answers as answers of the current policy",
+            "algorithm.correction.level=null: the loss treats all answers as sampled from the current policy",
         ],
         ["the config, or a preset for synchronous training, switched the off-policy correction off"],
         ["algorithm.correction.level=auto", "a lower trainer.max_staleness"],
@@ -129,7 +130,7 @@ def answers_too_old(history: History) -> Finding | None:
     """Detect answers that were sampled with weights too old for learning.
 
     Some answers were sampled with weights older than the current weights. The effective sample size of the importance
-    weights, averaged over the last 5 steps, is below half of the number of tokens.
+    weights, averaged over the last 5 steps, is less than half the number of tokens.
     """
     sizes = history.points("rollout/effective_sample_size") or history.points("actor/engine_effective_sample_size")
     if len(sizes) < ENOUGH_STEPS or not _asynchronous(history) or last_mean(sizes) >= SMALL_SAMPLE:
@@ -149,7 +150,7 @@ def answers_too_old(history: History) -> Finding | None:
 def answers_cut(history: History) -> Finding | None:
     """Detect answers that are truncated at the length limit.
 
-    In each of the last 3 or more steps, at least half of the answers are truncated at `rollout.max_response_length`.
+    In at least the last 3 steps, half or more of the answers are truncated at `rollout.max_response_length`.
     """
     streak = final_streak(history.points("rollout/truncated_fraction"), lambda value: value >= CUT_SHARE, ENOUGH_STEPS)
     if not streak:

@@ -86,7 +86,7 @@ class History:
 
     @cached_property
     def reward_parts(self) -> list[Mapping[str, Any]]:
-        """The config entries of reward functions and reward models, without entries that lack a name."""
+        """The config entries of all reward functions and reward models that have a name."""
         parts = [*(self.setting("reward.functions") or []), *(self.setting("reward.models") or [])]
         return [part for part in parts if isinstance(part, Mapping) and isinstance(part.get("name"), str)]
 
@@ -101,12 +101,11 @@ class History:
 
     @cached_property
     def solved(self) -> bool:
-        """Whether the task is solved: the mean reward has risen, and the answers of the last 5 steps are almost all
-        correct or have almost equal scores.
+        """Whether the task is solved, judged by the rewards of the run.
 
-        If the run has the metric `reward/accuracy`, a task counts as solved only if at least 95% of the answers of the
-        last 5 steps are correct. If the run lacks `reward/accuracy`, a task counts as solved only if the standard
-        deviation of the scores has fallen below a tenth of its first value.
+        A task counts as solved only if the mean reward has risen. In a run with the metric `reward/accuracy`, at least
+        95% of the answers of the last 5 steps must also be correct. In a run without `reward/accuracy`, the standard
+        deviation of the scores must also have fallen below a tenth of its first value.
         """
         rewards, accuracy, spread = (self.points(f"reward/{name}") for name in ("mean", "accuracy", "std"))
         if not rewards or last_mean(rewards) <= rewards[0][1]:

@@ -13,15 +13,15 @@ from rltrain.monitoring.doctor.history import (
 )
 
 HEALTHY_KL = 0.1  # The updates of one step usually move the policy by a KL of at most 0.1 nats per token.
-# A KL of at least 0.3 nats per token between the policies before and after a step is too large if it occurs in at least
-# 3 steps.
+# Updates that move the policy by a KL of at least 0.3 nats per token in a step count as too large if they occur in at
+# least 3 steps.
 LARGE_KL = 0.3
-# A KL of at least 0.5 nats per token between the policies before and after a step is too large if the reward then
-# falls.
+# Updates that move the policy by a KL of at least 0.5 nats per token in a single step count as too large if the reward
+# then falls.
 HUGE_KL = 0.5
 HEALTHY_CLIPPED = 0.3  # Usually, at most 30% of the tokens of a step are clipped.
 EXPLODED = 10.0  # A gradient norm counts as exploded if it is at least ten times the gradient norm of the first step.
-# A fall of the mean reward by less than half the standard deviation of single rewards counts as noise.
+# A fall of the mean reward by less than half the standard deviation of the individual rewards counts as noise.
 LOST_SPREADS = 0.5
 JUMP = 3.0  # At a usual learning rate, a policy's entropy never changes by a factor of 3 within `JUMP_STEPS` steps.
 JUMP_STEPS = 2
@@ -36,13 +36,12 @@ JUDGED_STEPS = 10  # A critic's explained variance is noisy, so the doctor avera
 def learning_rate_too_high(history: History) -> Finding | None:
     """Detect updates that are too large.
 
-    The updates of a run are too large if the updates of one step moved the policy by a KL of at least 0.5 nats per
-    token and the mean reward then fell. The updates are also too large if the updates of each of at least 3 steps moved
-    the policy by a KL of at least 0.3 nats per token. In a run that measured no KL above 0, as is normal with one
-    update per step, the updates are too large if the entropy changed by a factor of at least 3 within two steps and the
-    mean reward then fell. The mean reward counts as fallen only if the fall is at least half the standard deviation of
-    single rewards. The fall of the mean reward is its mean over the step with the large update and the 4 steps before
-    that step, minus its mean over the last 5 steps.
+    The updates of a run are too large in three cases. First, the updates of one step moved the policy by a KL of at
+    least 0.5 nats per token, and the mean reward then fell. Second, the updates of at least 3 steps each moved the
+    policy by a KL of at least 0.3 nats per token. Third, the run measured no KL above 0, as is normal with one update
+    per step, and the entropy changed by a factor of at least 3 within two steps, and the mean reward then fell. The
+    mean reward counts as fallen if the mean over the last 5 steps is below the mean over the 5 steps up to the large
+    update by at least half the standard deviation of the individual rewards.
     """
     kl = history.points("actor/ppo_kl")
     huge = [point for point in kl if point[1] >= HUGE_KL]
@@ -92,10 +91,10 @@ def _rate(history: History) -> str:
 
 
 def _jump(history: History) -> int | None:
-    """Return the training step just before the first entropy jump that precedes a fall of the mean reward.
+    """Return the start step of the first entropy jump after which the mean reward fell.
 
     An entropy jump is a change of the entropy by a factor of at least `JUMP` within `JUMP_STEPS` steps. The returned
-    step is None if the mean reward did not fall after any entropy jump.
+    value is None if the mean reward did not fall after any entropy jump.
     """
     entropy = [point for point in history.points("rollout/entropy") if point[1] > 0]
     for number, (step, _) in enumerate(entropy):
@@ -105,10 +104,10 @@ def _jump(history: History) -> int | None:
 
 
 def _largest_change(entropy: Points) -> tuple[float, float]:
-    """Return the largest factor by which the entropy changed within `JUMP_STEPS` steps, and the changed entropy.
+    """Return the largest factor by which the entropy changed within `JUMP_STEPS` steps, and the entropy afterwards.
 
-    The factor is relative to the entropy of the first point. If `entropy` has only one point, the returned
-    factor is 1.
+    The change is measured from the entropy of the first point. If `entropy` has only one point, the returned factor is
+    1.
     """
     before = max(entropy[0][1], 1e-9)
     after = [max(value, 1e-9) for _, value in entropy[: JUMP_STEPS + 1]]
@@ -218,8 +217,8 @@ def entropy_collapsed(history: History) -> Finding | None:
 def entropy_grows(history: History) -> Finding | None:
     """Detect a policy that becomes random.
 
-    From the first 3 steps to the last 5 steps, the mean entropy has at least doubled and has risen by at least 0.5 nats
-    per token, while the mean reward has not risen.
+    The mean entropy of the last 5 steps is at least twice that of the first 3 steps and at least 0.5 nats per token
+    higher, while the mean reward has not risen.
     """
     points, rewards = history.points("rollout/entropy"), history.points("reward/mean")
     if len(points) <= PERSISTENT_STEPS or not rewards:

@@ -13,13 +13,13 @@ from rltrain.monitoring.doctor.history import Finding, History, Points, final_st
 # cause a few failures.
 FAILED_SHARE = 0.01
 UNSCORED_SHARE = 0.5  # The doctor reports missing scores only if at least half of the answers have no score.
-ENOUGH_FOR_TRENDS = 10  # Trends are found by comparing two disjoint windows of five steps, which requires ten steps.
-# A rise of the mean reward by less than half the standard deviation of single rewards counts as noise.
+ENOUGH_FOR_TRENDS = 10  # A trend compares two disjoint windows of five steps, so a run needs at least ten steps.
+# A rise of the mean reward by less than half the standard deviation of the individual rewards counts as noise.
 GAINED_SPREADS = 0.5
 FLAT_SHARE = 0.02  # An accuracy that rises by less than 0.02 counts as constant.
 LOST_ACCURACY = 0.05  # The doctor ignores a fall of the accuracy by less than 0.05 between two evaluations.
-# The doctor ignores a fall of the mean evaluation reward by less than a quarter of the standard deviation of single
-# rewards.
+# The doctor ignores a fall of the mean evaluation reward by less than a quarter of the standard deviation of the
+# individual rewards.
 LOST_SPREADS = 0.25
 UNCERTAIN = 2.0  # A difference of less than two standard errors between two evaluations may be due to chance.
 _COUNTED = re.compile(r"eval/(?:[^/]+/)?(?:sampled|greedy)_(?:accuracy|reward)")
@@ -112,8 +112,8 @@ def _silent(history: History) -> list[str]:
 def dead_reward(history: History) -> Finding | None:
     """Find a reward that does not distinguish the answers to a prompt.
 
-    In each of the last 5 or more steps, all answers to each prompt had the same outcome, although the task is not
-    solved. For a run with one answer per prompt or with GAE, the rule tests whether all answers of a step had the same
+    In at least the last 5 steps, all answers to each prompt had the same outcome, although the task is not solved. In a
+    run with one answer per prompt or with GAE, the rule instead requires that all answers of a step have the same
     score.
     """
     grouped = history.number("rollout.samples_per_prompt", 2) > 1
@@ -154,10 +154,10 @@ def reward_hacking(history: History) -> Finding | None:
     """Find a training reward that rises while the share of correct answers stays flat.
 
     The rule compares the first 5 steps with the last 5 steps of a run of at least 10 steps. The mean reward rose by at
-    least half the standard deviation of single rewards, but the share of correct answers rose by less than 0.02. If a
-    run does not measure the share of correct answers, but has some reward functions whose setting `outcome` is true and
-    others whose setting `outcome` is false, the rule instead uses the total score of the reward functions whose setting
-    `outcome` is true.
+    least half the standard deviation of the individual rewards, but the share of correct answers rose by less than
+    0.02. If the run does not measure the share of correct answers, the rule uses the total score of the reward
+    functions with `outcome: true`. The rule uses the total score only if the run also has reward functions with
+    `outcome: false`.
     """
     rewards, spread = windows(history.points("reward/mean")), history.points("reward/std")
     right, what = _correctness(history)
@@ -176,7 +176,7 @@ def reward_hacking(history: History) -> Finding | None:
     return Finding(
         rewards[0][0],
         evidence,
-        ["the policy collects the reward for the form of an answer, such as its length, instead of solving the task"],
+        ["the policy earns reward by the form of its answers, such as their length, instead of solving the task"],
         [
             "lower the weight of the functions with outcome: false in reward.functions, or set gate: true for the "
             "function that says whether the answer is correct",
@@ -188,10 +188,10 @@ def reward_hacking(history: History) -> Finding | None:
 def _correctness(history: History) -> tuple[Points, str]:
     """Return the moving average of a measure of correctness over five steps, and a description of the measure.
 
-    In a run with the metric `reward/accuracy`, the measure of correctness is `reward/accuracy`. If a run lacks
-    `reward/accuracy`, but has some reward functions whose setting `outcome` is true and others whose setting `outcome`
-    is false, the measure of correctness is the sum of the scores of the reward functions whose setting `outcome` is
-    true.
+    In a run with the metric `reward/accuracy`, the measure of correctness is `reward/accuracy`. In a run without
+    `reward/accuracy`, the measure is the sum of the scores of the reward functions with `outcome: true`. The sum is
+    used only if the run also has reward functions with `outcome: false`. If neither measure exists, the returned list
+    and the description are empty.
     """
     accuracy = history.points("reward/accuracy")
     if accuracy:
@@ -208,9 +208,8 @@ def worse_evaluation(history: History) -> Finding | None:
     """Find evaluations that get worse while the training reward rises.
 
     The accuracy of an evaluation fell from its best value to its last value by at least 0.05 and by at least two
-    standard errors, while the mean training reward rose. For an evaluation without accuracy, the mean reward of the
-    evaluation must have fallen by at least a quarter of the standard deviation of single rewards and by at least two
-    standard errors.
+    standard errors, while the mean training reward rose. In an evaluation without accuracy, the mean reward fell by at
+    least a quarter of the standard deviation of the individual rewards and by at least two standard errors.
     """
     names = [name for name in history.names() if _COUNTED.fullmatch(name)]
     names = [name for name in names if name.replace("_reward", "_accuracy") == name or not _has_accuracy(history, name)]
@@ -223,7 +222,7 @@ def worse_evaluation(history: History) -> Finding | None:
         [*(text for _, texts in found for text in texts[:1]), evidence[1]],
         [
             "the policy memorises the training prompts",
-            "the reward function of training rewards something that the evaluation does not reward",
+            "the training reward function rewards something that the evaluation does not reward",
         ],
         [
             "end the run earlier, and keep the best checkpoint with trainer.keep_best, trainer.eval_every and "
@@ -264,8 +263,8 @@ def _lost(history: History, name: str) -> tuple[int, list[str]] | None:
 def reward_fell(history: History) -> Finding | None:
     """Find a mean reward that rose and then fell again.
 
-    The mean reward over 5 steps rose to a best value, and is lower again in the last 5 steps. The mean reward fell by
-    more than half of its rise, and by more than the standard deviation of single rewards.
+    The mean reward over 5 steps rose to a best value, and is lower in the last 5 steps. The mean reward fell by more
+    than half of its earlier rise, and by more than the standard deviation of the individual rewards.
     """
     found, spread = windows(history.points("reward/mean")), dict(windows(history.points("reward/std")))
     best = max(found, key=lambda point: point[1], default=None)
@@ -296,8 +295,8 @@ def reward_fell(history: History) -> Finding | None:
 def too_few_groups(history: History) -> Finding | None:
     """Detect that dynamic sampling does not fill the training batches.
 
-    In the last 5 training steps, at least half of the prompt groups are missing on average, although the policy has not
-    solved the task.
+    On average over the last 5 training steps, at least half of the prompt groups of a batch are missing, although the
+    policy has not solved the task.
     """
     missing, wanted = history.points("rollout/groups_missing"), history.number("trainer.prompts_per_step", 0)
     low = [(step, value / wanted) for step, value in missing] if wanted else []

@@ -59,7 +59,7 @@ def read_command(text: str) -> Command:
 
 
 def differences(config: Mapping[str, Any], presets: Mapping[str, Any]) -> list[tuple[str, str | None, str | None]]:
-    """Return (key, preset value, run value) for each config key to which a run and its presets give different values.
+    """Return (key, preset value, run value) for each config key whose value differs between a run and its presets.
 
     The preset value and the run value are JSON text. The preset value is None if the presets lack the key, and the run
     value is None if the run's config lacks the key.

@@ -5,9 +5,8 @@ column by column. A chunk is compressed and written as base64 text. The page dec
 samples are shown or searched.
 
 Each real number x, such as a log-prob or an advantage, is stored as the 16-bit integer round(k asinh(x / s)) with two
-constants k and s. Stored numbers x have a resolution of about s / k near 0, and of about |x| / k for |x| much larger
-than s, where k and s are the constants of the encoding. A smaller k in round(k asinh(x / s)) makes the page smaller and
-the stored real numbers less exact.
+constants k and s. A stored number x has a resolution of about s / k if x is near 0, and of about |x| / k if |x| is much
+larger than s. A smaller k in round(k asinh(x / s)) makes the page smaller and the stored real numbers less exact.
 """
 
 import gzip
@@ -36,8 +35,8 @@ SMALLEST = 1e-3
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
-# If the samples of a run may be too large for the page, about 300,000 tokens are encoded first, and the size of the
-# encoded tokens corrects the estimated size of all samples.
+# If the estimated size of a run's samples exceeds the limit of the page, about 300,000 tokens are encoded first. The
+# actual size of the 300,000 tokens corrects the estimate for all samples.
 PROBED_TOKENS = 300_000
 MISSING = -(1 << 15)  # The 16-bit integer -32768 stands for NaN and for infinity.
 # Each response token has one of three states: observed (tool output), sampled but not trained on, or trained on.
@@ -59,7 +58,7 @@ class Vocabulary:
     """The tokens that occur on the page of a report, numbered so that frequent tokens have small numbers.
 
     Attributes:
-        ids: token ids of the tokenizer; the index of a token id in the list is the token's number on the page.
+        ids: list of the tokenizer's token ids; the page uses the index of a token id in the list as the token's number.
     """
 
     ids: list[int] = field(default_factory=list)

@@ -91,7 +91,7 @@ class BackgroundSink:
         self._has_run = True
 
     def finish(self) -> None:
-        """Arrange that the wrapped sink closes after all waiting calls have been executed.
+        """Make the wrapped sink close after it has executed all waiting calls.
 
         `finish` returns immediately, without waiting for the wrapped sink.
         """

@@ -65,16 +65,16 @@ class WandbTracker:
         self.config = dict(config)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Add metrics to the W&B row with the number of the training step `step`."""
+        """Add metrics to the W&B row of the training step `step`."""
         assert self.run is not None, "`restore` is called first"
         self.run.log(dict(metrics), step=step)
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
-        """Add metrics to the W&B row with the number of the training step `step`."""
+        """Add metrics to the W&B row of the training step `step`."""
         self.log_step(step, metrics)
 
     def log_samples(self, step: int, rows: Rows) -> None:
-        """Add the samples to the W&B row with the number of the training step `step`, as a table named `samples`."""
+        """Add the samples to the W&B row of the training step `step`, as a table named `samples`."""
         import wandb
 
         assert self.run is not None, "`restore` is called first"

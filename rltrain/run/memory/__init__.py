@@ -1,1 +1,1 @@
-"""The memory plan: what each process of a run keeps in memory in each phase, and whether the machines have room."""
+"""The memory plan: how much memory each process of a run needs in each phase, and whether the machines have enough."""

@@ -19,12 +19,12 @@ from rltrain.run.memory.parts import (
 )
 from rltrain.settings.schema import Config
 
-# Memory of an engine process before it loads a model. Python, torch and other libraries take this memory.
+# Bytes of host memory that Python, torch and other libraries take in an engine process, before a model is loaded.
 VLLM_BASE, HF_BASE, STORED_BASE = 800 * MIB, 370 * MIB, 200 * MIB
 # GPU memory in bytes that CUDA still uses while an engine sleeps.
 ASLEEP = 700 * MIB
-# A generation step stores four numbers for each logit: the logit, the scaled logit and the probability in float32, and
-# a cumulative sum in float64. The sum of their sizes is in bytes.
+# Bytes that a generation step stores for each logit: the logit, the scaled logit and the probability in float32, and a
+# cumulative sum in float64.
 LOGIT_BYTES = 4 + 4 + 4 + 8
 
 
@@ -46,13 +46,13 @@ def rows_at_once(config: Config) -> int:
 
 
 def engine(config: Config, shape: ModelShape, limits: Limits, *, gpu_memory: int | None, on_gpu: bool) -> Process:
-    """Return one shard of an engine, of which a run has `rollout_replicas` times the number of shards.
+    """Return the memory of one engine shard in each phase, and the number of engine shards of the run.
 
     Args:
         config: the whole config.
         shape: sizes of the model.
-        limits: sizes that the program has fixed.
-        gpu_memory: bytes of a GPU; None on a CPU, or if unknown.
+        limits: sizes that are constants in the code.
+        gpu_memory: memory of one GPU in bytes; None on a CPU, or if unknown.
         on_gpu: whether engines run on GPUs.
     """
     count = config.placement.rollout_replicas * config.rollout.shards
@@ -87,16 +87,16 @@ def _vllm_cache(config: Config) -> Part:
 
 def _hf_cache(config: Config, shape: ModelShape) -> Part:
     rows = rows_at_once(config)
-    # A token is added to a layer's cache by copying the cache, so one layer's cache exists twice.
+    # When a layer's cache grows, the layer's old cache is copied into a larger one, so one layer's cache exists twice.
     size = rows * longest_row(config) * kv_token_bytes(config, shape) * (1 + 1 / shape.layers)
     most = config.rollout.max_concurrent_sequences
     return Part("KV cache", size, f"lower rollout.max_concurrent_sequences={most} below {rows}")
 
 
 def _working(config: Config, shape: ModelShape) -> list[Part]:
-    """Return the activations and the logits of a generation step.
+    """Return the memory of the activations and the logits in a generation step.
 
-    Answers to the same prompt share the computation of the prompt.
+    The engine computes a prompt only once for all answers to the prompt.
     """
     rows, width = rows_at_once(config), WIDTHS[config.model.dtype]
     prompts = -(-rows // config.rollout.samples_per_prompt) * config.rollout.max_prompt_length
@@ -105,13 +105,16 @@ def _working(config: Config, shape: ModelShape) -> list[Part]:
 
 
 def _received(config: Config, shape: ModelShape, limits: Limits) -> list[Part]:
-    """Return the memory for a weight sync, without the shared file, which is counted for the training ranks."""
+    """Return the memory in which an engine receives the buckets of a weight sync.
+
+    On a single machine, the engine reads the buckets from a shared file, whose memory counts for the training ranks.
+    """
     one_host = not config.placement.on_cluster
     return [] if one_host else [Part("sync buckets", max(limits.bucket_bytes, shape.largest * MASTER))]
 
 
 def _vllm_on_gpu(config: Config, shape: ModelShape, gpu_memory: int) -> dict[str, list[Part]]:
-    """Return the memory of a vLLM engine on a GPU, which takes a fixed share of the GPU unless it sleeps."""
+    """Return the GPU memory of a vLLM engine, which takes a fixed share of the GPU except while the engine sleeps."""
     assert config.rollout.vllm is not None, "a config that selects the vLLM engine has the settings `rollout.vllm`"
     share = config.rollout.vllm.gpu_memory_utilization
     weights = shape.parameters * WIDTHS[config.model.dtype] / config.rollout.shards

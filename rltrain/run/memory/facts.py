@@ -13,7 +13,7 @@ GIB = 1 << 30
 
 
 def model_facts(config: Config, *, on_gpu: bool) -> ModelFacts:
-    """Return what the memory plan needs to know about the models of a run, without reading any weights."""
+    """Return the facts about a run's models that the memory plan needs, without reading any weights."""
     from transformers import AutoModelForSequenceClassification
 
     from rltrain.algorithms.chunks import CHUNK_SIZES, OTHER_CHUNK_SIZE
@@ -73,7 +73,7 @@ def shape_of(path: str, kind: Any = None) -> ModelShape:
 
 
 def _feed_forward(config: Any) -> int:
-    """Return the width of the feed-forward part that one token uses, over all experts that the token uses."""
+    """Return the feed-forward width for one token; with experts (MoE), summed over the experts that a token uses."""
     width = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
     chosen = getattr(config, "num_experts_per_tok", None)
     if not chosen:
@@ -84,7 +84,7 @@ def _feed_forward(config: Any) -> int:
 
 
 def machine() -> Node:
-    """Return this machine, with the memory that its processes may use."""
+    """Return the number of GPUs and the sizes of the memories of this machine."""
     gpus = int(devices_here()["GPU"])
     return Node("this machine", memory_here(), gpus, gpu_memory_here())
 
@@ -95,7 +95,7 @@ def nodes_of(facts: Sequence[NodeFacts]) -> list[Node]:
 
 
 def planned_nodes(placement: PlacementConfig) -> list[Node]:
-    """Return the machines that the config describes with `placement.nodes`. These machines need not exist."""
+    """Return the machines that the config describes with `placement.nodes`. The described machines need not exist."""
     memory, gpus, of_gpu = placement.node_memory_gb, placement.gpus_per_node or 0, placement.gpu_memory_gb
     node = Node(
         "each node",

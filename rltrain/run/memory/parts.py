@@ -1,30 +1,31 @@
-"""The terms of the memory plan: the shape of a model, the parts of a process's memory, and the machines of a run."""
+"""Data classes of the memory plan: sizes of a model, the parts of a process's memory, and the machines of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 MIB = 1 << 20  # Bytes of a mebibyte.
-# Phases of a run, in the order in which they begin. A training step goes from "generate" to "sync".
+# Phases of a run, in the order in which they begin. A training step consists of the phases "generate" to "sync".
 START, GENERATE, LOG_PROBS, UPDATE, SYNC, SAVE = PHASES = ("start", "generate", "log-probs", "update", "sync", "save")
 WIDTHS = {"float32": 4, "bfloat16": 2}  # Bytes of a number, by dtype.
-# Bytes of a master weight, of its gradient and of AdamW's two moments. All are float32, whatever the model's dtype.
+# Bytes per parameter: of the master weight, of the gradient, and of AdamW's two moments together. All of these numbers
+# are float32, whatever the model's dtype.
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """Sizes of a model, on which its memory depends. All sizes are numbers of elements, not of bytes.
+    """Sizes of a model that determine how much memory the model needs. Sizes are numbers of elements, not of bytes.
 
     Attributes:
-        parameters: all parameters; tied parameters count once.
-        layer: parameters of the largest decoder layer.
-        outside: parameters outside the decoder layers: embeddings, last norm and output head.
-        largest: elements of the largest parameter tensor.
+        parameters: number of all parameters; tied parameters count once.
+        layer: number of parameters of the largest decoder layer.
+        outside: number of parameters outside the decoder layers: embeddings, last norm and output head.
+        largest: number of elements of the largest parameter tensor.
         layers: number of decoder layers.
         hidden: width of the hidden states.
         queries, keys: width of all query heads together, and of all key heads together.
-        feed_forward: width of the feed-forward part that one token uses, over all experts that the token uses.
-        vocabulary: rows of the output head.
+        feed_forward: feed-forward width for one token; with experts (MoE), summed over the experts that a token uses.
+        vocabulary: number of rows of the output head.
         gated: whether the feed-forward part has a gate.
         norms_heads: whether queries and keys are normalised.
         tied: whether the output head is also the embedding.
@@ -52,11 +53,11 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Sizes that the program itself has fixed.
+    """Sizes that are constants in rltrain's code.
 
     Attributes:
-        bucket_bytes: bytes of a bucket of the weight sync, unless a single tensor is larger.
-        buckets: number of buckets in memory at a time.
+        bucket_bytes: bytes of a weight-sync bucket, unless a single tensor is larger.
+        buckets: number of weight-sync buckets in memory at a time.
         chunk: number of logits that the output head computes at a time.
     """
 
@@ -72,7 +73,8 @@ class Part:
     Attributes:
         what: description of the part, such as "activations".
         size: bytes.
-        remedy: what makes the part smaller, as text that follows "to make room, "; "" if nothing does.
+        remedy: what the user can do to make the part smaller, such as "lower rollout.vllm.kv_cache_mb=4096"; "" if the
+            user can do nothing.
     """
 
     what: str
@@ -90,7 +92,7 @@ class Process:
     Attributes:
         name: kind of the process, such as "training rank".
         count: number of processes of this kind.
-        host: maps each phase to the parts in the memory of the machine.
+        host: maps each phase to the parts in host memory.
         device: maps each phase to the parts in the memory of the process's GPU; {} for a process without a GPU.
     """
 
@@ -102,7 +104,7 @@ class Process:
 
 @dataclass(frozen=True)
 class Node:
-    """One machine of a cluster. The machine exists, or the config describes it.
+    """One machine of a cluster: a real machine, or a machine that the config describes for `--plan`.
 
     Attributes:
         name: name of the machine, for messages.
@@ -118,7 +120,7 @@ class Node:
 
 
 def total(parts: Sequence[Part]) -> float:
-    """Return the bytes of all parts together."""
+    """Return the sum of the sizes of all parts in bytes."""
     return sum(part.size for part in parts)
 
 

@@ -10,22 +10,22 @@ from rltrain.run.memory.parts import MIB, PHASES, Limits, ModelShape, Node, Part
 from rltrain.run.memory.training import roles_of, training_ranks
 from rltrain.settings.schema import Config
 
-# The estimate differs from measured peaks by at most this fraction.
+# Largest relative difference between the estimated and the measured peaks of memory.
 TOLERANCE = 0.15
-# Memory of the driver, of Ray's daemons and of one reward worker.
+# Bytes of memory: of the driver and Ray's daemons together, and of one reward worker.
 DRIVER, REWARD_WORKER = 500 * MIB, 80 * MIB
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFacts:
-    """What the memory plan needs to know about the models of a run.
+    """Facts about the models of a run that the memory plan needs.
 
     Attributes:
         shape: sizes of the model that is trained.
         others: maps the roles of reward models and teachers to the sizes of their models.
         adapters: number of parameters of the adapters, or None if the whole model is trained.
         needs_critic: whether the run has a critic.
-        limits: sizes that the program has fixed.
+        limits: sizes that are constants in the code.
     """
 
     shape: ModelShape
@@ -37,12 +37,12 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Memory that several processes share: one GPU, or the memory of all machines.
+    """Memory that one or several processes use: the memory of one GPU, or the memory of all machines together.
 
     Attributes:
-        name: what the place is, such as "each GPU".
-        capacity: bytes of the place; None if unknown.
-        needs: maps each phase to the parts of all processes in the place.
+        name: description of the memory, such as "GPU of each engine".
+        capacity: size of the memory in bytes; None if unknown.
+        needs: maps each phase to the parts that all processes together keep in the memory.
     """
 
     name: str
@@ -51,17 +51,17 @@ class Place:
 
     @property
     def phase(self) -> str:
-        """The phase in which the place is fullest."""
+        """The phase in which the processes need the most memory."""
         return peak(self.needs)
 
     @property
     def size(self) -> float:
-        """Bytes that are needed in the fullest phase."""
+        """Bytes that the processes need in the phase with the highest memory use."""
         return total(self.needs[self.phase])
 
     @property
     def fits(self) -> bool:
-        """Whether the place may have room, given the tolerance of the estimate."""
+        """Whether the processes may fit into the memory, given the tolerance of the estimate."""
         return self.capacity is None or self.size * (1 - TOLERANCE) <= self.capacity
 
 
@@ -70,9 +70,11 @@ class MemoryPlan:
     """The memory plan of a run.
 
     Attributes:
-        processes: the kinds of processes, with training ranks first and the engine after them.
-        places: the GPUs and the memory of the machines.
-        cache_rows: number of answers of the maximum length in the KV cache of a vLLM engine; None without vLLM.
+        processes: one entry for each kind of process: first the training ranks, then the engine, the reward workers
+            and the driver.
+        places: one entry for each kind of GPU, and one entry for the memory of all machines together.
+        cache_rows: number of rows (a prompt and its answer, both of the maximum length) that fit into the KV cache of a
+            vLLM engine; None without vLLM, or if the GPU memory is unknown.
     """
 
     processes: Sequence[Process]
@@ -85,7 +87,7 @@ def memory_plan(config: Config, models: ModelFacts, nodes: Sequence[Node]) -> Me
 
     Args:
         config: the whole config.
-        models: the models of the run.
+        models: facts about the models of the run.
         nodes: the machines on which the run takes place.
     """
     on_gpu = any(node.gpus for node in nodes)
@@ -110,7 +112,7 @@ def _fixed(name: str, count: int, size: float) -> Process:
 
 
 def _gpus(config: Config, ranks: Sequence[Process], answers: Process, capacity: int | None) -> list[Place]:
-    """Return the kinds of GPUs: a GPU that a rank and an engine share, or GPUs that have one process each."""
+    """Return one `Place` for each kind of GPU: a GPU that a rank and an engine share, or a GPU with one process."""
     if not config.placement.share_ranks or not answers.device:
         alone = [Place(name=f"GPU of each {one.name}", capacity=capacity, needs=one.device) for one in ranks]
         if answers.device:
@@ -120,7 +122,7 @@ def _gpus(config: Config, ranks: Sequence[Process], answers: Process, capacity: 
     if config.takes_turns:
         needs = {phase: [*rank.device[phase], *answers.device[phase]] for phase in PHASES}
     else:
-        # Ranks and engines compute at the same time, so that the engine is always awake.
+        # Ranks and engines compute at the same time, so the engine never sleeps.
         needs = {phase: [*rank.device[phase], *answers.device[peak(answers.device)]] for phase in PHASES}
     return [Place(name="GPU of each rank and engine", capacity=capacity, needs=needs)]
 
@@ -128,7 +130,7 @@ def _gpus(config: Config, ranks: Sequence[Process], answers: Process, capacity: 
 def _machines(processes: Sequence[Process], nodes: Sequence[Node]) -> Place:
     """Return the memory of all machines together.
 
-    A process keeps the memory that it has freed, so the peaks of all processes add up.
+    A process does not return freed memory to the system, so the peaks of all processes add up.
     """
     parts = [
         Part(part.what, part.size * process.count, part.remedy)
@@ -142,10 +144,10 @@ def _machines(processes: Sequence[Process], nodes: Sequence[Node]) -> Place:
 
 
 def require_room(config: Config, plan: MemoryPlan) -> None:
-    """Raise an error if a part of the run certainly has no room.
+    """Raise ConfigError if the run certainly does not fit into memory.
 
     Raises:
-        ConfigError: a GPU or the machines have too little memory, or the KV cache has no room for one answer.
+        ConfigError: a GPU or the machines have too little memory, or the KV cache is too small for one answer.
     """
     for place in plan.places:
         if not place.fits:
@@ -167,12 +169,12 @@ def require_room(config: Config, plan: MemoryPlan) -> None:
 
 
 def _refusal(place: Place) -> str:
-    assert place.capacity is not None, "only a place whose size is known can be too small"
+    assert place.capacity is not None, "only a memory whose size is known can be too small"
     parts = place.needs[place.phase]
     over = place.size * (1 - TOLERANCE) - place.capacity
     lowerable = sorted((part for part in parts if part.remedy), key=lambda part: -part.size)
     enough = [part for part in lowerable if part.size >= over]
-    # The remedy is for the largest part, because a part that can shrink enough is always among the largest.
+    # The message gives the remedy for the largest part: if any part alone is large enough, the largest part is too.
     best = (enough or lowerable)[:1]
     what = f"; {best[0].what} take {said(best[0].size)}: {best[0].remedy}" if best else "; use a smaller model"
     when = f" in the phase {place.phase}" if len(place.needs) > 1 else ""

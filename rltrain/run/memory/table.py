@@ -7,14 +7,14 @@ from rltrain.run.memory.parts import PHASES, Part, Phases, Process, peak, said, 
 from rltrain.run.memory.plan import MemoryPlan, Place
 
 _GIB = 2**30
-_WIDTH = 80  # Columns of the table, which fits into a terminal of the usual width.
+_WIDTH = 80  # Width of the table in characters, which is also the usual width of a terminal.
 _NAME, _COLUMN = 20, 10
 
 
 def summary(plan: MemoryPlan) -> str:
     """Return the memory plan in one line: the peak of each kind of process, and the available memory."""
     texts = []
-    for process in plan.processes[:-2]:  # The last two processes are reward workers and the driver.
+    for process in plan.processes[:-2]:  # The summary leaves out the last two processes, reward workers and driver.
         phases = process.device or process.host
         each = "" if process.count == 1 else "each "
         texts.append(f"{_count(process)} {each}{said(total(phases[peak(phases)]))}")
@@ -22,7 +22,7 @@ def summary(plan: MemoryPlan) -> str:
 
 
 def table(plan: MemoryPlan) -> list[str]:
-    """Return the lines that `--plan` prints."""
+    """Return the lines of the memory table that `--plan` prints."""
     lines = [f"{'GB per process':<{_NAME}}" + "".join(f"{phase:>{_COLUMN}}" for phase in PHASES)]
     for process in plan.processes:
         lines += _row(_count(process), process.device or process.host)
@@ -30,7 +30,7 @@ def table(plan: MemoryPlan) -> list[str]:
             lines += _row("  host memory", process.host)
     for process in plan.processes[:-2]:
         phases = process.device or process.host
-        lines += ["", *_wrapped(f"{process.name}, most in the phase {peak(phases)}: {_parts(phases[peak(phases)])}")]
+        lines += ["", *_wrapped(f"{process.name}, peak in the phase {peak(phases)}: {_parts(phases[peak(phases)])}")]
     lines.append("")
     for place in plan.places:
         verdict = "unknown" if place.capacity is None else "fits" if place.fits else "DOES NOT FIT"
@@ -41,7 +41,7 @@ def table(plan: MemoryPlan) -> list[str]:
 
 
 def _row(name: str, phases: Phases) -> list[str]:
-    """Return the line of a process. A name that is too long for its column has a line of its own."""
+    """Return a process's line of the memory table. A name that is too long for its column has a line of its own."""
     sizes = "".join(f"{total(phases[phase]) / _GIB:>{_COLUMN}.2f}" for phase in PHASES)
     return [f"{name:<{_NAME}}{sizes}"] if len(name) < _NAME else [name, f"{'':<{_NAME}}{sizes}"]
 

@@ -23,25 +23,26 @@ from rltrain.run.memory.parts import (
 )
 from rltrain.settings.schema import REWARD_MODEL, Config
 
-# Memory of a training rank before it loads a model. Python, torch and other libraries take this memory.
+# Bytes of host memory that Python, torch and other libraries take in a training rank, before a model is loaded.
 RANK_BASE = 370 * MIB
 # GPU memory in bytes that CUDA and NCCL use in each process.
 GPU_CONTEXT = 700 * MIB
 # Number of chunks of logits that exist at a time, all in float32.
 CHUNKS = 3
-# On a CPU, `keep_freed_memory` makes glibc keep freed blocks. Each step frees gradients and activations, and new blocks
-# are allocated among the freed ones, so that holes remain. Measured for models of 24M, 52M and 135M parameters, the
-# holes were as large as the gradients and a quarter of the activations. Without `keep_freed_memory`, the model of 24M
-# parameters had no holes.
+# On a CPU, `keep_freed_memory` makes glibc keep freed blocks of memory. Each step frees gradients and activations, and
+# new blocks are allocated between freed blocks. This fragmentation leaves unused holes in the process's memory. In
+# measurements with models of 24M, 52M and 135M parameters, the holes were as large as the gradients plus a quarter of
+# the activations. Without `keep_freed_memory`, the model of 24M parameters had no holes.
 HOLES_OF_GRADIENTS, HOLES_OF_ACTIVATIONS = 1.0, 0.25
-# Copies of the largest tensor that exist while the exported model is written: bytes, tensor, assembled tensor.
+# Number of copies of the largest tensor that exist while the exported model is written: the bytes that were read from
+# the checkpoint, the chunk that was loaded from the bytes, and the whole tensor that is assembled from the chunks.
 EXPORT_COPIES = 3
 MORE_RANKS = "raise placement.actor_ranks={}, over which parameters are sharded"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoleMemory:
-    """What the memory of one role of a training rank depends on.
+    """Values that determine the memory of one role of a training rank.
 
     Attributes:
         name: the role, such as "actor".
@@ -61,7 +62,7 @@ class RoleMemory:
 def training_ranks(
     config: Config, roles: Sequence[RoleMemory], limits: Limits, *, on_gpu: bool, base: int = RANK_BASE
 ) -> list[Process]:
-    """Return the training ranks of a run.
+    """Return the memory of each kind of training rank, and the number of ranks of this kind.
 
     With `placement.share_ranks`, one process has all roles. Otherwise, each role has processes of its own.
     """
@@ -74,7 +75,7 @@ def training_ranks(
 def roles_of(
     config: Config, shape: ModelShape, others: Mapping[str, ModelShape], *, adapters: int | None, needs_critic: bool
 ) -> list[RoleMemory]:
-    """Return the roles of a run's training ranks.
+    """Return, for each role of a run's training ranks, the values that determine the role's memory.
 
     Args:
         config: the whole config.
@@ -132,7 +133,7 @@ class RankMemory:
     Args:
         config: the whole config.
         roles: the roles that the rank has.
-        limits: sizes that the program has fixed.
+        limits: sizes that are constants in the code.
         on_gpu: whether the rank computes on a GPU.
     """
 
@@ -141,12 +142,12 @@ class RankMemory:
         placement = config.placement
         self.shards = placement.shard_ranks or placement.actor_ranks
         self.compute = WIDTHS[config.model.dtype]
-        # On a single rank in float32, the model computes with its parameters themselves, so nothing is gathered.
+        # A single rank in float32 without CPU offload computes with the stored parameters, so FSDP gathers no copies.
         self.gathers = placement.actor_ranks > 1 or config.model.dtype != "float32" or config.model.cpu_offload
         self.more_ranks = MORE_RANKS.format(placement.actor_ranks)
 
     def device(self, phase: str) -> list[Part]:
-        """Return the parts that are on the rank's device, which is its GPU, or the machine's memory on a CPU."""
+        """Return the parts in the memory of the rank's device: GPU memory, or host memory if the device is a CPU."""
         states = [] if self.config.model.cpu_offload else self.states(phase)
         if phase == START:
             return states if self.on_gpu else [*states, self.loading()]
@@ -160,14 +161,14 @@ class RankMemory:
         return states
 
     def host(self, phase: str) -> list[Part]:
-        """Return the parts that are in the machine's memory even if the rank computes on a GPU."""
+        """Return the parts that are in host memory even if the rank computes on a GPU."""
         states = self.states(phase) if self.config.model.cpu_offload else []
         if phase == START and self.on_gpu:
             return [*states, self.loading()]
         return [*states, *self.saving()] if phase == SAVE else states
 
     def states(self, phase: str) -> list[Part]:
-        """Return what a rank keeps between the phases. Optimizer states exist after the first optimizer step."""
+        """Return the memory that a rank keeps in all phases. Optimizer states exist after the first optimizer step."""
         weights = sum(role.shape.parameters * role.width + _extra(role) for role in self.roles) / self.shards
         moments = sum(role.trained for role in self.roles) * MOMENTS / self.shards
         parts = [Part("parameters", weights, self.more_ranks)]
@@ -182,11 +183,11 @@ class RankMemory:
         return max(choices, key=total, default=[])
 
     def loading(self) -> Part:
-        """Return what a rank needs in addition to its own shards while it loads its models.
+        """Return the memory that a rank needs in addition to its own shards while the rank loads its models.
 
         Before a rank reads its shard of a model, the rank checks a sample of the model: the parameters outside the
-        layers and one layer, in float32 and in the machine's memory. The sample is freed before the shard is read. If
-        the shard is in the machine's memory too, only the larger of sample and shard counts.
+        layers and one layer, in float32 and in host memory. The sample is freed before the shard is read. If the shard
+        is in host memory too, the plan counts only the larger of sample and shard.
         """
         samples = []
         for role in self.roles:
@@ -195,12 +196,12 @@ class RankMemory:
         return Part("sample of the model", max(0, *samples))
 
     def gathered(self, role: RoleMemory) -> Part:
-        """Return the parameters that FSDP gathers: those outside the layers, one layer, and the next layer."""
+        """Return the parameters that FSDP gathers at a time: all outside the layers, one layer, and the next layer."""
         size = (role.shape.outside + 2 * role.shape.layer) * self.compute if self.gathers else 0
         return Part("gathered parameters", size)
 
     def forward(self, role: RoleMemory) -> list[Part]:
-        """Return what a forward pass without gradients needs."""
+        """Return the memory that a forward pass without gradients needs."""
         shape, tokens = role.shape, self.tokens(role)
         matrices = 3 if shape.gated else 2
         widths = 3 * shape.hidden + matrices * shape.feed_forward
@@ -211,10 +212,10 @@ class RankMemory:
         return [*parts, self.chunk(role)] if role.has_head else parts
 
     def update(self, role: RoleMemory) -> list[Part]:
-        """Return what forward and backward pass need in addition to the states of the rank.
+        """Return the memory that forward and backward pass need in addition to parameters and optimizer states.
 
         At the end of the forward pass, all activations exist, and the backward pass begins with the output head. At the
-        end of the backward pass, all gradients exist. The larger of the two moments counts.
+        end of the backward pass, all gradients exist. The plan counts the moment that needs more memory.
         """
         shape, full = role.shape, role.trained >= role.shape.parameters
         head = Part("gradient of the head", shape.head * self.compute if full and role.has_head else 0)
@@ -238,7 +239,7 @@ class RankMemory:
         return tokens * (role.shape.layers * role.shape.hidden * self.compute + layer + of_head)
 
     def chunk(self, role: RoleMemory) -> Part:
-        """Return the logits that exist at a time."""
+        """Return the memory of the logits that exist at a time."""
         rollout = self.config.rollout
         share = rollout.max_response_length / (rollout.max_prompt_length + rollout.max_response_length)
         logits = self.tokens(role) * share * role.shape.vocabulary
@@ -263,7 +264,7 @@ class RankMemory:
         return (self.config.critic if role.name == "critic" else self.config.actor).max_tokens_per_microbatch
 
     def fewer(self, role: RoleMemory) -> str:
-        """Return the remedy for activations that are too large."""
+        """Return the text that tells the user how to make the activations smaller."""
         section = "critic" if role.name == "critic" else "actor"
         if self.config.model.activation_checkpointing:
             return f"lower {section}.max_tokens_per_microbatch={self._section(role)}"
@@ -273,7 +274,7 @@ class RankMemory:
         )
 
     def sending(self) -> list[Part]:
-        """Return the buckets of a weight sync."""
+        """Return the memory of the buckets into which the actor's ranks write their weights in a weight sync."""
         actor = next((role for role in self.roles if role.name == "actor"), None)
         if actor is None:
             return []
@@ -284,7 +285,7 @@ class RankMemory:
         return [Part("sync buckets", min(file, actor.shape.parameters * self.compute))]
 
     def saving(self) -> list[Part]:
-        """Return the copies from which a checkpoint is written, and the tensors of the exported model."""
+        """Return the memory of the copies from which a checkpoint is written, and of the exported model's tensors."""
         trained = sum(role.trained for role in self.roles)
         largest = max(role.shape.largest for role in self.roles)
         return [
@@ -294,16 +295,17 @@ class RankMemory:
 
 
 def _extra(role: RoleMemory) -> int:
-    """Return the bytes of the LoRA adapters' parameters."""
+    """Return the bytes of the parameters of a role's LoRA adapters; 0 without adapters."""
     return role.trained * MASTER if 0 < role.trained < role.shape.parameters else 0
 
 
 def saved_bytes(shape: ModelShape, width: int, *, kernel: bool) -> int:
     """Return the bytes that one decoder layer keeps for each token until the backward pass.
 
-    In a norm, the input, the normalised input and the output are kept. In attention, queries, keys, values and the
-    attention's output are kept, and the input of the output projection unless it is the same memory. In the
-    feed-forward part, the inputs of the gate's function, of the product and of the last matrix are kept.
+    A norm keeps its input, the normalised input and its output. The attention keeps the queries, the keys, the values
+    and its output. If no kernel for packed rows computes the attention, the input of the output projection is a copy of
+    the attention's output and also counts. The feed-forward part keeps the input of the activation function, the
+    input of the last matrix and, with a gate, both inputs of the product with the gate.
 
     Args:
         shape: sizes of the model.

@@ -240,7 +240,7 @@ def test_a_cluster_is_not_measured_by_this_machine():
         ("trainer.checkpoint_dir=afile/x", "afile is a file, not a folder"),
         ("trainer.checkpoint_dir=file://afile", "is a file, not a folder"),
         ("trainer.output_dir=runs/a::b", "trainer.checkpoint_dir=runs/a::b/checkpoints: contains '::'"),
-        ("trainer.resume=://x", "trainer.resume=://x: contains '::', or has no name before '://'"),
+        ("trainer.resume=://x", "trainer.resume=://x: contains '::', or has no protocol before '://'"),
         ("trainer.checkpoint_dir=loop/x", "cannot be accessed (Too many levels of symbolic links)"),
         (f"trainer.output_dir={'x' * 300}", "cannot be accessed (File name too long)"),
         (f"trainer.output_dir={'x/' * 2000}", "cannot be accessed (File name too long)"),

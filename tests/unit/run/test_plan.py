@@ -75,8 +75,8 @@ def test_the_algorithm_shows_knobs_kl_and_entropy():
     )
     assert "; advantages limited to +-5; " in row("algorithm", "algorithm.advantage_clip=5")
     squares = row("algorithm", "algorithm.squared_log_ratio_coef=0.001")
-    assert "; squared log-ratio to the engine's policy 0.001; " in squares
-    assert "; NLL of correct answers 0.1; " in row("algorithm", "algorithm.positive_nll_coef=0.1")
+    assert "; squared log-ratio to the engine's policy, coefficient 0.001; " in squares
+    assert "; NLL of correct answers, coefficient 0.1; " in row("algorithm", "algorithm.positive_nll_coef=0.1")
     assert "(clip_ratio_high 0.28, clip_ratio_c inf)" in row("algorithm", "algorithm=dapo")
 
 
@@ -290,7 +290,7 @@ def test_teachers_have_a_line_and_their_memory():
     assert row("teachers", *words, facts=facts) == (
         "math = /t/math (2.15B parameters), code = http://h:1/v1 (endpoint), reference = the starting weights (with "
         "its own prompt template); chosen by the column domain; reverse KL of sampled tokens in the advantages, "
-        "coefficient 0.5; advantages of rewards x 1"
+        "coefficient 0.5; advantages of rewards multiplied by 1"
     )
     exact = ["algorithm=distill", "algorithm.distillation.teachers=[/t/math]"]
     assert row("teachers", *exact) == (

@@ -38,7 +38,7 @@ def test_a_healthy_cluster_passes(config):
     [
         (
             {"interface": ""},
-            "network: no network interface has the address that Ray uses for the node; start Ray there",
+            "network: no network interface has the address that Ray uses for the node; start Ray on this node",
         ),
         (
             {"versions": VERSIONS | {"torch": "2.13.0"}},
@@ -54,13 +54,13 @@ def test_a_healthy_cluster_passes(config):
         ),
         (
             {"shm_free": 64 << 20},
-            "/dev/shm: 64 MiB free, and weight syncs need 128 MiB; remove old files there, or make",
+            "/dev/shm: 64 MiB free, and weight syncs need 128 MiB; remove old files from /dev/shm",
         ),
-        ({"contents": {"model.path=/m": None}}, "model.path=/m: is not there; copy it to the same path on every node"),
-        ({"contents": {"model.path=/m": 8}}, "model.path=/m: has another content than on the driver's node one"),
+        ({"contents": {"model.path=/m": None}}, "model.path=/m: is missing; copy it to the same path on every node"),
+        ({"contents": {"model.path=/m": 8}}, "model.path=/m: differs from the copy on the driver's node one"),
         (
             {"sees": []},
-            "trainer.output_dir=/s: a file that the driver's node one (10.0.0.1) wrote cannot be seen here;",
+            "trainer.output_dir=/s: a file that the driver's node one (10.0.0.1) wrote is not visible on this node;",
         ),
         (
             {"disk_free": {"trainer.output_dir=/s": 5 << 20}},
@@ -72,7 +72,7 @@ def test_a_healthy_cluster_passes(config):
         ),
         (
             {"cpus": 4.0},
-            "CPUs: 4 CPUs for 8 GPUs, and each process on a GPU needs a CPU; start Ray there with --num-cpus=8",
+            "CPUs: 4 CPUs for 8 GPUs, and each process on a GPU needs a CPU; start Ray on this node with --num-cpus=8",
         ),
     ],
 )
@@ -91,8 +91,8 @@ def test_a_clock_is_not_blamed_for_the_time_that_the_answers_took(config):
 
 
 def test_a_node_that_does_not_answer_is_named(config):
-    (found,) = failed(config, silent=[Silent("10.0.0.9", "no process of Ray has answered there for 60 s")])
-    assert found.startswith("10.0.0.9: answer: no process of Ray has answered there for 60 s; install the same Python")
+    (found,) = failed(config, silent=[Silent("10.0.0.9", "no Ray process answered on this node in 60 s")])
+    assert found.startswith("10.0.0.9: answer: no Ray process answered on this node in 60 s; install the same Python")
 
 
 def test_an_engine_must_fit_on_one_node_even_if_the_cluster_is_large_enough():
@@ -101,7 +101,7 @@ def test_an_engine_must_fit_on_one_node_even_if_the_cluster_is_large_enough():
     found = [str(one) for one in findings(config, [four, four, four], (), 0.0) if not one.passed]
     assert found == [
         "cluster: placement: rollout.vllm.tensor_parallel_size=8, but the largest node, one (10.0.0.1), has 4 GPUs; "
-        "use at most 4, because an engine runs on one node"
+        "use at most 4, because all shards of an engine run on one node"
     ]
 
 
@@ -109,7 +109,7 @@ def test_on_a_cluster_of_cpus_a_node_without_cpus_is_refused(config):
     bare = {"gpus": 0.0, "torch_gpus": 0}
     (found,) = failed(config, bare | {"cpus": 0.0}, first=replace(HEALTHY, **bare))
     assert found.endswith(
-        "Ray has no CPU there, so no rank and no engine can run there; start Ray there with --num-cpus=64"
+        "Ray has no CPU on this node, so no rank and no engine can run on it; start Ray on this node with --num-cpus=64"
     )
 
 

@@ -299,7 +299,7 @@ async def test_only_the_function_that_ended_the_run_may_be_repaired(tmp_path):
     sums.write_text("def own(**_): return 2")
     await saved(tmp_path / "run", *words)
     (said,) = usable(tmp_path / "run", ended, *words)
-    assert said == f"reward.aggregation: {sums}:own: has been repaired since it ended the run after step 2"
+    assert said == f"reward.aggregation: {sums}:own: has been repaired since its error ended the run after step 2"
     await saved(tmp_path / "run", *words)
     with pytest.raises(ConfigError, match=r"sums.py:own: has changed since"):
         usable(tmp_path / "run", ended | {"repairable": None}, *words)

@@ -58,8 +58,8 @@ def test_a_run_that_lacks_what_is_needed_is_refused_in_one_line(folder, override
 
 def test_groups_that_are_trained_on_again_need_answers_that_are_generated(folder):
     assert refusal(folder, "trainer.max_staleness=1", "trainer.reuse.groups=1") == (
-        "rollout=stored with trainer.reuse.groups=1: how many stored groups are needed would depend on how many groups "
-        "are trained on again; use trainer.reuse=null"
+        "rollout=stored with trainer.reuse.groups=1: the number of stored groups that the run needs would depend on "
+        "how many groups it trains on again; use trainer.reuse=null"
     )
 
 

@@ -82,7 +82,7 @@ def test_estimators_that_give_credit_to_turns_are_those_that_read_the_turn():
     [
         (
             ["loss_mode=vanila"],
-            "algorithm.loss_mode=vanila: unknown policy loss; the nearest is 'vanilla', and all are",
+            "algorithm.loss_mode=vanila: unknown policy loss; the nearest is 'vanilla', and all names are",
         ),
         (["advantage_estimator=gea"], "algorithm.advantage_estimator=gea: unknown advantage estimator; the nearest is"),
         (["loss_mode=zzz"], "algorithm.loss_mode=zzz: unknown policy loss; use one of "),
@@ -143,7 +143,7 @@ def test_an_alias_names_the_function_that_was_meant(alias, name):
         key, kind = "loss_mode", "policy loss"
     else:
         key, kind = "advantage_estimator", "advantage estimator"
-    said = f"algorithm.{key}={alias}: unknown {kind}; the nearest is '{name}', and all are "
+    said = f"algorithm.{key}={alias}: unknown {kind}; the nearest is '{name}', and all names are "
     assert refusal(f"{key}={alias}").startswith(said)
 
 
@@ -297,8 +297,8 @@ def test_the_reference_of_adapters_is_not_updated():
             compose(["model.lora={rank:4}", f"algorithm.{REFRESH}", "algorithm.kl_loss.kl_loss_coef=0.1"])[0]
         )
     assert str(error.value) == (
-        "algorithm.reference.refresh_every=10 with model.lora: the reference is the model below the adapters, and the "
-        "actor's adapters cannot be copied into it without rounding; use model.lora=null, or refresh_every=0"
+        "algorithm.reference.refresh_every=10 with model.lora: the reference is the base model without adapters, and "
+        "the actor's adapters cannot be merged into it without rounding; use model.lora=null, or refresh_every=0"
     )
 
 
@@ -388,8 +388,8 @@ def test_maxrl_divides_by_the_mean_score_so_settings_that_lower_scores_are_refus
 
 CONTRADICTIONS = [
     ([], "with grpo: this estimator has no critic"),
-    (["advantage_estimator=gae", "suppress_truncated=true"], "with suppress_truncated=true: bootstrap_truncated cre"),
-    (["advantage_estimator=gae", "mask_truncated=true"], "with mask_truncated=true: no token of a cut answer is train"),
+    (["advantage_estimator=gae", "suppress_truncated=true"], "with suppress_truncated=true: bootstrap_truncated add"),
+    (["advantage_estimator=gae", "mask_truncated=true"], "with mask_truncated=true: no token of a truncated answer is"),
     (
         ["advantage_estimator=gae", "advantage={gamma:0.0}"],
         "with algorithm.advantage.gamma=0: the critic's value is multiplied",

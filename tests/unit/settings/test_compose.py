@@ -547,7 +547,7 @@ def test_values_with_spaces_and_quoted_values_arrive_as_they_are():
         ("~algorithm", "'~algorithm': a key can be set, not removed; write algorithm=VALUE"),
         (
             "algorithm=grop",
-            f"algorithm=grop: unknown choice; the nearest is 'grpo', and all are {', '.join(PRESETS)}",
+            f"algorithm=grop: unknown choice; the nearest is 'grpo', and all choices are {', '.join(PRESETS)}",
         ),
         ("rollout=sglang", "rollout=sglang: unknown choice; its choices are hf, stored, vllm"),
         ("rollout=null", "rollout=None: unknown choice; its choices are hf, stored, vllm"),
@@ -560,7 +560,7 @@ def test_values_with_spaces_and_quoted_values_arrive_as_they_are():
             "'hydra.job.chdir=true': Hydra's settings apply only to a sweep; leave this out,",
         ),
         ("hydra/launcher=basic", "Hydra's settings apply only to a sweep"),
-        ("algorithm@x=ppo", "'@' is not available; write GROUP=CHOICE or KEY=VALUE"),
+        ("algorithm@x=ppo", "'@' is not supported; write GROUP=CHOICE or KEY=VALUE"),
         ("trainer.seed=1,2", "several values, but a run takes one"),
         ("trainer.seed", "'trainer.seed': settings are written KEY=VALUE; see --help"),
         ("=3", "'=3': no key before the '='"),
@@ -580,8 +580,8 @@ def test_a_bad_override_is_refused_in_one_line_that_says_what_would_do(override,
 def test_a_key_of_a_section_that_the_chosen_group_lacks_is_explained():
     message = refusal("rollout=hf", "rollout.vllm.kv_cache_mb=64")
     assert message == (
-        "rollout.vllm.kv_cache_mb: rollout.vllm is null under the chosen groups; leave the override out, or choose "
-        "other groups"
+        "rollout.vllm.kv_cache_mb: rollout.vllm is null in the chosen YAML files; leave the setting out, or "
+        "change GROUP=CHOICE"
     )
 
 

@@ -350,7 +350,7 @@ def test_a_program_may_go_on_after_a_refused_request():
             done = await client.chat.completions.create(model="any", messages=messages)
             messages.append(done.choices[0].message)
             hint = {"role": "user", "content": "on"}
-            with pytest.raises(openai.BadRequestError, match="no token is left"):
+            with pytest.raises(openai.BadRequestError, match="leaves no token for another answer"):
                 await client.chat.completions.create(model="any", messages=messages + [hint] * 20)
             await client.chat.completions.create(model="any", messages=[*messages, hint])
 

@@ -56,7 +56,7 @@ def test_a_parameter_that_the_files_lack_gets_the_value_that_the_caller_gives(tm
 
     loaded = load_model(AutoModelForTokenClassification, path, new_head=True, arrange=arrange, first_value=first_value)
     assert torch.equal(loaded.score.weight, torch.full((1, 32), 3.0))
-    with pytest.raises(AssertionError, match=r"score.weight is not in the weight files, and has no first value"):
+    with pytest.raises(AssertionError, match=r"score.weight is not in the weight files, and `first_value` is None"):
         load_model(AutoModelForTokenClassification, path, new_head=True, arrange=arrange)
 
 
