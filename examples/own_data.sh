@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Own model, own data, own reward: teach a model to name the largest of seven digits.
+# Train with your own model, data and reward: teach a model to name the largest of seven digits.
 #   examples/own_data.sh [KEY=VALUE ...]     MODEL=DIR: start from another model
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-$([[ -x .venv/bin/python ]] && echo .venv/bin/python || echo python)}
 
-# Without a model of yours: the directory of the tiny built-in one, which has learnt a little about medians.
+# If MODEL is not set, start from the tiny built-in model, which has been trained a little on medians.
 start='from rltrain.tasks import TASKS; from rltrain.tasks.tiny_model import cached_start; print(cached_start(TASKS["median"]))'
 model=${MODEL:-$("$python" -c "$start")}
 

@@ -147,7 +147,8 @@ def set_threads(config: Config) -> None:
     """Set the environment variables of the driver process; call this function before torch is imported.
 
     With `placement=inprocess`, the driver process itself trains the model, so it gets the number of OpenMP threads and
-    the variables in `placement.env_vars`. With Ray, the worker processes get these settings instead.
+    the variables in `placement.env_vars`. With Ray, the number of OpenMP threads and `placement.env_vars` are set in
+    the worker processes instead.
     """
     settings = openmp_settings(config.placement.threads_per_worker)
     if config.placement.launcher == "ray":

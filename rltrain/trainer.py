@@ -518,7 +518,7 @@ class Trainer:
             await send_reference_head(self.actor, self.reference)
 
     async def evaluate(self) -> None:
-        """Evaluate sampled and greedy answers to all evaluation prompts, unless the step is already evaluated."""
+        """Evaluate sampled and greedy answers to all evaluation prompts, unless the current step has been evaluated."""
         if not self.val_prompts or self.tracker.evaluated(self.step):
             return
         if self.collector.rollout.asleep:

@@ -69,7 +69,7 @@ def save_chat_model(folder: Path) -> Path:
         model = Qwen2ForCausalLM(config)
     with torch.no_grad():
         model.model.embed_tokens.weight[tokenizer.eos_token_id] *= (
-            4  # The output head shares this matrix, so the end token becomes frequent.
+            4  # The output head shares the embedding matrix, so the end token becomes frequent.
         )
     model.save_pretrained(folder)
     return folder

@@ -1,4 +1,4 @@
-"""Reading of Dockerfiles, and running of their steps in a folder of this machine instead of a container."""
+"""Read Dockerfiles, and run their steps in a folder of this machine instead of a container."""
 
 import os
 import re
@@ -29,7 +29,7 @@ class ImageFolder:
     Args:
         dockerfile: the Dockerfile.
         folder: the folder, which is the root of the image's absolute paths.
-        programs: folder of the programs that are found first, such as the `bin` of a virtual environment.
+        programs: folder at the start of PATH, such as the `bin` of a virtual environment.
     """
 
     def __init__(self, dockerfile: Path, folder: Path, programs: Path) -> None:
@@ -38,7 +38,7 @@ class ImageFolder:
         self.directory = folder
 
     def build(self) -> None:
-        """Copy the image's files, and run the steps that install Python packages. Steps for the system are left out."""
+        """Copy the image's files, and run the steps that install Python packages. Other steps are skipped."""
         steps = install_steps(self.dockerfile)
         for name, text in instructions(self.dockerfile):
             if name == "WORKDIR":
@@ -52,7 +52,7 @@ class ImageFolder:
                 self.run(["bash", "-euo", "pipefail", "-c", text], timeout=1500)
 
     def inside(self, path: str) -> Path:
-        """Return the place of an image's absolute path below the folder."""
+        """Return the path below the folder that stands for an absolute path in the image."""
         return self.folder / path.removeprefix("/")
 
     def _copy(self, source: str, target: str) -> None:

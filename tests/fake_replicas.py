@@ -132,12 +132,12 @@ class EngineProcess(RayProcess):
         return getattr(self, f"take_{method}")(*arguments) if self.alive else Reply()
 
     def take_submit(self, requests):
-        assert self.version is not None, "work before weights"
+        assert self.version is not None, "a request arrived before weights"
         self.keys += [one.key for one in requests]
         return Reply.of(None)
 
     def take_poll(self, patience_s):
-        assert self.open is None or not self.open.open, "has a poll to answer already"
+        assert self.open is None or not self.open.open, "the previous poll is still open"
         self.patience.append(patience_s)
         self.open = Reply()
         return self.open

@@ -9,7 +9,7 @@ from rltrain.tasks.tokenizer import PAD_ID, VOCAB_SIZE, char_tokenizer
 
 
 def make_teacher(path: Path, *, width: int, seed: int, words: int = VOCAB_SIZE) -> str:
-    """Save a random model with the given width of hidden states and number of words, and return its directory."""
+    """Save a random model with the given hidden size and a vocabulary of `words` tokens, and return its directory."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -27,7 +27,7 @@ def make_teacher(path: Path, *, width: int, seed: int, words: int = VOCAB_SIZE) 
 def logits_of(
     model: torch.nn.Module, batch: DataProto, row: int, temperature: float = 1.0, words: int | None = VOCAB_SIZE
 ) -> torch.Tensor:
-    """Return the logits (tokens, words) of a row's response tokens, divided by the temperature."""
+    """Return the logits (tokens, vocabulary) of a row's response tokens, divided by the temperature."""
     prompt, response = batch[row].values("prompts"), batch[row].values("responses")
     logits = model(torch.cat([prompt, response])[None], use_cache=False).logits[0]
     return logits[len(prompt) - 1 : len(prompt) + len(response) - 1, :words] / temperature

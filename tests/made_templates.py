@@ -34,7 +34,7 @@ def _chatml(content: str) -> str:
 
 
 CHATML_TOOLS = _chatml("{{- message.content }}")
-# Like a template that keeps thoughts after the last question, and writes an empty thought before the last answer.
+# A ChatML template that keeps thoughts after the last question, and writes an empty thought before the last answer.
 STRIPS_THINKING = (
     "{%- set ns = namespace(last=-1) %}{%- for m in messages %}"
     + ("{%- if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor %}")

@@ -2,7 +2,7 @@
 
 TEACHERS = ["algorithm.distillation.teachers=[reference]"]
 GAME = ["rollout.environment=rltrain.environments.higher_lower:HigherLower"]
-# The checks of the config refuse a preset without these settings.
+# Maps a preset to the settings without which the checks of the config refuse the preset.
 NEEDED = {"distill": TEACHERS, "mopd": TEACHERS, "gigpo": GAME, "turn_ppo": GAME, "turn_rloo": GAME}
 
 

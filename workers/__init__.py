@@ -1,1 +1,1 @@
-"""Processes that generate, score and train. Importing this package imports no other module."""
+"""Processes that generate responses, score them and train models. Importing this package imports no other module."""

@@ -168,7 +168,8 @@ class Training:
         """For each teacher, in the order of the config, send the teacher's output head to all ranks of the actor."""
         for teacher in self.config.algorithm.distillation.teachers:
             heads = [rank.start(TeacherWorker.output_head) for rank in self.groups[teacher.role].ranks]
-            # Only rank 0 returns the output head. The driver passes on a future result, and never fetches the head.
+            # Only rank 0 returns the output head. The driver passes the future result on to the actor's ranks, and
+            # never fetches the output head.
             head: Any = heads[0].later
             taken = [rank.start(ActorWorker.add_teacher_head, head) for rank in self.groups["actor"].ranks]
             calls: list[Pending[Any]] = [*heads[1:], *taken]
@@ -300,7 +301,7 @@ def connect(config: Config) -> dict[str, float]:
             )
     if not local:
         if _TOKEN_FILE.is_file():
-            # `ray start --head` turns authentication on if this file exists, but `ray.init` does not.
+            # `ray start --head` turns authentication on if the token file exists, but `ray.init` does not.
             os.environ.setdefault("RAY_AUTH_MODE", "token")
         _require_answer(address)
     # `import ray` reads environment variables, so the variables must be set before the import
@@ -368,7 +369,7 @@ def _short_temporary_folder() -> dict[str, str]:
 
 
 def _require_answer(address: str) -> None:
-    """Raise ConfigError at once if no program listens at the address, or if the cluster there requires a token.
+    """Raise ConfigError at once if no program listens at `address`, or if the cluster at `address` requires a token.
 
     Ray itself would try to connect for minutes.
     """
@@ -385,8 +386,11 @@ def _require_answer(address: str) -> None:
 
 
 def _requires_token(address: str) -> bool:
-    """Return whether a Ray cluster refuses a call without a token. `ray.init` would try for 20 s before it fails."""
-    import grpc  # Ray depends on grpcio.
+    """Return whether a Ray cluster refuses a call without a token.
+
+    Without a token, `ray.init` would try to connect for 20 s before it fails.
+    """
+    import grpc  # The package grpcio is installed, because Ray depends on it.
 
     with grpc.insecure_channel(address) as channel:
         call = channel.unary_unary("/ray.rpc.NodeInfoGcsService/GetClusterId")
@@ -492,11 +496,11 @@ def _disconnect_from_lost_head() -> None:
     ending.start()
     ending.join(_DISCONNECT_S)
     if ending.is_alive():
-        atexit.register(_exit_at_once)  # the handler that was registered last runs first
+        atexit.register(_exit_at_once)  # Python first runs the exit handler that was registered last
 
 
 def _exit_at_once() -> None:
-    with contextlib.suppress(OSError, ValueError):  # the streams may be closed
+    with contextlib.suppress(OSError, ValueError):  # stdout and stderr may already be closed
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(1)
@@ -725,7 +729,7 @@ def spawner(
 
     Args:
         config: The run's whole config.
-        name: Name of the Ray actors in messages. A message appends the number of the Ray actor to the name.
+        name: Name of the Ray actors in messages. In a message, the number of the Ray actor follows the name.
         count: Number of Ray actors that the returned function will start.
         liveness: Monitor that observes the processes of the Ray actors.
         devices: GPUs of the Ray actors, one GPU per Ray actor. If `devices` is None, Ray chooses among all GPUs with

@@ -1,4 +1,4 @@
-"""The data set MBPP (arXiv:2108.07732): Python problems, each with a few asserts that a right program passes."""
+"""The data set MBPP (arXiv:2108.07732): Python problems, each with a few asserts that a correct program passes."""
 
 from collections.abc import Iterator
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from rltrain.algorithms.ratio import as_float
 
 LEAST_LOG = -1e4  # Finite replacement for -inf: exp(LEAST_LOG) is 0 in every dtype, and 0 * LEAST_LOG is 0, not NaN.
-# Largest number of rows in a chunk. More than 2048 rows per chunk would not make the matrix product faster, and would
-# allow fewer columns per chunk.
+# Largest number of rows (positions) in a chunk of logits. More than 2048 rows per chunk would not make the matrix
+# product faster, and would allow fewer columns per chunk.
 MAX_ROWS = 2048
 # Number of logits per chunk, by device type. On a CPU, a chunk must fit into the cache, because the computation reads
 # the chunk several times. On a device other than a CPU, the matrix products must be large enough to hide the kernel
@@ -27,8 +27,8 @@ def default_chunk_size(device: torch.device) -> int:
 def chunks(positions: int, words: int, size: int) -> Iterator[tuple[slice, slice]]:
     """Yield slices (rows, columns) that split logits (positions, vocabulary) into chunks of at most `size` logits.
 
-    All chunks of one block of columns are yielded before the chunks of the next block, so that each row of the
-    language-model head is read only once.
+    All chunks with the same columns (vocabulary entries) are yielded in succession, so that the computation reads each
+    weight of the language-model head only once.
     """
     height = max(1, min(positions, MAX_ROWS, size))
     width = max(1, min(words, size // height))
@@ -50,10 +50,11 @@ def logits(hidden: Tensor, head: Tensor, bias: Tensor | None, temperature: float
 class RunningSoftmax:
     """Accumulates the softmax denominator and a softmax-weighted mean for each position, over chunks of the vocabulary.
 
-    Each sum is accumulated relative to the largest logit added so far, and is rescaled when a larger logit is added.
-    With `values`, the mean is the softmax-weighted mean of `values`. Without `values`, the mean is the softmax-weighted
-    mean of the differences between the logits and the largest logit. A vocabulary entry of probability 0, such as an
-    entry with logit -inf, adds exactly 0 to the mean, even if its value in `values` is inf or NaN.
+    Each sum is accumulated relative to the largest logit added so far, and is rescaled when a larger logit is added. If
+    `add` gets `values`, the property `mean` is the softmax-weighted mean of `values`. If `add` gets no `values`, the
+    property `mean` is the softmax-weighted mean of the differences between the logits and the largest logit. A
+    vocabulary entry of probability 0, such as an entry with logit -inf, contributes exactly 0 to the mean, even if its
+    value in `values` is inf or NaN.
     """
 
     def __init__(self, hidden: Tensor, *, with_mean: bool) -> None:
@@ -63,7 +64,7 @@ class RunningSoftmax:
         self.total, self.weighted = torch.zeros_like(self.top), torch.zeros_like(self.top)
 
     def add(self, rows: slice, chunk: Tensor, values: Tensor | None = None) -> None:
-        """Add the logits in `chunk`, and optionally their `values`, to the sums, and overwrite both tensors."""
+        """Add the logits in `chunk`, and their `values` if given, to the running sums; both tensors are overwritten."""
         before = self.top[rows]
         top = torch.maximum(before, chunk.amax(-1))
         fade = (before - top).exp_()
@@ -81,12 +82,12 @@ class RunningSoftmax:
 
     @property
     def log_sum(self) -> Tensor:
-        """Return the log-sum-exp of all added logits for each of the R positions, as (R,)."""
+        """Return the log-sum-exp over all logits passed to `add` so far, for each of the R positions, as (R,)."""
         return self.top + self.total.log()
 
     @property
     def mean(self) -> Tensor:
-        """Return the softmax-weighted mean over all logits added so far, for each of the R positions, as (R,)."""
+        """Return the softmax-weighted mean over all chunks passed to `add` so far for each of the R positions: (R,)."""
         return self.weighted / self.total
 
 

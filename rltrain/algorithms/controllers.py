@@ -71,7 +71,7 @@ class FixedEntropyController:
     def __init__(self, entropy_coef: float) -> None:
         if not 0 <= entropy_coef < math.inf:
             raise ValueError(
-                f"entropy_coef={entropy_coef} must be finite and >= 0: it scales a bonus; use 0 for no bonus"
+                f"entropy_coef={entropy_coef} must be finite and >= 0: it scales the entropy bonus; use 0 for no bonus"
             )
         self.value = float(entropy_coef)
 
@@ -113,7 +113,7 @@ class AdaptiveEntropyController(FixedEntropyController):
         for name, number in (("target", target), ("step", step)):
             if not 0 < number < math.inf:
                 raise ValueError(
-                    f"{name}={number} must be finite and > 0, or the coefficient could not move; use, for example, "
+                    f"{name}={number} must be finite and > 0, or the coefficient would never change; use, for example, "
                     "target=0.2 and step=0.0001, or a fixed coefficient"
                 )
         if not entropy_coef <= maximum < math.inf:

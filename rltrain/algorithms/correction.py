@@ -59,8 +59,8 @@ def rollout_correction(
     Log-ratios are clamped to [-20, 20]. The inputs in masked slots are ignored.
 
     Returns:
-        (weights, mask, metrics). The weights (B, T) are detached, and are 0 outside of the mask. The mask (B, T) is
-        bool and a subset of `response_mask`. The metrics are sums over the trained tokens (`response_mask`):
+        (weights, mask, metrics). The importance weights (B, T) are detached, and are 0 outside of the mask. The mask
+        (B, T) is bool and a subset of `response_mask`. The metrics are sums over the trained tokens (`response_mask`):
         `weight_mean`, `outside_fraction`, `dropped_fraction` and `rollout_kl`, which estimates KL(pi_rollout ||
         pi_old).
 
@@ -99,19 +99,21 @@ def rollout_rejection(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute the mask of the tokens on which the policy is still close to the policy that sampled the tokens.
 
-    The value of a token is an estimate of KL(pi_rollout || pi), which one of four estimators computes from d = log
-    pi_rollout(y_t) - log pi(y_t):
+    The divergence at a token is an estimate of KL(pi_rollout || pi). The knob `kl_estimator` selects one of four
+    estimators, which are functions of d = log pi_rollout(y_t) - log pi(y_t):
 
         k1 = d        k2 = d^2 / 2        k3 = e^-d - 1 + d        abs = |d|
 
-    Tokens or rows whose estimate is outside of [lower, upper] are dropped. A value of None for `lower` or `upper` means
-    no bound. The knob `level` defines which values are compared with the bounds, and whether tokens or rows are
-    dropped:
+    Tokens or rows whose divergence is outside of [lower, upper] are dropped. A value of None for `lower` or `upper`
+    means no bound. The knob `level` defines which divergences are compared with the bounds, and whether tokens or rows
+    are dropped:
 
-    - token: each token's value is compared, and a token whose value is outside of the bounds is dropped.
-    - sequence: the mean value of the row's trained tokens is compared, and a row whose mean is outside of the bounds is
-      dropped. For k1, the mean is the log of the geometric mean of pi_rollout / pi.
-    - max: each token's value is compared, and a row is dropped if the value of any token is outside of the bounds.
+    - token: each token's divergence is compared, and a token whose divergence is outside of the bounds is dropped.
+    - sequence: the mean divergence of the row's trained tokens is compared, and a row whose mean is outside of the
+      bounds is dropped. With the estimator k1, the mean divergence of a row is the log of the geometric mean of
+      pi_rollout / pi over the row's trained tokens.
+    - max: each token's divergence is compared, and a row is dropped if the divergence of any token is outside of the
+      bounds.
 
     If `advantages` A are given, the level "token" drops only tokens with A < 0. If `advantages` A are given, the levels
     "sequence" and "max" drop only rows whose trained tokens have a mean A below 0.
@@ -203,7 +205,10 @@ def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
 
 
 def _to_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
-    """Convert token log-ratios (B, T), which are 0 in masked slots, to log-ratios at `level`, clamped to [-20, 20]."""
+    """Return the log of the importance weight that `level` defines for each token, from token log-ratios (B, T).
+
+    The log-ratios must be 0 in masked slots. The returned logs are clamped to [-20, 20].
+    """
     if level == "token":
         return log_ratio
     per_row = log_ratio.sum(-1, keepdim=True) if level == "sequence" else masked_row_mean(log_ratio, mask)

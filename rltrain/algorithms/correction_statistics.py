@@ -25,7 +25,7 @@ class CorrectionStatistics:
 
 
 def correction_statistics(weights: Tensor, kept: Tensor, response_mask: Tensor, *, level: str) -> CorrectionStatistics:
-    """Compute the statistics of the weights (B, T) and the mask `kept` (B, T) that `rollout_correction` returned.
+    """Compute statistics of the importance weights (B, T) and the mask `kept` (B, T) from `rollout_correction`.
 
     At the level "token", the mean weight is a mean over the N trained tokens. At the levels "sequence" and "geometric",
     all tokens of a row have the same weight, and the mean weight is a mean over the S rows that have a trained token:
@@ -35,7 +35,7 @@ def correction_statistics(weights: Tensor, kept: Tensor, response_mask: Tensor, 
 
     Importance weights that are divided by their mean are self-normalised: their mean is 1, and a common factor of all
     weights has no effect. With losses l and weights w, the self-normalised estimate of the mean loss is sum(w l) /
-    sum(w). The self-normalised estimate is biased but consistent, even if the weights do not average to 1 (weighted
+    sum(w). The self-normalised estimate is biased but consistent, even if the mean importance weight is not 1 (weighted
     importance sampling; Owen, Monte Carlo theory, 2013, section 9.2).
 
     The mean weight and the counts of kept tokens and rows must cover the whole mini-batch, over all micro-batches and

@@ -26,8 +26,9 @@ def distilled_advantages(
         A_t = coef log(pi_T(y_t) / pi_old(y_t)) + outcome_coef A_outcome,t
 
     pi_old is the policy before the update, pi_T is the teacher, and A_outcome is the advantage that was estimated from
-    the rewards (`outcome_coef` is alpha in arXiv 2601.02780). With the loss -A log pi and pi = pi_old, the expected
-    gradient of the log-ratio term of A is `coef` times the gradient of KL(pi || pi_T) in the visited contexts (eq. 6).
+    the rewards (`outcome_coef` is alpha in arXiv 2601.02780). If the loss is -A log pi and pi equals pi_old, the
+    log-ratio term of A changes the expected gradient of the loss by `coef` times the gradient of KL(pi || pi_T) in the
+    visited contexts (eq. 6).
 
     All tensors have the shape (B, T). `taught` is True at the tokens of answers that a teacher has scored. At all
     tokens that are not `taught`, the log-ratio term of A_t is exactly 0, whatever `teacher_log_probs` holds. The

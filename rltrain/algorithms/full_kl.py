@@ -24,10 +24,10 @@ def full_kl(
         KL = sum_v pi_v (log pi_v - log pi_ref_v),   pi = softmax(z / temperature),  z = hidden @ head^T
         dKL / dz_v = pi_v (log pi_v - log pi_ref_v - KL) / temperature
 
-    `hidden` (N, H) holds the policy's last hidden states, and `head` (V, H) the weights of its output layer.
-    `ref_hidden` (N, H') and `ref_head` (V, H') are the hidden states and output weights of the reference model, which
-    gets no gradient. The returned KL has the shape (N,) and is never negative. The module `kl` contains estimators that
-    need only log-probs of sampled tokens.
+    `hidden` (N, H) holds the policy's last hidden states, and `head` (V, H) holds the weights of the policy's output
+    layer. `ref_hidden` (N, H') and `ref_head` (V, H') are the hidden states and output weights of the reference model,
+    which gets no gradient. The returned KL has the shape (N,) and is never negative. The module `kl` contains
+    estimators that need only log-probs of sampled tokens.
 
     A vocabulary entry of probability 0 under the policy adds exactly 0 to the KL and has no gradient. If both models
     have a logit of -inf for a vocabulary entry, the entry adds 0 to the KL. If only the reference has a logit of -inf

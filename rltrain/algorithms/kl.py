@@ -102,7 +102,7 @@ def kl_estimate(
     estimate is r times a constant, whose gradient would drive log pi further away from the reference. The bound of 10
     nats applies to k3 before k3 is multiplied by r. The log-ratio log r is clamped to [-20, 20].
 
-    `kl_estimate` takes no mask. At a token with a NaN or inf input, the result is NaN and has no gradient.
+    `kl_estimate` takes no mask. At a token with a NaN or inf input, the KL estimate is NaN and has no gradient.
     `aggregate_loss` ignores a NaN in a masked slot; a NaN in a trained slot makes the loss NaN.
 
     Raises:

@@ -71,8 +71,8 @@ class _Levels(NamedTuple):
                 raise ValueError(f"{name}={level!r} is not known; use 'batch', 'group' or None")
         if self.leave_one_out and (self.std is not None or self.mean is None):
             raise ValueError(
-                f"leave_one_out=True with mean_level={self.mean!r}, std_level={self.std!r}: only the mean can leave a "
-                "row out; use std_level=None with a mean_level, or leave_one_out=False"
+                f"leave_one_out=True with mean_level={self.mean!r}, std_level={self.std!r}: leave-one-out "
+                "exists only for the mean; use std_level=None with a mean_level, or leave_one_out=False"
             )
 
 
@@ -127,7 +127,8 @@ def normalize_rewards(
     float64, so that the order of rows does not affect the result.
 
     Raises:
-        ValueError: if a level is unknown, or if `leave_one_out` is used without a mean level or with a std level.
+        ValueError: if `mean_level` or `std_level` is unknown, or if `leave_one_out` is used with a `mean_level` of None
+            or with a `std_level` other than None.
     """
     levels = _Levels(mean_level, std_level, leave_one_out, unbiased, eps)
     levels.check()
@@ -152,8 +153,8 @@ def combine_rewards(
     not rescale the weights of the remaining components. The result is NaN for a row whose components are all NaN, and
     the caller must mark the row invalid.
 
-    The argument `gates` (K,) is True for each reward component that acts as a gate. If a gate scores <= 0 on a row,
-    every other component of the row counts as 0.
+    The argument `gates` (K,) is True for each reward component that acts as a gate. If a gate has a score <= 0 in a
+    row, every other component of the row counts as 0.
 
     `aggregation` is "sum" or "normalize_then_sum". With "normalize_then_sum", each component is normalised within each
     group (rows with the same `uid`) before the components are summed (GDPO, arXiv 2601.05242). The mean and std of a
@@ -238,7 +239,7 @@ def normalize_advantages(
 
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
     enter the statistics; None means all rows. Tokens of rows that are not `counted` are normalised by the statistics of
-    the counted tokens. Some advantage estimators, such as `gae`, train on the counted rows and on rows that are not
+    the counted tokens. With some advantage estimators, such as `gae`, the policy is also trained on rows that are not
     counted. The advantages of a row that is not counted are on the same scale as the advantages of counted rows. To
     keep the advantages of a row at 0, leave the tokens of the row out of `response_mask`.
 
@@ -249,8 +250,8 @@ def normalize_advantages(
     computed in float64.
 
     Raises:
-        ValueError: if a level is unknown, if `leave_one_out` is used without a mean level or with a std level, or if a
-            level is "group" and `uid` is None.
+        ValueError: if `mean_level` or `std_level` is unknown, if `leave_one_out` is used with a `mean_level` of None or
+            with a `std_level` other than None, or if one of the two levels is "group" and `uid` is None.
     """
     levels = _Levels(mean_level, std_level, leave_one_out, unbiased, eps)
     levels.check()

@@ -10,8 +10,8 @@ Every registered function follows a contract with these rules:
 - A policy loss returns `(token_losses, metrics)` and does not aggregate the token losses. Only the function
   `aggregate_loss` divides a loss by a count.
 - A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The token selector
-  computes the column `selected`, a bool tensor (B, T), from the columns of a whole mini-batch. A loss and its selector
-  have no knob name in common.
+  computes the column `selected`, a bool tensor (B, T), from the columns of a whole mini-batch. A policy loss and its
+  token selector have no knob name in common.
 - A policy loss states its special properties when it is registered. `uses_ratio=False` means that the loss's gradient
   does not depend on `old_log_probs`. `aggregations` lists the modes of `aggregate_loss` that the loss supports, if the
   loss does not support all modes.
@@ -49,7 +49,8 @@ class Registry:
 
         Raises:
             ValueError: if `name` is taken, or if required metadata is missing or has an unknown value. The decorator
-                raises ValueError if the function's signature breaks the contract.
+                raises ValueError if the signature of the decorated function breaks the contract for registered
+                functions.
         """
         if name in self._entries:
             raise ValueError(f"{self.kind} '{name}' is already registered: names must be unique; choose another name")
@@ -145,7 +146,7 @@ def _check_signature(name: str, function: Callable[..., Any]) -> None:
     for parameter in inspect.signature(function).parameters.values():
         is_knob, has_default = parameter.kind == _KEYWORD, parameter.default is not inspect.Parameter.empty
         if parameter.kind in _SINKS:
-            raise ValueError(f"'{name}' takes {parameter}: misspelt knobs would go unnoticed; name each parameter")
+            raise ValueError(f"'{name}' takes {parameter}, which would accept misspelt knobs; name each parameter")
         if is_knob and not has_default:
             raise ValueError(f"knob {parameter.name} of '{name}' has no default: every knob needs one; add a default")
         if not is_knob and has_default:

@@ -18,9 +18,8 @@ _QUOTAS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 def cpu_cores() -> int:
     """Return the number of CPU cores that this process may use, at least 1.
 
-    The number of usable cores is smaller than the machine's number of cores under a cpuset (Slurm, `docker
-    --cpuset-cpus`) or a quota (`docker --cpus`, a Kubernetes limit). A CPU quota that is not a whole number of cores is
-    rounded up.
+    Under a cpuset (Slurm, `docker --cpuset-cpus`) or a CPU quota (`docker --cpus`, a Kubernetes limit), a process may
+    use fewer cores than the machine has. A CPU quota that is not a whole number of cores is rounded up.
     """
     return max(1, min([len(os.sched_getaffinity(0)), *map(math.ceil, _quotas())]))
 

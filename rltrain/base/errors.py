@@ -16,7 +16,7 @@ class RLTrainError(Exception):
 
 
 class ConfigError(RLTrainError, ValueError):
-    """Raised if the user's configuration cannot be run.
+    """Raised if a run cannot start with the user's configuration, for example because a value or a file is invalid.
 
     A ConfigError is raised before any worker starts, and makes the program exit with status 2.
     """
@@ -81,7 +81,8 @@ class RewardError(RLTrainError, RuntimeError):
     """Raised if the rewards cannot be computed: too many reward calls failed, or the aggregation of scores failed.
 
     Attributes:
-        batch: the batch of samples whose rewards failed; None if not all samples of the step are available.
+        batch: the batch of samples whose rewards could not be computed; None if not all samples of the step are
+            available.
         repairable: name of the user's file that must be repaired before the run can be resumed, as returned by
             `source_name`; "" if no file has to be repaired.
     """

@@ -42,7 +42,7 @@ def _home() -> Path | None:
 
 
 def _is_writable(folder: Path) -> bool:
-    """Return whether files can be created in a folder. A folder that does not exist is created."""
+    """Return whether files can be created in a folder. If the folder does not exist, `_is_writable` creates it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError:

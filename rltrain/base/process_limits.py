@@ -17,7 +17,8 @@ def limit_memory(memory_mb: int, *, beside_stacks: bool = False) -> None:
     Args:
         memory_mb: maximum of the additional memory, in MB.
         beside_stacks: True if the stacks of threads that `start_thread` starts do not count towards `memory_mb`. The
-            kernel counts the whole stack of a thread, although a thread uses only a small part of it.
+            kernel counts the whole stack of a thread as memory of the process, although a thread uses only a small part
+            of its stack.
     """
     with contextlib.suppress(OSError, StopIteration, ValueError):
         lines = Path("/proc/self/status").read_text("utf-8", "replace").splitlines()
@@ -51,7 +52,7 @@ def start_thread(thread: threading.Thread) -> None:
 
 
 def thread_ends() -> None:
-    """Lower the memory limit of this process by the stack size of a thread that `start_thread` has started."""
+    """Lower the memory limit of this process by `STACK_BYTES`, because a thread from `start_thread` is ending."""
     with _lock:
         _shift_limit(-STACK_BYTES)
 

@@ -20,7 +20,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, NamedTuple
 
-# The environment variable RLTRAIN_TRACE starts the recorder of a worker process and holds the label of that process.
+# The environment variable RLTRAIN_TRACE starts the event recorder of a worker process. The value of RLTRAIN_TRACE is
+# the process's label.
 VARIABLE = "RLTRAIN_TRACE"
 CALLS = "calls"  # Timeline track of calls to the roles of a training rank, such as actor or critic.
 OTHER_TASKS = "other tasks"  # Timeline track of asyncio tasks that were not given a name.
@@ -42,7 +43,7 @@ class Event(NamedTuple):
         name: label of the event in the timeline.
         start_ns: wall-clock time of the start, in nanoseconds since 1970.
         duration_ns: duration in nanoseconds.
-        args: details that the viewer shows when the event is selected, as plain JSON values.
+        args: details that the timeline viewer shows when the event is selected, as plain JSON values.
         nests: whether the event may be drawn inside another event of the track. If `nests` is false, the event is drawn
             on a timeline row without overlapping events.
     """
@@ -163,25 +164,25 @@ def stop() -> None:
 
 
 def on() -> bool:
-    """Return whether the recorder of this process is on."""
+    """Return whether the event recorder of this process is on."""
     return _recorder is not None
 
 
 def environment(process: str) -> dict[str, str]:
-    """Return the environment variables that start the recorder of a new process; {} if the recorder of this process is
-    off.
+    """Return the environment variables that start the event recorder of a new process; {} if this process records no
+    events.
     """
     return {VARIABLE: process} if _recorder is not None else {}
 
 
 def start_from(variables: "dict[str, str] | os._Environ[str]") -> None:
-    """Start the recorder of this process if `variables` contains the variable that the function `environment` sets."""
+    """Start the event recorder of this process if `variables` contains the variable that `environment` returns."""
     if label := variables.get(VARIABLE):
         start(label)
 
 
 def span(name: str, track: str = "", *, merged: bool = False, **args: Any) -> "_Span | contextlib.nullcontext[None]":
-    """Return a context manager that records the time of a `with` block if the recorder is on.
+    """Return a context manager that records the time of a `with` block if the event recorder is on.
 
     Args:
         name: label of the event in the timeline.
@@ -197,7 +198,9 @@ def span(name: str, track: str = "", *, merged: bool = False, **args: Any) -> "_
 
 
 def add(name: str, track: str, start_ns: int, **args: Any) -> None:
-    """Record an event from `start_ns` until now, which is drawn on a timeline row without overlapping events.
+    """Record an event that lasted from `start_ns` until now.
+
+    The event is drawn on a timeline row without overlapping events.
 
     Args:
         name: label of the event in the timeline.
@@ -217,15 +220,15 @@ def adopt(events: Iterable[Event]) -> None:
 
 
 def take() -> Recorded | None:
-    """Return the events of this process and remove them from memory; return None if the recorder is off."""
+    """Return the events of this process and remove them from memory; return None if the event recorder is off."""
     return _recorder.take() if _recorder is not None else None
 
 
 def _task() -> str:
     """Return the name of the current asyncio task, or of the thread if no asyncio task is running.
 
-    A step number in the name of a task, such as " of step 3", is removed. For a task that was not given a name, the
-    result is "other tasks".
+    A step number in the name of a task, such as " of step 3", is removed. For a task that was not given a name, return
+    "other tasks".
     """
     try:
         task = asyncio.current_task()

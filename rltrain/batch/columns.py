@@ -77,7 +77,7 @@ class Column:
         return self.tensor
 
     def in_family(self, offsets: Tensor | None) -> "Column":
-        """Return a column with the same values that uses the tensor `offsets` instead of this column's offsets.
+        """Return a column that has the values of this column and uses the given tensor `offsets`.
 
         The tensor `offsets` must hold the same numbers as this column's offsets.
         """
@@ -177,8 +177,9 @@ def row_ranges(columns: Columns, sizes: Sequence[int]) -> Iterator[dict[str, Col
 
 
 class Route(NamedTuple):
-    """The ranges of values in the old columns that are copied into the new rows. Columns that share one offsets tensor
-    also share one `Route`.
+    """The ranges of values that `take_rows` copies from the source columns to a column of the new batch.
+
+    Columns that share one offsets tensor also share one `Route`.
 
     Attributes:
         pieces: (part, start, stop) of each range of contiguous values to copy, in the order of the new rows.

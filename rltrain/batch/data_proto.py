@@ -32,16 +32,16 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "prompts": ("prompt", "token ids of the prompt, int64"),
     "responses": (
         "response",
-        "token ids as the engine returned them, and token ids of the observations between turns, int64",
+        "ids of the tokens that the engine returned, and of the observation tokens between the turns, int64",
     ),
     "response_mask": ("response", "bool; True = the token was sampled by the policy and is trained on"),
     "rollout_log_probs": ("response", "engine's log-prob of each token when it was sampled, nats; 0 in observations"),
-    "old_log_probs": ("response", "actor's log-prob before the update, nats"),
-    "ref_log_probs": ("response", "reference's log-prob, nats"),
+    "old_log_probs": ("response", "actor's log-prob of the token before the update, nats"),
+    "ref_log_probs": ("response", "reference model's log-prob of the token, nats"),
     "entropies": ("response", "entropy of the actor's distribution before the update, nats"),
     "ref_hidden": ("response", "(N, H): the reference's last hidden state at the position that predicts the token"),
     "full_kl": ("response", "exact KL from the actor before the update to the reference, nats"),
-    "teacher_log_probs": ("response", "log-prob under the row's teacher, nats; undefined where `teacher` is -1"),
+    "teacher_log_probs": ("response", "token's log-prob under the row's teacher, nats; undefined if `teacher` is -1"),
     "teacher_hidden": (
         "response",
         "(N, H): the teacher's last hidden state at the position that predicts the token; undefined if `teacher` is -1",
@@ -59,7 +59,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
         "response",
         "bool; True = the token was sampled in a correct answer, whose negative log-likelihood is added to the loss",
     ),
-    "policy_version": ("response", "weight version (step) that sampled the token, int64; -1 in observations"),
+    "policy_version": ("response", "version (step) of the weights that sampled the token, int64; -1 in observations"),
     "turn_index": ("response", "int64, number of the turn in which the token was sampled, from 0; -1 in observations"),
     "context_starts": (
         "response",
@@ -81,9 +81,9 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "uid": ("row", "number of the row's prompt group, int64"),
     "valid": (
         "row",
-        "bool; False = excluded from all statistics: the row has no score, or its truncated answer is excluded",
+        "bool; False = excluded from all statistics: no score, or a truncated answer that the config excludes",
     ),
-    "failed": ("row", "bool; True = a reward function or model failed on the row, so the row is not valid"),
+    "failed": ("row", "bool; True = a reward function or reward model failed on the row, so the row is not valid"),
     "failed_function": ("row", "number of the reward component that failed on the row; -1 if no component failed"),
     "scores": ("row", "weighted sum of the row's rewards, after gates are applied"),
     "successes": (
@@ -342,7 +342,7 @@ class DataProto:
             ValueError: the parts have different columns, or `parts` is empty.
         """
         if not parts:
-            raise ValueError("concat of no batches: give at least one batch")
+            raise ValueError("concat got an empty list: give at least one batch")
         kinds = parts[0]._kinds()
         for part in parts:
             if part._kinds() != kinds:

@@ -11,14 +11,14 @@ from rltrain.batch.data_proto import DataProto
 def joined_rows(
     parts: Sequence[DataProto], rows_of_parts: Sequence[np.ndarray], rows: np.ndarray, columns: Sequence[str]
 ) -> DataProto:
-    """Return the given rows and columns of a batch, which are distributed over several parts.
+    """Return the rows `rows` and the columns `columns` of a batch that is distributed over several parts.
 
     If a part has exactly the rows that are needed, the values of the part's columns are not copied.
 
     Args:
         parts: the parts of the batch. For each column and row that is needed, at least one part has the value.
-        rows_of_parts: for each part, the row numbers of the part's rows in the batch, in ascending order.
-        rows: row numbers of the rows that are needed, in ascending order.
+        rows_of_parts: for each part, the numbers that its rows have in the whole batch, in ascending order.
+        rows: numbers of the rows that are needed, in ascending order.
         columns: names of the columns that are needed.
 
     Returns:
@@ -51,5 +51,5 @@ def _taken(
         here = np.isin(rows, there)
         index[here] = begin + np.searchsorted(there, rows[here])
         begin += len(there)
-    assert (index >= 0).all(), f"some rows of the columns {names} are in no part"
+    assert (index >= 0).all(), f"some rows of the columns {names} are missing from all parts of the batch"
     return DataProto.concat([parts[number].select(names) for number in numbers], rows=torch.from_numpy(index))

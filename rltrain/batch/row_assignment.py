@@ -40,14 +40,13 @@ def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step
 
 
 def rows_of_same_groups(uids: Sequence[int], chosen: Sequence[Rows], others: Sequence[int]) -> list[Rows]:
-    """Return, for each mini-batch, those rows of another batch whose prompt group occurs in the mini-batch.
+    """Return the rows of another batch whose prompt groups occur in a mini-batch, as one list for each mini-batch.
 
     Args:
         uids: for each row of the batch that is divided into mini-batches, the number that identifies its prompt group,
             (B,).
         chosen: for each mini-batch, the indices of its rows in the batch that is divided into mini-batches.
-        others: for each row of the other batch, from which rows are returned, the number that identifies its prompt
-            group.
+        others: for each row of the other batch, the number that identifies its prompt group.
     """
     groups = [{uids[row] for row in rows} for rows in chosen]
     return [[row for row, uid in enumerate(others) if uid in members] for members in groups]
@@ -87,7 +86,9 @@ def microbatches(
         return [[row] for row in sorted(rows, key=lambda row: (-work[row], row))]
     costs, sizes = [max(work[row], 1) for row in rows], [lengths[row] for row in rows]
     even = partition(costs, wanted, sizes=sizes, room=max_tokens)
-    if even is None:  # The greedy partition could not fit all rows, so the search starts from the first-fit packing.
+    # If the greedy partition cannot fit all rows into `wanted` micro-batches of `max_tokens` tokens, the search for
+    # nearly equal work starts from the first-fit packing.
+    if even is None:
         place = {row: index for index, row in enumerate(rows)}
         packed = _split([[place[row] for row in cut] for cut in fewest], wanted, costs)
         even = refined(costs, packed, sizes=sizes, room=max_tokens)

@@ -8,7 +8,7 @@ from rltrain.batch.trajectory import NOT_SAMPLED
 
 
 def sampled_tokens(batch: DataProto) -> Tensor:
-    """Return a bool tensor (N,) that says for each response token whether the policy sampled the token.
+    """Return a bool tensor (N,) that is True at the response tokens that the policy sampled.
 
     Unlike `response_mask`, the result of `sampled_tokens` is also True for the sampled tokens of rows that are not
     trained on.
@@ -17,6 +17,6 @@ def sampled_tokens(batch: DataProto) -> Tensor:
 
 
 def sampled_lengths(batch: DataProto) -> Tensor:
-    """Return an int64 tensor (B,) with the number of response tokens of each row that the policy sampled."""
+    """Return the number of sampled response tokens in each row, as an int64 tensor (B,)."""
     counts = sampled_tokens(batch).cumsum(0)
     return torch.cat([counts.new_zeros(1), counts])[batch.offsets("policy_version")].diff()

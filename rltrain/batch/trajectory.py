@@ -27,7 +27,8 @@ from typing import Any, Self, TypeVar
 NOT_SAMPLED = -1  # The value of `policy_version` at a response token that belongs to an observation.
 # Values of `Trajectory.stop_reason` which mean that a limit cut the trajectory off.
 LIMITS = ("max_turns", "max_response_length", "deadline")
-STOP_REASONS = ("answer", "done", "error", *LIMITS)  # Values of `Trajectory.stop_reason` in an environment.
+# Values of `Trajectory.stop_reason` for trajectories in an environment.
+STOP_REASONS = ("answer", "done", "error", *LIMITS)
 
 _Value = TypeVar("_Value", int, float)
 
@@ -79,8 +80,8 @@ class Turn:
 class Trajectory:
     """One sample of a prompt: a sequence of turns.
 
-    The context of an action begins with the observation of the most recent turn that has a new context. If no turn has
-    a new context, the context begins with the prompt.
+    The tokens from which the policy samples an action (the action's context) start with the observation of the latest
+    turn whose `new_context` is True. If `new_context` is False in all turns so far, the context starts with the prompt.
 
     Attributes:
         uid: number that identifies the prompt group of the sample.
@@ -90,8 +91,8 @@ class Trajectory:
             not cut off), "done" (the environment ended the trajectory), "error" (the environment failed), or one of
             `LIMITS`. A single answer without an environment has the stop reason "".
         messages: the conversation as chat messages, from the prompt to the last message; empty without an environment.
-            Each message at the beginning of the second or a later context has the key `context`, whose value is the
-            number of contexts that began before this context.
+            Messages that start the second or a later context have the key `context`, whose value is the number of
+            earlier contexts.
         reward: reward that the environment gave for the whole trajectory; None if the environment gave no reward for
             the whole trajectory.
         error: one line that says how the environment failed; "" if the environment did not fail. A trajectory with an
@@ -154,8 +155,8 @@ class Trajectory:
     @property
     def tool_calls(self) -> int:
         """Number of well-formed tool calls that the policy made."""
-        # Messages at the beginning of a second or later context can repeat tool calls of earlier contexts. To count
-        # each tool call only once, messages with the key `context` are skipped.
+        # Messages that start the second or a later context can repeat tool calls of earlier contexts. To count each
+        # tool call only once, messages with the key `context` are skipped.
         own = [message for message in self.messages if "context" not in message]
         return sum(len(message.get("tool_calls", ())) for message in own)
 
@@ -189,12 +190,12 @@ class Trajectory:
         return found
 
     def turn_index(self) -> Sequence[int]:
-        """Return for each response token the number of the turn that sampled the token; -1 for observation tokens."""
+        """Return the number of the turn in which each response token was sampled; -1 for observation tokens."""
         observed = [[-1] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([[number] * len(turn.action_ids) for number, turn in enumerate(self.turns)], observed)
 
     def turn_states(self) -> Sequence[int]:
-        """Return for each sampled token a hash of the observation of the token's turn; 0 for observation tokens."""
+        """Return a hash of the turn's observation for each sampled token; 0 for observation tokens."""
         observed = [[0] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([[_hash(turn.observation_ids)] * len(turn.action_ids) for turn in self.turns], observed)
 
@@ -208,7 +209,7 @@ class Trajectory:
         return starts
 
     def turn_rewards(self) -> Sequence[float]:
-        """Return for each response token the reward of the turn that ends with the token; 0.0 for all other tokens."""
+        """Return the turn's reward at the last sampled token of each turn, and 0.0 at all other response tokens."""
         observed = [[0.0] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([turn.token_rewards() for turn in self.turns], observed)
 

@@ -9,7 +9,7 @@ from rltrain.base.errors import ConfigError
 from rltrain.data.rows import Rows
 from rltrain.settings.typed import require
 
-_BATCH = 1024  # `_check_values` converts at most `_BATCH` rows at once.
+_BATCH = 1024  # `_check_values` converts at most `_BATCH` rows to Python values at once.
 
 
 def table_rows(table: Any, where: str) -> Rows:

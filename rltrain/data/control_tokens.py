@@ -1,16 +1,16 @@
 """Encoding of prompts in which the name of a control token, such as `<|im_end|>`, is treated as ordinary text.
 
-A tokenizer replaces the name of a control token with that token wherever the name occurs, even in the text of a user.
-Without special handling, a chat message that contains the name of a control token could end its own turn of the chat or
-open another turn. If the data contains no control-token name, the tokenizer is used unchanged. If the data contains a
-control-token name, encoding has three steps:
+A tokenizer encodes the name of a control token as the control token itself wherever the name occurs, even in a user's
+text. Without special handling, a chat message that contains the name of a control token could end its own turn of the
+chat or open another turn. If the data contains no control-token name, the tokenizer is used unchanged. If the data
+contains a control-token name, encoding has three steps:
 
 1. Before the chat template is applied, placeholders (private-use Unicode characters) replace the control-token names in
    the data. With the placeholders in the data, all control-token names in the template's output come from the template
    itself.
 2. In a copy of the tokenizer, each control token is renamed to a string of private-use characters. In the output of the
-   chat template, each control-token name is replaced by the new name of its token. In the renamed output, each
-   placeholder is replaced by the original control-token name from the data. The copied tokenizer encodes the original
+   chat template, each control-token name is replaced by the private-use name of the same token. Then each placeholder
+   in the output is replaced by the original control-token name from the data. The copied tokenizer encodes the original
    control-token names as ordinary text.
 3. Two checks verify the token ids of the encoded text. For the text with placeholders, the copied tokenizer must give
    the same ids as the original tokenizer. Replacing the placeholders by the original names must not change the sequence
@@ -26,7 +26,7 @@ from typing import Any
 
 # Names such as <|user|> count as control tokens even if the tokenizer does not flag them as special.
 _BARS = re.compile(r"<[|｜].*[|｜]>", re.DOTALL)
-# Unicode characters for private use serve as placeholders, and as names of control tokens in the copied tokenizer.
+# Unicode characters for private use serve as placeholders, and as names of control tokens in the copy of the tokenizer.
 _PRIVATE = re.compile("[\U000f0000-\U000fffff]")
 _STAND_INS = 0xF0000
 _NAME = "\U000ffff0{}\U000ffff1"
@@ -96,7 +96,7 @@ class ControlTokens:
         return self._any_added.search(text) is not None
 
     def encode(self, value: Any, write: Callable[[Any], str], *, written: str, add_special_tokens: bool) -> list[int]:
-        """Return the token ids of data, in which control-token names are encoded as ordinary text.
+        """Return the token ids of a prompt, with the control-token names in the data encoded as ordinary text.
 
         Args:
             value: the prompt from the data: a string, or dicts and lists that contain strings.
@@ -138,7 +138,7 @@ class ControlTokens:
         named = _Marked(self._any_added.sub(self._renamed, marked.text), marked.spelled)
         encode = functools.partial(self._encode_named, add_special_tokens=add_special_tokens)
         if encode(named.text) != ordinary:
-            raise ControlTokenError("the encoding of the text around the control-token name would change")
+            raise ControlTokenError("the token ids of the text around the control-token name would change")
         ids = encode(named.restored())
         if self._control(ids) != self._control(ordinary):
             raise ControlTokenError("the tokenizer's vocabulary also contains the control-token name as ordinary text")
@@ -177,7 +177,8 @@ class ControlTokens:
             like = self._added.get(name, AddedToken(name, normalized=False))
             flags = {flag: getattr(like, flag) for flag in ("single_word", "lstrip", "rstrip", "normalized")}
             made.add_tokens([AddedToken(_NAME.format(number), special=False, **flags)])
-        made.encode_special_tokens = True  # The copy encodes the original names of special tokens as text.
+        # With `encode_special_tokens`, the copied tokenizer encodes the names of special tokens as ordinary text.
+        made.encode_special_tokens = True
         known = self._tokenizer.convert_tokens_to_ids(self.names)
         own: Any = made.token_to_id
         return made, {own(_NAME.format(number)): id for number, id in enumerate(known)}
@@ -191,8 +192,8 @@ class ControlTokens:
     def _normalizer(self) -> tuple[Callable[[str], str] | None, re.Pattern[str]]:
         """Return the tokenizer's normalizer, and a pattern that matches the normalized names of control tokens.
 
-        The pattern covers only the control tokens that the tokenizer searches for after normalization. If no control
-        token is searched for after normalization, the returned normalizer is None.
+        The returned pattern covers only the control tokens that the tokenizer searches for after normalization. If no
+        control token is searched for after normalization, the returned normalizer is None.
         """
         own: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         normalize = own.normalizer.normalize_str if own is not None and own.normalizer is not None else None

@@ -85,7 +85,7 @@ def local_directory(path: str | Path) -> Path:
 def portable(path: str) -> str:
     """Return a model's path in a form that is also valid on other machines and in other working directories.
 
-    For a model from the hub, the result is the model's name with its commit. For any other model, the result is an
+    For a model from the hub, return the model's name with its commit. For a model in a folder, return the folder's
     absolute path.
     """
     return path if path in _snapshots else str(Path(path).expanduser().absolute())
@@ -196,7 +196,7 @@ def _last_message(lines: IO[str], on_bytes: Callable[[int, int], None]) -> dict[
     """
     for line in lines:
         if not line.startswith('{"'):
-            continue  # The line is not a message: another library in the download process printed the line.
+            continue  # Other libraries in the download process can print lines that are not messages.
         message: dict[str, Any] = json.loads(line)
         if "bytes" not in message:
             return message

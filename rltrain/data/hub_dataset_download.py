@@ -1,9 +1,9 @@
 """The process that downloads a data set from the hub for `rltrain.data.hub_datasets`.
 
-The process writes one JSON object to its standard output. If the download succeeds, the JSON object that the process
-writes holds the commit, the configuration, the split and the paths of the split's Arrow files. If the download fails,
-the process writes the JSON object {"error": reason and remedy}. Progress bars of the library `datasets` go to the
-standard error of the process.
+The download process writes one JSON object to its standard output. If the download succeeds, this JSON object holds the
+commit, the configuration, the split and the paths of the split's Arrow files. If the download fails, the download
+process writes the JSON object {"error": reason and remedy}. Progress bars of the library `datasets` go to the standard
+error of the download process.
 """
 
 import difflib
@@ -24,7 +24,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SPLITS = {"train": ("train",), "val": ("validation", "val", "valid", "dev", "test")}
 _ATTEMPTS, _PAUSE_S = 3, 1.0
 _QUERY = re.compile(r"\?[^\s'\"]*")  # Matches the query string of a URL, which may contain a signature.
-_SHOWN = 8  # A message lists at most `_SHOWN` configurations or splits.
+_SHOWN = 8  # An error message lists at most `_SHOWN` configurations or splits.
 
 
 def main(repository: str, config: str | None, split: str | None, revision: str | None, *, key: str) -> None:
@@ -70,7 +70,7 @@ def _cached(
         try:
             builder = Cache(repo_id=repository, dataset_name=repository.partition("/")[2], config_name=name, **version)
             builder.download_and_prepare()
-        except ValueError:  # The data set is not in the cache.
+        except ValueError:  # A ValueError means that the data set is not in the cache.
             continue
         return _result(builder, _chosen(list(builder.info.splits or ()), wanted, repository, name, key))
     return None

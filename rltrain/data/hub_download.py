@@ -1,8 +1,8 @@
 """The process that downloads a model from the hub for `rltrain.data.hub`.
 
-The process writes messages to its standard output, one JSON object per line. During the download, each message has the
-form {"bytes": [done, total]}. The last message of the download process has the form {"folder": path} or {"error":
-reason and remedy}.
+The download process writes messages to its standard output, one JSON object per line. Each message about the progress
+has the form {"bytes": [done, total]}. The last message of the download process has the form {"folder": path} or
+{"error": reason and remedy}.
 """
 
 import errno
@@ -39,7 +39,7 @@ def main(model: str, revision: str | None) -> None:
 def snapshot(model: str, revision: str | None, **options: Any) -> Path:
     """Download the model files that a run needs, and return the model's snapshot folder in the cache.
 
-    The weights are downloaded as safetensors files. Torch files, an older format, are used only if the model has no
+    Model weights are downloaded as safetensors files. Torch files, an older format, are used only if the model has no
     safetensors files.
 
     Args:
@@ -110,7 +110,7 @@ def _progress_class() -> type:
             """Display nothing, although tqdm calls this method to draw the bar."""
 
         def update(self, n: float | None = 1) -> None:
-            """Count the downloaded bytes, and write a message if enough time has passed since the last message."""
+            """Count the downloaded bytes, and write a progress message if the last one is `_EVERY_S` seconds old."""
             super().update(n)
             if self.unit == "B" and time.monotonic() - last[0] >= _EVERY_S:
                 last[0] = time.monotonic()

@@ -21,7 +21,7 @@ _TOKENIZER = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "voc
 def check_directory(path: str, key: str = "model.path") -> None:
     """Raise an error unless `path` is a model directory in Hugging Face format.
 
-    The contents of the weight files are checked by `check_weights`, not by this function.
+    `check_weights`, and not `check_directory`, checks the contents of the weight files.
 
     Args:
         path: the model's directory.
@@ -361,7 +361,7 @@ def model_config(path: str | Path, key: str = "model.path") -> dict[str, Any]:
 
     try:
         whole = AutoConfig.from_pretrained(str(local_directory(path)), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # For example, transformers does not know the model type.
+    except Exception as error:  # transformers raises an exception, for example, for an unknown model type.
         reason = " ".join(str(error).split())[:160]
         raise ConfigError(
             f"{key}={path}: config.json does not load ({type(error).__name__}: {reason}); use a model of a type "

@@ -124,7 +124,7 @@ def shards(index: Path, where: str) -> list[Path]:
 def stored_tensors(folder: Path, where: str) -> dict[str, StoredTensor]:
     """Return a dict that maps the name of each tensor in a model's weight files to the tensor's description.
 
-    The function reads only the headers of the weight files.
+    Only the headers of the weight files are read.
 
     Raises:
         ConfigError: a weight file is broken, or two files hold the same tensor.
@@ -215,7 +215,7 @@ def skeleton(path: str, kind: Any = None, where: str | None = None, *, attention
             folder, heads = local_directory(path), {} if kind is AutoModelForCausalLM else {"num_labels": 1}
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False, **heads)
             return kind.from_config(config, trust_remote_code=False, attn_implementation=attention, dtype=torch.float32)
-        except Exception as error:  # For example, transformers does not know the model type.
+        except Exception as error:  # transformers raises an exception, for example, for an unknown model type.
             raise ConfigError(
                 f"{where or f'model.path={path}'}: transformers cannot create {kind.__name__} from its config.json "
                 f"({type(error).__name__}: {one_line(' '.join(str(error).split()), 160)}); use a model of a type that "
@@ -366,8 +366,8 @@ def read_weights(model: Any, path: str, where: str, *, device: Any, new_head: bo
     if files[0].suffix == SAFETENSORS:
         state = {name: tensor for file in files for name, tensor in stored_rows(file).items()}
     mapping: Any = get_model_conversion_mapping(model)
-    # The two private methods below are parts of `from_pretrained`. `from_pretrained` itself cannot load shards for a
-    # device mesh that the caller has chosen.
+    # `from_pretrained` calls the private methods `_load_pretrained_model` and `_finalize_model_loading`.
+    # `from_pretrained` itself cannot load shards for a device mesh that the caller has chosen.
     how = LoadStateDictConfig(
         pretrained_model_name_or_path=path,
         ignore_mismatched_sizes=True,

@@ -198,7 +198,8 @@ def _require_prompt(prompt: Any, tokenizer: Any, place: str) -> None:
     require(good, f"{place}: the prompt is neither text nor chat messages; {ROW_HELP}")
     require(
         bool(tokenizer.chat_template),
-        f"{place}: chat messages, but the model's tokenizer has no chat template; use text prompts or a chat model",
+        f"{place}: the prompt has chat messages, but the model's tokenizer has no chat template; use text prompts or a "
+        "chat model",
     )
 
 

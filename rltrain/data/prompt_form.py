@@ -1,8 +1,8 @@
 """Rules that turn the rows of a data set into prompts: which columns are read, and how a row becomes a prompt.
 
 The config key `data.prompt` names a column, or is a template such as `{question} Think step by step.`. If `data.prompt`
-is not set, the names of the data's columns decide what becomes the prompt. The prompt comes from the first column in
-the following list that the data has:
+is not set, the names of the data's columns decide what becomes the prompt. Of the columns in the following list, the
+first one that exists in the data becomes the prompt:
 
 - The column `prompt` holds text or chat messages, which are used unchanged.
 - The columns `messages` and `conversations` hold chat messages. If the assistant wrote the last message, the prompt
@@ -17,7 +17,8 @@ can forbid chat messages, or turn all text into user messages.
 Reward functions get the value of each data column as an argument with the column's name. If prompts are made from chat
 messages in a column other than `prompt`, reward functions also get the assistant's last message as the argument
 `completion`. If the data has no column `answer`, reward functions get the column `solution` or `output` as the argument
-`answer`. A column `completion` in the data takes precedence over the assistant's last message.
+`answer`. If the data has a column `completion`, the argument `completion` is the value of this column and not the
+assistant's last message.
 """
 
 import difflib

@@ -1,6 +1,6 @@
 """The shuffled order in which training uses the prompts.
 
-Checkpoints save and restore the position in the prompt order.
+A checkpoint stores the position in the prompt order, so that a resumed run continues there.
 """
 
 import random

@@ -9,7 +9,7 @@ p (1 - p) of the outcomes is largest at p = 1/2, so the policy learns most from 
     unseen: the success rate has not been measured yet
     easy:   success rate >= easy_threshold
     hard:   success rate <= hard_threshold
-    normal: all other prompts
+    normal: hard_threshold < success rate < easy_threshold
 
 Each pool is assigned a subinterval of [0, 1). Draw number n, counted from 0, takes a prompt from the pool whose
 interval contains the point u(n):
@@ -24,9 +24,9 @@ fraction is f is chosen for about m * f of any m consecutive draws, with a small
 If the chosen pool is empty, the draw takes a prompt from the normal pool. If the chosen pool and the normal pool are
 both empty, the draw takes a prompt from the unseen pool. If the chosen pool, the normal pool and the unseen pool are
 all empty, the draw takes a random prompt from the hard and easy pools. If all prompts are hard or easy and both pools
-have small configured fractions, most draws take a random prompt, almost as in shuffled passes through all prompts.
-Random draws from the hard and easy pools include easy prompts, because otherwise the policy would train only on prompts
-that it fails to solve.
+have small configured fractions, most draws take a random prompt, so that training is almost the same as with shuffled
+passes through all prompts. Random draws from the hard and easy pools include easy prompts, because otherwise the policy
+would train only on prompts that it fails to solve.
 
 Within a pool, prompts are drawn without replacement: each pass through a pool is a random permutation of the prompts in
 the pool. A prompt that was drawn in one pass through a pool can be drawn again only in a later pass. A prompt is called
@@ -136,7 +136,7 @@ class PromptPools:
                 the draw's prompt group.
         """
         for position, (correct, judged) in sorted(outcomes.items()):
-            assert 0 <= correct <= judged <= _LARGEST, f"{correct} of {judged} answers are correct"
+            assert 0 <= correct <= judged <= _LARGEST, f"invalid outcome: {correct} of {judged} answers are correct"
             index = self._in_flight.pop(position)
             if judged:
                 self._sizes[self._pool_of(index)] -= 1

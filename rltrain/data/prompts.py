@@ -125,7 +125,7 @@ class PromptSet(Sequence[Prompt]):
         return crc
 
     def rows(self, count: int) -> list[int]:
-        """Return the numbers of the source's rows from which the first `count` prompts were made."""
+        """Return the source's row numbers of the first `count` prompts."""
         return self._kept[:count].tolist()
 
     def values(self) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -239,8 +239,8 @@ def _encode(
     """Encode the rows and append the prompts to the prompt set, until the set holds `limit` prompts.
 
     Returns:
-        A dict that maps the row number of each prompt that is too long to the prompt's length, and the number of rows
-        that hold chat messages.
+        Two values: a dict that holds the length of each overlong prompt, with row numbers as keys, and the number of
+        rows that hold chat messages.
     """
     too_long: dict[int, Overlong] = {}
     chats = 0
@@ -281,7 +281,7 @@ def _require_round_trips(rows: Rows, form: PromptForm, kept: Sequence[int], toke
         (row, text)
         for row, prompt in prompts
         for text in ([prompt] if isinstance(prompt, str) else [message["content"] for message in prompt])
-        # Text with names of added tokens is not checked, because added tokens may absorb white space.
+        # Text with names of added tokens is not checked, because tokenizers may drop white space next to added tokens.
         if not control.spells_added(text)
     ]
     if lost := loss([text for _, text in texts], tokenizer):

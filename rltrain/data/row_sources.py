@@ -3,7 +3,7 @@
 The first of the following forms that fits a source determines the kind of the source:
 
 - `builtin:NAME` names a built-in task.
-- The path of an existing file or folder names that file or folder.
+- An existing path names a data file, or a folder of data files.
 - `package.module:function` or `file.py:function` names a Python function that gives rows.
 - `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]` names a data set of the Hugging Face hub.
 - Any other text is treated as a path, and is refused because no file or folder has that path.

@@ -1,4 +1,4 @@
-"""Rows of data in memory, from any kind of source."""
+"""Rows of data from any kind of source, such as a file or a Python function."""
 
 import bisect
 import itertools
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one source, in memory as dicts or as an Arrow table.
+    """Rows of one source, as a list of dicts or as an Arrow table, which can be mapped from a file.
 
     Attributes:
         content: the rows, as a list of dicts or a `pyarrow.Table`.

@@ -1,8 +1,9 @@
 """Reading of selected rows of a tensor in a safetensors file, without reading the whole tensor.
 
-The safetensors library can also read slices, but rltrain does not use them. If the safetensors library maps the file
-into memory, its slices are views of the file, so a later change of the file would change the weights of a running
-model. Without memory mapping, the safetensors library reads the whole tensor before it returns a slice.
+The safetensors library has its own function for slices of tensors, but rltrain does not use this function. If the
+safetensors library maps the file into memory, its slices are views of the file, so a later change of the file would
+change the weights of a running model. Without memory mapping, the safetensors library reads the whole tensor before it
+returns a slice.
 """
 
 import json
@@ -21,7 +22,7 @@ _LENGTH_BYTES = 8  # A safetensors file begins with the length of its header, as
 class StoredRows:
     """A tensor in a safetensors file. Indexing reads the requested rows into memory.
 
-    The class has the interface that transformers expects of a lazily loaded tensor.
+    `StoredRows` has the interface that transformers expects of a lazily loaded tensor.
 
     Attributes:
         file: the safetensors file.
@@ -43,7 +44,8 @@ class StoredRows:
         """Read a part of the tensor.
 
         Args:
-            index: an ellipsis, a slice, or a tuple of slices. Only the rows that the first slice selects are read.
+            index: an ellipsis, a slice, or a tuple of slices. Only the rows that the first slice selects are read from
+                the file.
 
         Raises:
             OSError: the file ends before the end of the requested rows.

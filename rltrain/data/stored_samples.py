@@ -64,8 +64,8 @@ def stored_groups(folder: Path) -> Mapping[int, StoredGroup]:
         ConfigError: a sample table cannot be read.
     """
     groups: dict[int, StoredGroup] = {}
-    # A training step that failed and was repeated after a resume has two tables. `sample_files` returns the table of
-    # trained samples before the table of the failed step.
+    # A training step that failed and was repeated after a resume has two sample tables. `sample_files` returns the
+    # table of the repeated step before the table of the failed step.
     for file in sample_files(folder):
         try:
             uids: list[int] = pq.read_table(file.path, columns=["uid"])["uid"].to_pylist()

@@ -75,7 +75,7 @@ class SupervisedAnswers:
     def append(self, ids: Sequence[int]) -> None:
         """Store the supervised answer of the next prompt of the prompt set.
 
-        If the prompt has no supervised answer, `ids` is empty.
+        If the prompt has no supervised answer, the caller passes empty `ids`.
         """
         self._ids.extend(ids)
         self._ends.append(len(self._ids))
@@ -315,7 +315,7 @@ def load_answers(
 
     Raises:
         ConfigError: a named column is missing, an answer is invalid, or no row has an answer. The error message is one
-            line that gives the wrong value, the rule and the fix.
+            line that gives the invalid value, the rule that the value breaks, and the fix.
     """
     answers = AnswerForm(options.response, rows.columns, form, where=where)
     found = SupervisedAnswers(answers.source)
@@ -345,9 +345,9 @@ def load_answers(
 def _texts(
     rows: Rows, numbers: Sequence[int], form: PromptForm, answers: AnswerForm
 ) -> tuple[dict[int, str], dict[int, bool]]:
-    """Return two dicts with row numbers as keys. The first dict maps a row number to the text of the row's answer. The
-    second dict maps a row number to True if the row's prompt consists of chat messages, and to False if the prompt is
-    text.
+    """Return two dicts with row numbers as keys. The first returned dict maps a row number to the text of the row's
+    answer. The second returned dict maps a row number to True if the row's prompt consists of chat messages, and to
+    False if the prompt is text.
     """
     texts, chats = {}, {}
     for number in numbers:
@@ -364,7 +364,7 @@ def _texts(
 def _require_round_trips(rows: Rows, answers: Sequence[tuple[int, str]], tokenizer: Any) -> None:
     """Raise ConfigError if the tokenizer loses a part of one of the answers."""
     control = ControlTokens(tokenizer)
-    # Text with names of added tokens is not checked, because added tokens may absorb white space.
+    # Text with names of added tokens is not checked, because tokenizers may drop white space next to added tokens.
     plain = [(row, text) for row, text in answers if not control.spells_added(text)]
     if lost := loss([text for _, text in plain], tokenizer):
         number, difference = lost

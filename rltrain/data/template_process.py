@@ -45,7 +45,8 @@ def main(descriptor: int, progress: int, chat_seconds: int, memory_mb: int) -> N
     begun = mmap.mmap(progress, 1)
     with contextlib.suppress(EOFError, ConnectionError):
         try:
-            # transformers is imported before the memory limit is set, so that the library's own memory does not count.
+            # transformers is imported before the memory limit is set, so that the library's own memory does not count
+            # towards the limit.
             import transformers.utils.chat_template_utils  # noqa: F401
 
             limit_memory(memory_mb)
@@ -81,8 +82,8 @@ def _rendered(
 def _limit_processor_time(seconds: float) -> None:
     """Limit the total processor time of this process.
 
-    The limit on the processor time is in seconds and is rounded up. When the process reaches the limit, the kernel
-    kills the process with SIGXCPU.
+    The limit `seconds` is rounded up to whole seconds. When the process reaches the limit, the kernel kills the process
+    with SIGXCPU.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), resource.getrlimit(resource.RLIMIT_CPU)[1]))
 

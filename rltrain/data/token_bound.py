@@ -26,8 +26,8 @@ class _Counting:
     """How the units (characters or bytes) of a text are counted, and how many units one token can cover.
 
     Attributes:
-        longest: largest number of units that one token covers.
-        units: function that returns the number of units of one character.
+        longest: largest number of units (characters or bytes) that one token can cover.
+        units: function that returns the number of units (characters or bytes) for which one character counts.
         normalize: function that applies the tokenizer's normalizer to a text.
     """
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 _LONGEST = 10_000  # Only the first 10,000 characters of each text are compared.
-_SHOWN = 24  # Number of characters that are shown on each side of a difference.
+_SHOWN = 24  # Number of characters that a message shows on each side of a difference between two texts.
 
 
 def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
@@ -25,7 +25,8 @@ def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
     Returns:
         A pair (index of the damaged text, description of the damage), or None if the tokenizer damages no text.
     """
-    gone: tuple[int, str] | None = None  # Index and damage of the first text that lost all its white space.
+    # Index of the first text that lost all its white space, and a description of the loss.
+    gone: tuple[int, str] | None = None
     kept = False  # True if any text still had white space after the round trip.
     for number, text in enumerate(text[:_LONGEST] for text in texts):
         ids = tokenizer(text, add_special_tokens=False, truncation=False, verbose=False)["input_ids"]

@@ -44,7 +44,7 @@ class _Turn:
     Attributes:
         messages: the messages after the answer.
         thought: text of the thought (`<think>...</think>`) before the answer.
-        cut: whether the answer was cut off before the policy sampled the end of the answer.
+        cut: whether the answer was cut off before the policy sampled an end token.
     """
 
     messages: "Sequence[Message]"
@@ -53,8 +53,7 @@ class _Turn:
 
 
 def fault(renderer: "TurnRenderer", roles: Collection[str]) -> str | None:
-    """Return one line that says why appended turns would differ from the chat template's rendering; None if no
-    difference was found.
+    """Return one line on how turn-by-turn conversations differ from the template's rendering; None if they agree.
 
     Args:
         renderer: the renderer to check.
@@ -69,9 +68,9 @@ def fault(renderer: "TurnRenderer", roles: Collection[str]) -> str | None:
             try:
                 _check(renderer, turns)
             except (_FaultError, TemplateError) as error:
-                return f"new turns cannot be added as the template writes them ({what}): {error}"
+                return f"a conversation built turn by turn would differ from the template's rendering ({what}): {error}"
     except (_FaultError, TemplateError) as error:
-        return f"new turns cannot be added as the template writes them: {error}"
+        return f"a conversation built turn by turn would differ from the template's rendering: {error}"
     return None
 
 
@@ -149,7 +148,7 @@ def _sampled_end(renderer: "TurnRenderer", messages: "Sequence[Message]") -> lis
     tokens.
 
     Raises:
-        _FaultError: the engine does not stop at the control token.
+        _FaultError: the engine does not stop at the control token that ends an answer.
     """
     ids = renderer.observation_ids(messages, [])
     first = next((id for id in ids if id in renderer.special_ids), None)
@@ -186,7 +185,7 @@ def _require_same(renderer: "TurnRenderer", row: Sequence[int], whole: Sequence[
             raise _FaultError(f"{text[-80:]!r} stands where the template writes {their_text[-80:]!r}; {_WAY_OUT}")
     if len(ours) != len(theirs):
         raise _FaultError(
-            f"the appended turns have {len(ours) - 1} control tokens, but the template writes {len(theirs) - 1}"
+            f"the built conversation has {len(ours) - 1} control tokens, but the template writes {len(theirs) - 1}"
         )
 
 
@@ -207,7 +206,7 @@ def _compared(text: str, answers: Sequence[str]) -> str:
 
 def _pieces(renderer: "TurnRenderer", ids: Sequence[int]) -> list[tuple[int | None, list[int]]]:
     """Split `ids` into pieces that each consist of a control token and the ids up to the next control token. The first
-    piece has no control token.
+    returned piece has no control token.
     """
     pieces: list[tuple[int | None, list[int]]] = [(None, [])]
     special = renderer.special_ids - {*renderer.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])}

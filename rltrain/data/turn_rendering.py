@@ -3,8 +3,8 @@
 The token ids of a context grow only at the end: the prompt's ids are followed by the ids that the policy sampled, the
 ids of an *observation*, the next sampled ids, and so on. The text of an observation is everything that the chat
 template writes between two answers of the assistant, except for text that the policy has already sampled. An
-observation has three parts: the part of the earlier answer's closing text that the policy has not sampled, the new
-messages, and the text that opens the next answer.
+observation has three parts: the text that the template writes at the end of the previous answer (without tokens that
+the policy has already sampled), the new messages, and the text that opens the next answer.
 
 To find the text of an observation, a short conversation is rendered: a user's message, an *anchor*, and the new
 messages. The anchor is an answer of the assistant that ends with a known word. The observation is the rendered text
@@ -120,14 +120,14 @@ class TurnRenderer:
     def observation_ids(self, messages: Sequence[Message], action_ids: Sequence[int]) -> list[int]:
         """Return the token ids of the text between a sampled answer and the assistant's next answer.
 
-        The returned ids start with the part of the answer's closing text that the policy did not sample. For example,
-        the returned ids start with the end token and a newline if the answer was cut off, and with only the newline if
-        the policy sampled the end token. If the policy ended the answer with a token of `stop_ids` other than the
-        template's end token, the sampled token replaces the template's end token. If the template has no end token, an
-        answer ends with the control token that opens the next message. If the policy has already sampled the control
-        token that opens the next message, the returned ids do not repeat this token. If the policy has sampled a
-        control token that opens a message of another role than the next message, the returned ids still contain the
-        control token that opens the next message.
+        The first returned ids are the tokens that the template writes at the end of the sampled answer, without tokens
+        that the policy has already sampled. For example, the returned ids start with the end token and a newline if the
+        answer was cut off, and with only the newline if the policy sampled the end token. If the policy ended the
+        answer with a token of `stop_ids` other than the template's end token, the sampled token replaces the template's
+        end token. If the template has no end token, an answer ends with the control token that opens the next message.
+        If the policy has already sampled the control token that opens the next message, the returned ids do not repeat
+        this token. If the policy has sampled a control token that opens a message of another role than the next
+        message, the returned ids still contain the control token that opens the next message.
 
         Args:
             messages: the new messages: results of tools, or messages of a user. Tool results at the start of `messages`
@@ -156,8 +156,7 @@ class TurnRenderer:
         return self.decoded(ids[: len(ids) - ended])
 
     def probe(self, roles: Collection[str] = ("tool", "user")) -> str | None:
-        """Return one line that says why appended turns would differ from the chat template's rendering; None if no
-        difference was found.
+        """Return one line on how turn-by-turn conversations differ from the template's rendering; None if they agree.
 
         Args:
             roles: roles of the messages that follow an answer of the assistant.
@@ -251,9 +250,7 @@ class TurnRenderer:
         return messages if self._control.first_in(messages) is None else _replaced(messages, _PRIVATE)
 
     def _after_mark(self, messages: Sequence[Message]) -> list[int]:
-        """Return the ids of the text that the template writes after an answer's content, including all of its closing
-        text.
-        """
+        """Return the token ids of everything that the template writes after an answer's content, with its end token."""
         # `mark` is put before the text, because some tokenizers treat the start of a text in a special way.
         lead = self._mark_ids
         ids = self._encoded(messages, lambda messages: self.mark + self._difference(messages))
@@ -276,7 +273,7 @@ class TurnRenderer:
         template accepts.
 
         Most templates expect the arguments of a tool call as an object, and some templates expect the JSON text of the
-        object. Some templates refuse several calls in one message, but write several tool results.
+        object. Some templates refuse several tool calls in one message, but accept several tool results.
         """
         refusal = None
         for message in _call_messages(calls, self.mark):
@@ -285,7 +282,7 @@ class TurnRenderer:
             except TemplateError as error:
                 refusal = refusal or error
                 continue
-            if self.mark not in text:  # The template does not write tool calls.
+            if self.mark not in text:  # A rendered text without `mark` means that the template writes no tool calls.
                 return self.answer_anchor
             markup, closing = self._ended(text.rpartition(self.mark)[2])
             return Anchor(message, text.count(self.mark), markup, closing)

@@ -1,7 +1,7 @@
 """Adapters that turn environments of other libraries into environments of rltrain.
 
-The user passes to an adapter a function that creates the environment's object, so the adapter need not import the
-library of the environment. Example:
+An adapter gets a function that creates the environment object, so the adapter need not import the environment's
+library. Example:
 
     import reasoning_gym
     from rltrain.environments.adapters import from_reasoning_gym

@@ -9,9 +9,9 @@ An agent function gets only the arguments that its signature names, or all possi
 `**kwargs`. The possible arguments of an agent function are `base_url` and `api_key` for an OpenAI client, `model` (a
 model name for the client), `messages` (the prompt as chat messages), `seed`, and the columns of the data by name. If
 the agent function returns a number, the number is the reward of the trajectory. If the agent function returns a dict,
-the dict maps the id of an answer to the reward of that answer's turn. An agent function can be a coroutine function.
-The docstring of the class `workers.environments.agent_program.CommandProgram` describes what an agent program that is a
-command gets as its input.
+the dict maps the id of an answer to the reward of that answer's turn. An agent function can be a coroutine function. If
+the agent program is a command, the docstring of the class `workers.environments.agent_program.CommandProgram` describes
+the command's input.
 """
 
 import inspect

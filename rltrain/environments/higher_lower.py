@@ -40,8 +40,8 @@ class HigherLower:
 
         Returns:
             Three values: the observation, the reward of the guess, and whether the game is over. The observation is
-            "right", "higher" if the hidden digit is higher than the guess, "lower" if the hidden digit is lower than
-            the guess, or "one digit" if the text is not a digit.
+            "right" if the guess is the hidden digit, "higher" if the hidden digit is higher than the guess, "lower" if
+            the hidden digit is lower than the guess, or "one digit" if the text is not a digit.
         """
         self._left -= 1
         guess = text.strip()

@@ -1,6 +1,7 @@
 """Adapters for environments that other libraries run on a server, in a separate process or container.
 
-Because the server is separate, the library of the environment need not be installed together with rltrain. Example:
+The server can have its own Python installation, so the environment's library need not be installed together with
+rltrain. Example:
 
     from rltrain.environments.servers import from_openenv
 
@@ -86,11 +87,11 @@ def from_openenv(
 def from_verifiers(address: str) -> Callable[..., Coroutine[Any, Any, float]]:
     """Return an agent function that runs each conversation on an environment server of the library verifiers 0.4.
 
-    The server runs its own agents and scores the conversation. The agents of the server send their requests for the
-    policy to rltrain's API. The agent function returns the weighted sum of all rewards of the conversation. The columns
-    of the data become the fields of verifiers' `TaskData`; if the data has no column `prompt`, the field `prompt`
-    contains the chat messages of the prompt. The server must run on the machine of the environment worker, because
-    rltrain's API listens only at the loopback address.
+    The verifiers server runs its own agents and scores the conversation. The agents of the server send their requests
+    for the policy to rltrain's API. The agent function returns the weighted sum of all rewards of the conversation. The
+    columns of the data become the fields of verifiers' `TaskData`; if the data has no column `prompt`, the field
+    `prompt` contains the chat messages of the prompt. The server must run on the machine of the environment worker,
+    because rltrain's API listens only at the loopback address.
 
     Args:
         address: ZeroMQ address of the server, for example `tcp://127.0.0.1:5000`.

@@ -30,7 +30,7 @@ class ToolCall:
     """A call of a tool.
 
     Attributes:
-        name: name of the tool. The tool that the call names need not exist.
+        name: name of the called tool, which need not exist.
         arguments: dict that maps the name of each argument to the value decoded from JSON.
         id: nine letters or digits, unique among the calls in one answer of the model.
     """
@@ -60,7 +60,7 @@ class ParsedAction:
     """A model's text, separated into tool calls and other text.
 
     Attributes:
-        content: the text outside the calls, without white space at its start and end.
+        content: the text outside the tool calls, without white space at its start and end.
         calls: the tool calls, in the order in which they occur in the text.
     """
 
@@ -473,7 +473,7 @@ def _checked(value: Any, end: int | None = None) -> _Call:
 
 
 def _arguments(value: Any, end: int | None) -> dict[str, Any]:
-    """Return the arguments of a call, which are a JSON object or a string that contains a JSON object."""
+    """Return the arguments of a call as a dict. `value` is a JSON object, or a string that contains a JSON object."""
     if isinstance(value, str):
         try:
             text, (value, after) = value, _decoded(value, 0)

@@ -13,8 +13,8 @@ from math import isfinite
 from rltrain.settings.schema import Config
 
 # The starting entropy of a run is the mean entropy of the run's first START_STEPS steps. The entropy of a single step
-# is too noisy to serve as the starting entropy. The mean over ten or more steps would include steps in which training
-# has already changed the policy.
+# is too noisy to serve as the starting entropy. A mean entropy over ten or more steps would include steps in which
+# training has already changed the policy.
 START_STEPS = 3
 # The entropy alarm's threshold is the starting entropy times COLLAPSED_SHARE. A moderate fall of the entropy is normal
 # in training: on the built-in tasks, the final entropy is 20 to 40% of the starting entropy. Below 5% of the starting
@@ -24,17 +24,17 @@ COLLAPSED_SHARE = 0.05
 # consecutive steps. A single small batch may by chance contain only prompts that are too easy or too hard, but several
 # consecutive batches rarely do.
 PERSISTENT_STEPS = 5
-# The teachers' alarm is raised if more than MISSING_SHARE of a step's answers have no distillation term. No alarm is
-# raised if only a few answers lack the distillation term. A few answers may be too long for a teacher, or may be lost
-# when a teacher's endpoint restarts.
+# The alarm about teachers is raised if more than MISSING_SHARE of a step's answers have no distillation term. A smaller
+# share of answers without a distillation term is normal: some answers are too long for a teacher's context, and some
+# requests fail while a teacher's endpoint restarts.
 MISSING_SHARE = 0.05
 # The reward alarm compares mean rewards over windows of WINDOW_STEPS steps, because the prompts of a single step may be
 # unusually hard.
 WINDOW_STEPS = 5
-# The reward alarm is raised only if the mean reward loses more than the share LOST_SHARE of its gain. The gain is the
-# rise of the mean reward from the first window of steps to the best window, which has the highest mean reward. The loss
-# of reward must also exceed the standard deviation of the individual rewards in the best window. Both limits prevent
-# false alarms caused by noisy rewards.
+# The reward alarm is raised only if the mean reward falls from its best value by more than LOST_SHARE times its earlier
+# rise. The earlier rise is the mean reward of the best window minus the mean reward of the run's first window. The fall
+# of the mean reward must also exceed the standard deviation of the individual rewards in the best window, because a
+# smaller fall may be noise.
 LOST_SHARE = 0.5
 
 
@@ -120,8 +120,8 @@ class Alarms:
     def _same_outcome(self, metrics: Mapping[str, float]) -> str:
         """Return an alarm message if all answers to each prompt had the same outcome for several steps; else "".
 
-        No alarm is raised if each prompt has only one answer, because there are no answers to compare. If the policy
-        learns only from teachers, equal outcomes are not a failure, so no alarm is raised.
+        No alarm is raised if each prompt has only one answer, because there are no answers to compare. No alarm is
+        raised if the policy learns only from teachers, because training then does not use the rewards.
         """
         all_flat = metrics.get("reward/same_outcome_fraction", 0.0) >= 1
         compared = self.config.rollout.samples_per_prompt > 1 and not self.config.algorithm.distillation.alone
@@ -140,7 +140,11 @@ class Alarms:
         missing = metrics.get("actor/teacher_missing_fraction", 0.0)
         if missing <= MISSING_SHARE:
             return ""
-        effect = "are not trained on" if self.config.algorithm.distillation.alone else "are trained on rewards alone"
+        effect = (
+            "the step does not train on these answers"
+            if self.config.algorithm.distillation.alone
+            else "the step trains on these answers with rewards alone"
+        )
         return (
             f"{missing:.0%} of the answers have no distillation term, above {MISSING_SHARE:.0%}, and {effect}: a "
             "teacher's endpoint fails, or its context is too short; the log names the reason (verbose=true), and "

@@ -578,7 +578,7 @@ def page() -> str:
         "The file `metrics.jsonl` has one line per training step, and `evaluations.jsonl` has one per evaluation.",
         "Shares and means over tokens count all trained tokens, even tokens that `correction` or `rejection` drops.",
         "No metric under `reward/`, `actor/` or `critic/` depends on the duration of a step.",
-        "The `kl` in the progress line is the KL to the reference, else the KL to the teachers, else `actor/ppo_kl`.",
+        "The progress line's `kl` is the first metric that exists: KL to reference, KL to teachers, `actor/ppo_kl`.",
         "The metrics of a named evaluation set (`data.val_sets`) have names such as `eval/aime/sampled_reward`.",
         "A placeholder in a metric's name (`<name>`, `<phase>` or `<k>`) stands for one word or number.",
     ]

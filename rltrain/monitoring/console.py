@@ -36,8 +36,8 @@ SHOWN_MESSAGES = 12  # A printed conversation has at most SHOWN_MESSAGES message
 SHOWN_PARTS = 3  # The progress bar shows the scores of at most SHOWN_PARTS reward functions.
 # If the output is not a terminal, a download prints one line of progress every 60 seconds.
 DOWNLOAD_LINE_EVERY_S = 60.0
-# If the output is not a terminal, a line is printed after every tenth training step. A line is also printed after a
-# training step if the last line was printed at least 10 seconds earlier.
+# If the output is not a terminal, the metrics of every tenth training step are printed as one line. The metrics of any
+# other step are printed if the last line with metrics is at least 10 seconds old.
 PLAIN_EVERY, PLAIN_EVERY_S = 10, 10.0
 # If the output is not a terminal and no line about a training step has been printed for 60 seconds, a line about the
 # current step is printed.
@@ -51,7 +51,7 @@ class ConsoleDisplay:
     Args:
         total_steps: total number of training steps of the run.
         sample_every: number of training steps between two printed samples; 0 prints no samples.
-        console: console of the library rich, to which the display writes.
+        console: the `rich.console.Console` object to which the display writes.
         components: names of the reward functions and reward models.
         text_of: function that converts token ids to text, including special tokens. If `text_of` is None, samples are
             shown without special tokens.
@@ -173,7 +173,7 @@ class ConsoleDisplay:
         errors = [error for error in batch.non_tensor_batch["reward_error"] if error]
         if errors and (not self.failures_seen or step % PLAIN_EVERY == 0):
             first = one_line(errors[0])
-            # The stop reason of a conversation is "error" if the conversation failed, so that no reward was computed.
+            # If a conversation failed, its stop reason is "error" and its reward was not computed.
             reasons = Counter(batch.non_tensor_batch.get("stop_reason", ()))
             what = "conversations" if reasons["error"] == len(errors) else "rewards"
             text = f"  step {step}: {len(errors)} of {len(batch)} {what} failed and are left out: {first}"
@@ -359,7 +359,7 @@ def _call_text(function: Mapping[str, Any]) -> str:
 
 
 def _score_text(batch: DataProto, row: int, components: Sequence[str]) -> str:
-    """Return the reward of a row as text, and the scores of the reward functions if the run has several functions."""
+    """Return the reward of a row as text, with the score of each function if the run has several reward functions."""
     scores = batch.batch["reward_components"][row].tolist()
     # The column `valid` cannot be used to detect failed rewards, because `valid` is also False for rows that have a
     # score but are excluded from the statistics.

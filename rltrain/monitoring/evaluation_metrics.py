@@ -16,11 +16,11 @@ _REWARD = re.compile(r"eval/(?:(?P<name>[^/]+)/)?sampled_reward")
 
 
 def prefix_of(name: str, kind: str) -> str:
-    """Return the prefix of metric names for one evaluation set and one kind of answer, such as `eval/aime/greedy`.
+    """Return the prefix of the metric names of one evaluation set's sampled or greedy answers, e.g. `eval/aime/greedy`.
 
     Args:
         name: name of the evaluation set in `data.val_sets`; "" for the evaluation set of `data.val`.
-        kind: one of `KINDS`.
+        kind: kind of the answers, "sampled" or "greedy".
     """
     return f"eval/{name}/{kind}" if name else f"eval/{kind}"
 

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class JsonLinesFile:
-    """A file of JSON lines, to which JSON objects are appended, one per line.
+    """A JSON Lines file, to which JSON objects are appended, one per line.
 
     Args:
         path: path of the file, in an existing folder. Existing lines of the file are kept.
@@ -50,11 +50,11 @@ def line_of(metrics: Mapping[str, float]) -> dict[str, float | None]:
 
 
 def lines_of(rows: Iterable[Mapping[str, float]]) -> bytes:
-    """Convert metrics to the content of a file of JSON lines."""
+    """Convert rows of metrics to the content of a JSON Lines file."""
     return "".join(json.dumps(line_of(row)) + "\n" for row in rows).encode()
 
 
 def rows_of(lines: bytes) -> list[dict[str, float]]:
-    """Parse metrics from the content of a file of JSON lines, with NaN for each null."""
+    """Parse rows of metrics from the content of a JSON Lines file, with NaN for each null."""
     rows = (json.loads(line) for line in lines.splitlines())
     return [{name: math.nan if value is None else value for name, value in row.items()} for row in rows]

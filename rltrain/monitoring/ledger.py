@@ -2,7 +2,7 @@
 
 The ledger has one line per training step, with the following keys:
 
-- `used`: uids of the prompt groups that the training step was the first to train on.
+- `used`: uids of the prompt groups that were trained on for the first time in the training step.
 - `reused`: uids of the prompt groups from earlier steps that the training step trained on again (`trainer.reuse`).
 - `dropped`: uids of the prompt groups that were discarded without being trained on.
 - `failed`: one pair (uid of the prompt group, index of the answer in the group) for each answer whose reward failed.

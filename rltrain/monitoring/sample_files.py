@@ -54,12 +54,12 @@ class SampleFiles:
         return self._write(self.tables / f"failed_{step:06d}.parquet", batch)
 
     def write_evaluated(self, step: int, batches: Mapping[str, DataProto]) -> None:
-        """Write all samples of an evaluation to Parquet tables, one table for each evaluation set and kind of answer.
+        """Write all samples of an evaluation to Parquet tables, one table for each entry of `batches`.
 
         Args:
             step: number of training steps before the evaluation.
-            batches: maps a prefix of metric names, such as `eval/greedy` or `eval/aime/sampled`, to the answers from
-                which the metrics were computed.
+            batches: maps each prefix of metric names, such as `eval/greedy` or `eval/aime/sampled`, to the evaluated
+                answers.
         """
         self.evaluated.mkdir(exist_ok=True)
         for prefix, batch in batches.items():
@@ -82,7 +82,7 @@ class SampleFiles:
             batch.save(path)
         # Saving a batch fails, for example, if the disk is full or if JSON cannot represent the values of a column.
         except (OSError, RuntimeError, TypeError) as error:
-            return f"could not be kept ({' '.join(str(error).split())})"
+            return f"the batch could not be saved ({' '.join(str(error).split())})"
         return str(path)
 
     def restore(self, step: int) -> None:

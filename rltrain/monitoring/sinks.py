@@ -52,11 +52,12 @@ class Sink(Protocol):
         """
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
-        """Discard the metrics and samples of all training steps after `step`, because the run continues after `step`.
+        """Discard the metrics and samples of all training steps after `step`.
 
-        The trainer calls `restore` before the first step, and again whenever the run goes back to a checkpoint because
-        training ranks have failed. A sink must not rely on having received the metrics of all earlier steps, because a
-        run can begin in one output folder and continue in another output folder.
+        After `restore`, the run continues with the training step `step` + 1. The trainer calls `restore` before the
+        first step, and again whenever the run goes back to a checkpoint because training ranks have failed. A sink must
+        not rely on having received the metrics of all earlier steps, because a run can begin in one output folder and
+        continue in another output folder.
 
         Args:
             step: last training step whose results are kept; 0 at the start of a run.

@@ -17,9 +17,9 @@ from workers.training.dispatch import divergence
 def sample_metrics(batch: DataProto, components: Sequence[str]) -> dict[str, float]:
     """Compute metrics of a batch: statistics of its rewards, answer lengths and finish reasons.
 
-    Means and standard deviations of rewards include only the rows that have a score, for which the column `valid` is
-    True. Statistics of lengths, and metrics whose name ends in `_fraction`, include all rows. The length of an answer
-    is its number of sampled tokens.
+    Means and standard deviations of rewards include only rows whose column `valid` is True, so they exclude rows
+    without a score. Statistics of lengths, and metrics whose name ends in `_fraction`, include all rows. The length of
+    an answer is its number of sampled tokens.
 
     The metric `reward/accuracy` is the share of correct answers among the valid rows that a reward function has judged
     as correct or wrong. The metric `reward/accuracy` is missing if no valid row has been judged as correct or wrong.
@@ -68,7 +68,7 @@ def entropy_estimate(batch: DataProto) -> float:
     """Estimate the entropy of the sampling policy, at the sampling temperature, in nats per token.
 
     The estimate is the mean of -log p over the sampled tokens, where p is the probability of a sampled token. The
-    estimate is NaN if no token was sampled.
+    entropy estimate is NaN if no token was sampled.
     """
     sampled = batch.values("rollout_log_probs")[sampled_tokens(batch)]
     return -float(sampled.mean()) if len(sampled) else float("nan")

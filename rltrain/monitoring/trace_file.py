@@ -121,7 +121,7 @@ class _Process:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        # Names of the threads of the process. The list has the name of thread number n at index n - 1.
+        # Names of the threads of the process. `threads` has the name of thread number n at index n - 1.
         self.threads: list[str] = []
         # For events that may be nested, `rows` maps the name of a track to the timeline rows of the track.
         self.rows: dict[str, list[_Row]] = {}
@@ -149,9 +149,8 @@ class _Process:
     def thread_of(self, event: Event) -> tuple[int, bool]:
         """Return the number of the thread on which an event is drawn, and whether the thread is new.
 
-        In a Perfetto timeline, a thread is one row of events. The new event is drawn on a row that belongs to the
-        event's track. On the row of a new event, each earlier event either ends before the new event starts or contains
-        the new event.
+        In a Perfetto timeline, a thread is one row of events. A new event is drawn on a row of its track. The chosen
+        row has only events that end before the new event starts or that contain the new event.
         """
         if not event.nests:
             return self._free_thread(event)

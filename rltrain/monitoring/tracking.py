@@ -17,7 +17,7 @@ from rltrain.monitoring.trackers.background import BackgroundSink
 from rltrain.monitoring.trackers.loading import TENSORBOARD, make_sinks
 
 ALARMS = "alarms.jsonl"
-IN_CHECKPOINTS = (METRICS, EVALUATIONS, LEDGER, ALARMS)  # IN_CHECKPOINTS names the files that a checkpoint copies.
+IN_CHECKPOINTS = (METRICS, EVALUATIONS, LEDGER, ALARMS)  # Files of which each checkpoint stores a copy.
 
 
 class Display(Protocol):
@@ -100,8 +100,8 @@ class Tracker:
     def metrics_of(self, step: int) -> dict[str, float]:
         """Return the metrics of the training step `step` and of the evaluation after the training step `step`.
 
-        Only the most recent training step and the most recent evaluation are considered. The returned dict is empty if
-        neither the training step nor the evaluation has the step number `step`.
+        The returned dict is empty unless `step` is the number of the most recent training step or of the most recent
+        evaluation.
         """
         rows = [row for row in (*self.history.last(), *self.evaluations[-1:]) if row["step"] == step]
         return {name: value for row in rows for name, value in row.items()}

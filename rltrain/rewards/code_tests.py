@@ -50,11 +50,11 @@ def code_tests(
     Tests given as text cannot use `isinstance` or `except` with the program's own classes. Tests given as text cannot
     use arithmetic or `<` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. The tests can
     apply arithmetic and `<` to two objects that both come from the tested program. In the tests, `x in thing` iterates
-    over `thing` if `thing` is an object of the program, and does not call the object's method `__contains__`. If the
-    program changes an argument in place, a test sees the change in the argument itself. If a test keeps its own
-    reference to an object nested in an argument, the program's changes to that object are not visible through the
-    reference. In the tests, the names of Python's builtins, `math`, `cmath` and `unittest` always refer to Python's own
-    objects, even if the program redefines these names.
+    over `thing` if `thing` is an object of the program, and does not call the object's method `__contains__`. If a
+    function of the program changes an argument in place, the test sees the change in the object that it passed. If a
+    test holds a separate reference to an object that is nested in an argument, the program's changes to this object are
+    not visible through the reference. In the tests, the names of Python's builtins, `math`, `cmath` and `unittest`
+    always refer to Python's own objects, even if the program redefines these names.
 
     Args:
         prompt: the prompt, which is not used.

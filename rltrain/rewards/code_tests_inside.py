@@ -70,7 +70,7 @@ def _offered(message: Any) -> dict[str, Any]:
     for name, full in modules.items():
         top = full.partition(".")[0]
         # If the program imported a module of the standard library, the tests can use that module under the same name. A
-        # name in `_KEPT` must refer to Python's module of that name.
+        # name in `_KEPT`, such as `math`, must refer to the Python module with the same name.
         if name not in taken and top in sys.stdlib_module_names and (name not in _KEPT or name == full):
             offered[name] = importlib.import_module(full)
     return offered

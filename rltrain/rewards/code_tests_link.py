@@ -94,7 +94,7 @@ _FOR_THE_PROGRAM = ("call", "get", "set", "iter", "next", "len", "getitem")
 
 
 class Raised(Exception):
-    """Exception that replaces an exception of the other process if the original type is not built into Python."""
+    """Stands for an exception of the process at the other end of a `Link`, if its type is not built into Python."""
 
 
 class Far:

@@ -1,4 +1,4 @@
-"""The reward that the environment of a conversation gave."""
+"""Reward function that returns the reward from the environment of a conversation."""
 
 
 def environment_reward(prompt: str, response: str, *, environment_reward: float | None = None) -> float | None:
@@ -11,6 +11,6 @@ def environment_reward(prompt: str, response: str, *, environment_reward: float 
             no environment.
 
     Returns:
-        The argument `environment_reward`.
+        The argument `environment_reward`, unchanged.
     """
     return environment_reward

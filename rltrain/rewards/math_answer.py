@@ -10,7 +10,7 @@ from typing import Any
 
 from rltrain.rewards.boxed import last_boxed
 
-# Number of characters at the end of a response that are searched for the answer if the response has no box.
+# If a response has no `\boxed{...}`, only its last `_TAIL` characters are searched for an answer.
 _TAIL = 1000
 # Largest length of an expression that is evaluated, in characters.
 _LONGEST = 500
@@ -60,12 +60,12 @@ def math_answer(
 ) -> float | None:
     r"""Compare the response's answer with the right answer mathematically, using the library math-verify.
 
-    The response's answer is the content of its last closed `\boxed{...}`. If the response has no box and contains only
-    mathematics, the whole response is its answer. If the response has no box and also contains other text, math-verify
-    searches the last 1000 characters of the response, for example for "the answer is $x^2$", the last formula or the
-    last number. If only one of the two answers has a percent sign, a percentage such as 50% equals both one half and
-    50. If the right answer consists of words only ("east"), the response's answer and the right answer are compared as
-    text.
+    The response's answer is the content of its last closed `\boxed{...}`. If the response has no `\boxed{...}` and
+    contains only mathematics, the whole response is its answer. If the response has no `\boxed{...}` and also contains
+    other text, math-verify searches the last 1000 characters of the response, for example for "the answer is $x^2$",
+    the last formula or the last number. If only one of the two answers has a percent sign, a percentage such as 50%
+    equals both one half and 50. If the right answer consists of words only ("east"), the response's answer and the
+    right answer are compared as text.
 
     Some expressions would take too long to evaluate. Evaluation is limited by the form of the expression and by the
     number of function calls, not by time, so that every machine and thread gives the same score. An expression with one
@@ -85,7 +85,8 @@ def math_answer(
     Args:
         prompt: unused.
         response: the model's text.
-        answer: the right answer: a number, or an expression in LaTeX or plain text, with or without `$` or a box.
+        answer: the right answer: a number, or an expression in LaTeX or plain text, with or without `$` or
+            `\boxed{...}`.
         answer_marker: the text before the right answer, such as "####" in GSM8K's solutions. If the right answer
             contains the marker, only the part after the marker's last occurrence is read.
         float_rounding: number of decimal places that are compared if one of the numbers is a decimal.
@@ -176,7 +177,7 @@ def _stated(response: str) -> str | None:
 
 
 def _bare(text: str) -> str:
-    r"""Return an expression after removing the box, the dollar signs or the `\text` around the expression."""
+    r"""Return an expression without the `\boxed{...}`, the dollar signs or the `\text{...}` around the expression."""
     box = last_boxed(text)
     text = (text if box is None else box).strip()
     if delimited := _DELIMITED.fullmatch(text):

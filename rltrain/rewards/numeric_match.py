@@ -28,7 +28,7 @@ _GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|\\!,)(?=\d{3})")
 _SHORT_FRACTION = re.compile(r"frac\ ?(\d)\ ?(\d)")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s?\{[^{}]{0,99}\}(?:\s?\^\s?(?:\d|\{\s?\d\s?\}))?")
 _DIGIT = re.compile(r"\d")
-_NEAR = 400  # Size of a search window in characters; almost every number is shorter than the window.
+_NEAR = 400  # Characters per step of the backward search for the last number; almost every number is shorter.
 
 
 def numeric_match(
@@ -44,7 +44,8 @@ def numeric_match(
     r"""Compare the last number in the response with the answer.
 
     If the response has a `\boxed{...}`, the last number inside the last box is used. With a `marker`, only the text
-    after the marker's last occurrence is searched, and the first number of that text is used if the text has no box.
+    after the marker's last occurrence is searched, and the first number of that text is used if the text has no
+    `\boxed{...}`.
 
     Supported notations are 1,234 and 1{,}234, +5, -5, $5, .5, 1e-3, 1.5 \times 10^{3}, 3/4, \frac{3}{4}, 1 1/2, and 50%
     (one half). If only one of the two numbers has a percent sign, a percentage such as 50% equals both one half and 50.

@@ -1,4 +1,4 @@
-"""The result type that a reward function may return instead of a number, and the type of a checked result."""
+"""`RewardResult`, which a reward function may return instead of a number, and `Verdict`, a validated result."""
 
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -30,7 +30,7 @@ class RewardResult:
 
 
 class Verdict(NamedTuple):
-    """A reward function's checked result for one sample.
+    """The result of a reward function for one sample, after validation.
 
     Attributes:
         score: a finite number in float32's range; None if the function does not apply to the sample.

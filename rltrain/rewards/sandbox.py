@@ -6,8 +6,8 @@ sandbox work only on Linux.
 The strong form of the sandbox uses bubblewrap (`bwrap`). In the strong form of the sandbox, the program sees only the
 files that Python needs and only its own processes, and the program has no network access. In the strong form of the
 sandbox, the program can write only to an in-memory folder that disappears when the program ends. The strong form of the
-sandbox requires that bwrap is installed and that the kernel allows the current user to create namespaces. Each process
-that starts sandboxes tests only once whether the strong form of the sandbox works.
+sandbox requires that bwrap is installed and that the kernel allows the current user to create namespaces. Whether the
+strong form of the sandbox works is tested only once in each Python process.
 
 The weak form of the sandbox has the same limits as the strong form on time, memory, output, processes and file size.
 Both forms of the sandbox set the same minimal environment variables. The weak form of the sandbox runs the program in a
@@ -15,10 +15,10 @@ temporary folder that is removed after the run. The weak form of the sandbox doe
 machine. A program in the weak form of the sandbox can read and write every file that the current user can, use the
 network, and send signals to all processes of the current user, including the process that started the sandbox. For
 example, a program in the weak form of the sandbox can kill a reward process. A program in the weak form of the sandbox
-can kill the process that reports the start of the program. If the start is not reported, the sample counts as failed
-and is excluded from training, instead of scoring 0. If the current user is root, a program in the weak form of the
-sandbox can read the tests and the results of the tests. The weak form of the sandbox protects against mistakes in
-programs but not against malicious programs.
+can kill the process that reports the start of the program. If the start of the program is not reported, the sample
+counts as failed and is excluded from training, instead of scoring 0. If the current user is root, a program in the weak
+form of the sandbox can read the tests and the results of the tests. The weak form of the sandbox protects against
+mistakes in programs but not against malicious programs.
 
 The strong form of the sandbox has one gap: if the current user is root, a program can change the file mode of the five
 device files of the machine that are visible in the sandbox (null, zero, full, random, urandom). If rltrain runs as a
@@ -55,8 +55,8 @@ Status = Literal["ok", "error", "timeout", "killed", "output_limit"]
 LEVELS = ("auto", "required", "limits")
 # Time limit for starting a Python interpreter; the limit is generous because the machine may be busy.
 _START_LIMIT_S = 60.0
-# Time limit for the watcher (the supervising process) to kill all processes of the sandbox. If the watcher exceeds this
-# time limit, the watcher itself is killed.
+# Time limit for the watcher (the supervising process) to kill all processes of the sandbox. A watcher that exceeds the
+# limit `_END_LIMIT_S` is killed.
 _END_LIMIT_S = 2.0
 # Time limit for reading the remaining output after the watcher has ended. The time limit `_DRAIN_LIMIT_S` is reached
 # only if a process keeps a pipe open.
@@ -132,9 +132,9 @@ def run(
         memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
             strong form, on the size of all files together.
         cpu_s: limit on the CPU seconds of each process, rounded up to whole seconds; None for no limit on CPU time.
-        max_output_bytes: largest number of bytes on standard output, and also on standard error.
+        max_output_bytes: largest number of bytes on standard output, and separately on standard error.
         max_processes: largest number of simultaneous processes and threads, including the first process.
-        max_file_mb: largest size of each file.
+        max_file_mb: largest size of each file in MB.
         level: "auto": the strong form of the sandbox, or, if the strong form does not work, the weak form with one
             warning. "required": the strong form, or, if the strong form does not work, a SandboxError. "limits": the
             weak form.
@@ -155,7 +155,7 @@ def run(
 def why_not_strong() -> str:
     """Return one line that says why the strong form does not work on the local machine, or "" if the strong form works.
 
-    Each process tests only once whether the strong form of the sandbox works.
+    Only the first call in a process tests the strong form of the sandbox; later calls return the stored result.
     """
     with _lock:
         if not _why_not:
@@ -174,8 +174,8 @@ def _check(given: dict[str, Any]) -> None:
 def weakness(level: str) -> str:
     """Return a one-line warning if the given level falls back to the weak form of the sandbox, otherwise "".
 
-    The warning says how a program could harm the machine. After `weakness` has returned a warning, `run` does not log
-    the warning again.
+    The warning lists what a program in the weak form of the sandbox can do to the machine. After `weakness` has
+    returned a warning, `run` does not log the warning again.
 
     Raises:
         SandboxError: no sandbox of the requested level works on the local machine.

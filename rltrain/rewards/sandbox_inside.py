@@ -100,7 +100,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
-    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop; return what happened."""
+    """Wait until the process `first` ends, a limit is exceeded or the parent asks to stop, and return the reason."""
     control = given["control"]
     wake = [control]
     try:
@@ -152,7 +152,7 @@ def _excess(given: dict[str, int], *, alone: bool) -> str:
         return f"more than {given['max_processes']} processes and threads"
     if memory > given["memory_mb"] << 20:
         return f"more than {given['memory_mb']} MB in all processes together"
-    if alone:  # In the strong form, /tmp is an in-memory file system of the sandbox.
+    if alone:  # In the strong form of the sandbox, /tmp is an in-memory file system.
         folder = os.statvfs("/tmp")
         if (folder.f_blocks - folder.f_bfree) * folder.f_frsize > given["memory_mb"] << 20:
             return f"more than {given['memory_mb']} MB in files"

@@ -81,7 +81,7 @@ class Signature:
 
 
 class Adapted:
-    """Wrapper that gives rltrain's own parameters to a reward function of another trainer.
+    """Wrapper through which rltrain calls a reward function that was written for another trainer.
 
     Attributes:
         trainer: name of the trainer for which the function was written.
@@ -124,7 +124,7 @@ class Adapted:
 
 
 class AsyncAdapted(Adapted):
-    """Wrapper that gives rltrain's own parameters to an async reward function of another trainer."""
+    """Wrapper through which rltrain calls an async reward function that was written for another trainer."""
 
     async def __call__(self, **values: Any) -> Any:
         """Await the wrapped reward function with the arguments that its trainer would pass, and convert the result."""
@@ -136,8 +136,8 @@ def _wrapper_parameters(
 ) -> list[inspect.Parameter]:
     """Return the parameters of the function that wraps a user's reward function.
 
-    The wrapping function's parameters are the prompt and the response, the data columns that the wrapping function
-    reads, and the remaining parameters of the user's function.
+    The wrapper takes the prompt, the response and the data columns in `signature.reads`. The wrapper also takes each
+    parameter of the user's function for which the other trainer passes no argument.
     """
     kinds = inspect.Parameter
     named = {name: kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in signature.first}

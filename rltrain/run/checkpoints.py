@@ -39,9 +39,10 @@ logger = logging.getLogger(__name__)
 MANIFEST, DRIVER, CONFIG, HISTORY = "manifest.json", "driver.json", "config.yaml", "history"
 _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
-# Shortest and longest pause, in seconds, between two polls. The driver polls the ranks until all ranks have written
-# their checkpoint files. The pause between two polls doubles after each poll, up to the longest pause. The driver polls
-# because a training rank runs one method call at a time: a call that waited for the files would delay training.
+# Shortest and longest pause, in seconds, between two polls of the training ranks. The driver polls the ranks until all
+# ranks have written their checkpoint files. The pause between two polls doubles after each poll, up to the longest
+# pause. The driver polls because a training rank runs one method call at a time: a call that waited for the files would
+# delay training.
 _ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 
@@ -129,9 +130,9 @@ def read_manifest(folder: Folder) -> dict[str, Any]:
         if not all(isinstance(manifest[key], kind) for key, kind in kinds.items()):
             raise ValueError("the manifest has a value of the wrong type")
         if manifest["step"] < 0 or manifest["incarnation"] < 0:
-            raise ValueError("the step or the incarnation is below 0")
+            raise ValueError("the manifest has a negative step or incarnation")
         if not all(_is_entry(name, entry) for name, entry in manifest["files"].items()):
-            raise ValueError("an entry has an invalid file name, or lacks the size or the checksum")
+            raise ValueError("an entry of the manifest has an invalid file name, or lacks the size or the checksum")
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise CheckpointError(f"{folder}: {MANIFEST} is damaged ({described(error, 200)})") from None
     found: dict[str, Any] = manifest

@@ -275,7 +275,7 @@ def _aggregation(algorithm: AlgorithmConfig, facts: Facts) -> str:
     """Warn that the loss is not defined for the configured value of `algorithm.loss_agg_mode`."""
     return (
         f"the {algorithm.loss_mode} loss is defined for algorithm.loss_agg_mode={' or '.join(facts.aggregations)}; "
-        f"under {algorithm.loss_agg_mode} an answer weighs in proportion to its length"
+        f"with {algorithm.loss_agg_mode}, the weight of an answer in the loss is proportional to its length"
     )
 
 
@@ -320,7 +320,7 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
             algorithm.squared_log_ratio_coef > 0
         ),
         f"NLL of correct answers, coefficient {algorithm.positive_nll_coef:g}": algorithm.positive_nll_coef > 0,
-        "old log-probs of the engine": algorithm.old_log_probs == "rollout",
+        "the engine's log-probs used as old log-probs": algorithm.old_log_probs == "rollout",
         _weights(correction): correction.level is not None,
         f"rejection of {'bad ' if rejection.only_negative else ''}{rejected} by {rejection.kl_estimator}"
         f"{_bounds(rejection.lower, rejection.upper)}": rejection.kl_estimator is not None,

@@ -1,6 +1,6 @@
 """Pre-flight check of a Ray cluster: check, before any worker starts, that each node can take part in the run.
 
-`--check` prints all results. A run on a cluster makes the same check in its first seconds.
+`--check` prints the results of all checks. A run on a cluster makes the same checks in its first seconds.
 """
 
 import secrets
@@ -18,7 +18,7 @@ from rltrain.run.checks import output_folder
 from rltrain.settings.schema import Config
 from workers.cluster.node_facts import NodeFacts, Questions, Silent, devices_here, facts_here, facts_of_nodes
 
-# Seconds within which a node must answer. Ray needs some seconds to start a process on a busy node.
+# Maximum number of seconds that a node may take to reply. Ray needs some seconds to start a process on a busy node.
 ANSWER_S = 60.0
 # Seconds by which the clocks of two nodes may differ, in addition to the time that the nodes took to answer.
 CLOCK_S = 5.0
@@ -96,7 +96,7 @@ def require_passed(found: Sequence[Finding]) -> None:
 
 
 def findings(config: Config, facts: Sequence[NodeFacts], silent: Sequence[Silent], took_s: float) -> list[Finding]:
-    """Return the results of all checks of the facts about the nodes.
+    """Check the facts about the nodes, and return the results of all checks.
 
     Args:
         config: the whole config.
@@ -193,7 +193,10 @@ def _contents(node: NodeFacts, driver: NodeFacts) -> Iterator[Finding]:
     for what, content in node.contents.items():
         if content is None:
             yield Finding(
-                node.name, what, "is missing", "copy it to the same path on every node, or to a shared file system"
+                node.name,
+                what,
+                "is missing",
+                "copy the file or folder to the same path on every node, or to a shared file system",
             )
         elif content != driver.contents[what]:
             yield Finding(node.name, what, f"differs from the copy on the driver's node {driver.name}", "copy it again")
@@ -232,7 +235,8 @@ def _clock(node: NodeFacts, driver: NodeFacts, took_s: float) -> Iterator[Findin
             node.name,
             "clock",
             f"differs by {difference:.0f} s from the driver's node {driver.name}",
-            "set the clocks of all nodes by NTP, because the timeline and the hub's tokens need correct clocks",
+            "set the clocks of all nodes by NTP, because the timeline and the tokens of the Hugging Face hub need "
+            "correct clocks",
         )
 
 

@@ -41,8 +41,8 @@ class Restarts:
         first = error
         while True:
             if self.restart is None or self.count >= self.limit:
-                # If a machine was lost and the other machines lack free devices for new ranks, only the first error
-                # names the lost machine.
+                # If the other machines lack free devices for new ranks, only the first error names the lost machine, so
+                # the message quotes the first error too.
                 before = "" if error is first else f"{first}; "
                 raise WorkerError(
                     f"{before}{error}; the training ranks were restarted {self.count} times, and "

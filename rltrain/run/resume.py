@@ -265,8 +265,8 @@ def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -
     for name in RUN_FILES:
         require(
             not (output / name).exists(),
-            f"trainer.output_dir={trainer.output_dir}: holds {name} of another run than the resumed run; name a new "
-            "folder, or use trainer.resume=auto to continue the run in this folder",
+            f"trainer.output_dir={trainer.output_dir}: holds {name} of a run other than the resumed run; name a "
+            "new folder, or use trainer.resume=auto to continue the run in this folder",
         )
 
 
@@ -383,7 +383,7 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
     if state["step"] != checkpoint.step or state["incarnation"] != checkpoint.incarnation:
         raise ValueError("the step or the incarnation number in the state differs from the checkpoint's manifest")
     if not isinstance(state["engine_checked"], bool):
-        raise ValueError("engine_checked is neither true nor false")
+        raise ValueError("the value engine_checked in the state is neither true nor false")
     alarms = Alarms(config)
     for name, needed in ((METRICS, CURVES), (EVALUATIONS, ("step",))):
         for row in rows_of(checkpoint.history.get(name, b"")):

@@ -14,8 +14,8 @@ from rltrain.settings.algorithm_config import AlgorithmConfig
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-# Config keys that determine the distribution from which answers are sampled and for which the trainer computes
-# log-probs.
+# Config keys that determine the distribution from which answers are sampled. The loss of the new run
+# needs the same values of these keys with which the stored answers were sampled.
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
 
 
@@ -46,8 +46,8 @@ def check_stored_run(config: Config) -> None:
     )
     require(
         not config.data.evaluations,
-        "rollout=stored with evaluation prompts: stored answers belong to training prompts, and no engine generates; "
-        "use data.val=null without data.val_sets",
+        "rollout=stored with evaluation prompts: a run stores only answers to training prompts, and no engine "
+        "generates answers to evaluation prompts; use data.val=null without data.val_sets",
     )
     groups = stored_groups(folder)
     require(

@@ -58,7 +58,7 @@ class RewardShapingConfig:
 
 @section
 class NormalizationConfig:
-    """Settings of the normalization of rewards or advantages, which replaces each value x with (x - mean) / std.
+    """Settings that normalize rewards or advantages: each value x is replaced with (x - mean) / std.
 
     The mean and the standard deviation are taken over the batch or over each prompt group.
 
@@ -80,8 +80,8 @@ class NormalizationConfig:
     def __post_init__(self) -> None:
         require(
             not self.leave_one_out or (self.mean_level is not None and self.std_level is None),
-            "leave_one_out=true needs a mean and no std, because a sample can be left out of the mean only; set "
-            "mean_level, and std_level=null",
+            "leave_one_out=true needs a mean and no std, because leave-one-out is defined for the mean and not for the "
+            "std; set mean_level, and std_level=null",
         )
 
     @property
@@ -213,8 +213,8 @@ class CorrectionConfig:
     )
     batch_normalize: bool = key(
         "Rescale the importance weights of a mini-batch to a mean of 1 after the bounds are applied (self-normalised "
-        "importance sampling). The weights are averaged over tokens if level=token, and over answers if level is "
-        "sequence or geometric. A token or answer that mode=mask drops enters the average with weight 0."
+        "importance sampling). The mean of the importance weights is taken over tokens if level=token, and over "
+        "answers if level is sequence or geometric. In the mean, a token or answer that mode=mask drops has weight 0."
     )
     normalize: Literal["all", "kept"] = key(
         "Tokens that loss_agg_mode counts when it averages the policy loss. all: all trained tokens, as in IcePop and "
@@ -229,7 +229,8 @@ class CorrectionConfig:
         ):
             require(
                 value == off or self.level is not None,
-                f"{name}={str(value).lower()} with level=null: there is no correction; set level=token, for example",
+                f"{name}={str(value).lower()} with level=null: there are no importance weights; set level=token, for "
+                "example",
             )
         require(
             self.normalize == "all" or self.mode == "mask",
@@ -238,7 +239,7 @@ class CorrectionConfig:
         )
         require(
             self.normalize == "all" or not self.batch_normalize,
-            f"normalize={self.normalize} with batch_normalize=true: both make up for the dropped tokens; use only one "
+            f"normalize={self.normalize} with batch_normalize=true: both compensate for dropped tokens; use only one "
             "of them",
         )
 
@@ -267,7 +268,8 @@ class CorrectionConfig:
         )
         require(
             self.level is not None or (self.lower is None and high is None),
-            f"lower={self.lower}, upper={high} with level=null: there is no correction; set level=token, for example",
+            f"lower={self.lower}, upper={high} with level=null: there are no importance weights; set level=token, for "
+            "example",
         )
 
 
@@ -322,11 +324,11 @@ class AlgorithmConfig:
         "Name of the function that computes the advantages.", values="name of an advantage estimator"
     )
     advantage: dict[str, Any] = key(
-        "Parameters of the advantage estimator whose values differ from the estimator's defaults."
+        "Those parameters of the advantage estimator that differ from the estimator's default values."
     )
     loss_mode: str = key("Name of the policy loss.", values="name of a policy loss")
     loss: dict[str, Any] = key(
-        "Parameters of the policy loss and its token selector whose values differ from the defaults."
+        "Those parameters of the policy loss and its token selector that differ from the default values."
     )
     loss_agg_mode: AggMode = key(
         "How the losses of the tokens in a mini-batch are combined. token-mean: mean over tokens. token-sum: sum over "
@@ -338,8 +340,9 @@ class AlgorithmConfig:
         "before the update. rollout: the inference engine."
     )
     suppress_truncated: bool = key(
-        "An answer that was cut at the length limit (truncated) gets at most the score that rewards of 0 would give. "
-        "The length penalty still applies to truncated answers. Truncated answers do not count in score statistics."
+        "An answer that was cut at the length limit (truncated) gets at most the score that it would get if all its "
+        "rewards were 0. The length penalty still applies to truncated answers. Truncated answers do not count in "
+        "score statistics."
     )
     exclude_truncated: bool = key(
         "Leave answers that were cut at the length limit out of the score statistics. A truncated answer keeps its "
@@ -413,7 +416,7 @@ class AlgorithmConfig:
     )
     rejection: RejectionConfig = key(
         "Drops the policy-loss term of tokens or answers on which the updated policy differs too much from the "
-        "engine's policy. The KL and entropy terms of the loss are kept."
+        "engine's policy. The loss keeps the KL and entropy terms of dropped tokens."
     )
     distillation: DistillationConfig = key(
         "Distillation on the policy's own answers: the policy learns to match the distributions of teachers."

@@ -136,7 +136,7 @@ def _tiny_column(name: str, components: int) -> Any:
     if name == "reward_components":
         return torch.zeros(2, components)
     # In COLUMNS, the family "row" marks a batch column that holds one value per answer. COLUMNS does not contain
-    # `log_probs`, because the update computes `log_probs`.
+    # `log_probs`, because `log_probs` is no batch column: the update computes the log-probs itself.
     if name in COLUMNS and COLUMNS[name][0] == "row":
         return torch.ones(2, dtype=torch.bool) if name == "valid" else torch.zeros(2)
     return torch.zeros(2, 2)
@@ -182,7 +182,8 @@ def _check_engine_log_probs(config: Config) -> None:
     require(
         algorithm.old_log_probs == "actor" or not {"old_log_probs", "rollout_log_probs"} <= selector,
         f"algorithm.old_log_probs={algorithm.old_log_probs} with loss_mode={algorithm.loss_mode}: the loss selects "
-        "tokens by the ratio of actor and engine, which would always be 1; use algorithm.old_log_probs=actor",
+        "tokens by the ratio of the actor's to the engine's probability, which would always be 1; use "
+        "algorithm.old_log_probs=actor",
     )
 
 
@@ -205,12 +206,12 @@ def _check_kl(algorithm: AlgorithmConfig) -> None:
     require(
         algorithm.kl_in_reward.kl_coef == 0 or "reward_components" not in _columns(algorithm),
         f"algorithm.kl_in_reward.kl_coef={algorithm.kl_in_reward.kl_coef}: {algorithm.advantage_estimator} reads the "
-        "score of each reward function and not the token rewards; use algorithm.kl_loss",
+        "score of each reward function and not the token rewards, which contain the KL penalty; use algorithm.kl_loss",
     )
     require(
         algorithm.kl_in_reward.kl_coef == 0 or "successes" not in _columns(algorithm),
         f"algorithm.kl_in_reward.kl_coef={algorithm.kl_in_reward.kl_coef}: {algorithm.advantage_estimator} reads only "
-        "whether an answer is correct and not the token rewards; use algorithm.kl_loss",
+        "whether an answer is correct and not the token rewards, which contain the KL penalty; use algorithm.kl_loss",
     )
 
 
@@ -359,7 +360,7 @@ def _check_rewards_act(config: Config) -> None:
     require(
         "reward_components" not in columns or gate is None,
         f"gate=true of reward function '{gate}' with {estimator}: this estimator adds up the scores of the "
-        "functions itself, without gates; return 0 from the other functions where the gate fails",
+        "functions itself, without gates; let the other functions return 0 for answers that fail the gate",
     )
     require(
         "reward_components" not in columns or reward.aggregation == "sum",
@@ -368,8 +369,8 @@ def _check_rewards_act(config: Config) -> None:
     )
     require(
         "baseline_rewards" not in columns or reward.aggregation != "normalize_then_sum",
-        f"reward.aggregation=normalize_then_sum with {estimator}: the greedy answer has no group, so every baseline "
-        "would be 0; use reward.aggregation=sum",
+        f"reward.aggregation=normalize_then_sum with {estimator}: the baseline is the score of a single greedy answer, "
+        "and normalising a single score gives 0; use reward.aggregation=sum",
     )
     shaping = algorithm.reward_shaping
     changes_scores = shaping.bias or shaping.scale != 1 or shaping.clip is not None or shaping.overlong_buffer
@@ -381,18 +382,19 @@ def _check_rewards_act(config: Config) -> None:
     )
     require(
         "baseline_rewards" not in columns or not shaping.group_length_weight,
-        f"algorithm.reward_shaping.group_length_weight={shaping.group_length_weight} with {estimator}: the greedy "
-        "answer has no group whose lengths it could be compared with; use algorithm.reward_shaping.overlong_buffer",
+        f"algorithm.reward_shaping.group_length_weight={shaping.group_length_weight} with {estimator}: the length "
+        "reward compares several answers to a prompt, but the baseline is the score of a single greedy answer; use "
+        "algorithm.reward_shaping.overlong_buffer",
     )
     require(
         "baseline_rewards" not in columns or not algorithm.reward_normalization.on,
-        f"algorithm.reward_normalization with {estimator}: the greedy answer's score is not in the statistics, so "
-        "scores and baseline would be on different scales; use algorithm.advantage_normalization",
+        f"algorithm.reward_normalization with {estimator}: the baseline (the score of a greedy answer) is not "
+        "normalised, so scores and baseline would be on different scales; use algorithm.advantage_normalization",
     )
     require(
         "successes" not in columns or not (changes_scores or algorithm.reward_normalization.on),
         f"algorithm.reward_shaping or reward_normalization with {estimator}: this estimator reads only whether an "
-        "answer is correct, so they would have no effect; remove them",
+        "answer is correct, so these settings would have no effect; remove them",
     )
     require(
         not _takes_scores_from_zero(estimator) or not _may_fall_below_zero(algorithm),
@@ -408,8 +410,8 @@ def _check_rewards_act(config: Config) -> None:
     statistics = "valid" in columns or algorithm.reward_normalization.on or algorithm.advantage_normalization.on
     require(
         not algorithm.exclude_truncated or statistics,
-        f"algorithm.exclude_truncated=true with {estimator} and no normalisation: there are no statistics to exclude "
-        "answers from; use suppress_truncated or mask_truncated",
+        f"algorithm.exclude_truncated=true with {estimator} and no normalisation: no statistics are computed from "
+        "which answers could be excluded; use suppress_truncated or mask_truncated",
     )
 
 

@@ -57,8 +57,10 @@ class Args:
 
 
 def parse_args(argv: Sequence[str]) -> Args:
-    """Split the command line into flags and config settings. If the flags select several actions, the first of these
-    actions is used: help, sweep, config, check, plan.
+    """Split the command line into flags and config settings.
+
+    If the flags select several actions, the action that comes first in this list is used: help, sweep, config, check,
+    plan.
 
     Raises:
         ConfigError: a flag is unknown, or `--config` is given without a file.

@@ -60,9 +60,10 @@ def _items(overrides: Sequence[str], files: Sequence[str]) -> list[Item]:
 
 
 def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]:
-    """Return the user's choices in config groups as texts of the form `GROUP=CHOICE`.
+    """Return the user's choices in config groups, each as a command-line setting `GROUP=CHOICE`.
 
-    The returned texts include a profile that rltrain itself selects for the user's model or task.
+    If the user chooses no profile, but the user's model or task needs a profile other than the default, the choice of
+    this profile is also returned.
     """
     return [f"{group}={choice}" for group, choice in chosen(_items(overrides, files)).items()]
 
@@ -126,7 +127,7 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
         values = OmegaConf.to_container(composed, resolve=True, throw_on_missing=True)
     except OmegaConfBaseException as error:
         where = f"{error.full_key}: " if error.full_key else ""
-        hint = "write a plain value, or ${KEY} of a key that exists"
+        hint = "write a plain value, or ${KEY} with the name of an existing key"
         raise ConfigError(f"{where}{_first_line(error)}; {hint}") from None
     except HydraException as error:
         raise ConfigError(f"{_first_line(error)}; see --help") from None
@@ -135,8 +136,7 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:
-    """Return settings that remove the preset's parameters of the loss if the user selects another loss, and the
-    preset's parameters of the advantage estimator if the user selects another estimator.
+    """Return settings that remove the preset's parameters of a loss or advantage estimator that the user replaces.
 
     A preset's parameters are meant for the loss and the estimator that the preset selects. For example, `algorithm=dapo
     algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Parameters that the user sets are kept, because

@@ -37,13 +37,13 @@ def choices(group: str) -> list[str]:
 def composed_files(folder: Path, choices: tuple[tuple[str, str], ...]) -> Any:
     """Compose the YAML files of `folder`, with the given choices in the config groups, into one `DictConfig`.
 
-    The result is cached, because a process composes the same files several times. Callers must not change the cached
-    result, but may change a copy.
+    The composed config is cached, because a process composes the same files several times. Callers must not change the
+    cached config, but may change a copy.
 
     Args:
         folder: the folder of rltrain's YAML config files, as returned by `config_dir`.
-        choices: pairs (name of a config group, name of the chosen file). A config group without a pair keeps its
-            default choice.
+        choices: pairs (name of a config group, name of the chosen file). A config group that is not in `choices`
+            keeps its default choice.
     """
     with initialize_config_dir(str(folder), version_base="1.3"):
         return compose("train", [f"{group}={choice}" for group, choice in choices])

@@ -208,8 +208,8 @@ def _difficulty(difficulty: Any) -> Any:
 def _reuse(reuse: Any, max_staleness: Any) -> Any:
     """Convert `trainer.reuse` to a mapping with all keys.
 
-    By default, `trainer.reuse.steps` equals the staleness bound `trainer.max_staleness`, so the engines do not run
-    ahead of training.
+    By default, `trainer.reuse.steps` equals the staleness bound `trainer.max_staleness`. The engines then do not run
+    ahead of training, because they may run only `max_staleness - reuse.steps` training steps ahead.
     """
     if reuse is None:
         return None

@@ -92,7 +92,7 @@ NAMES = (
         "resume_from_checkpoint",
         "trainer.resume_mode",
         "load_checkpoint",
-        "takes never, auto or a path",
+        "takes 'never', 'auto' or a path",
     ),
     Name("trainer.output_dir", "", "trainer.default_local_dir", "save_path"),
     Name("trainer.keep_checkpoints", "save_total_limit", "trainer.max_actor_ckpt_to_keep", "max_ckpt_num"),
@@ -121,7 +121,7 @@ NAMES = (
         "",
         "trainer.n_gpus_per_node",
         "actor_num_gpus_per_node",
-        "the total over all nodes, not the number per node",
+        "takes the total number over all nodes, not the number per node",
     ),
     Name("placement.sequence_ranks", "", "actor_rollout_ref.actor.ulysses_sequence_parallel_size", "ring_attn_size"),
     Name(

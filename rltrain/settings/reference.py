@@ -217,7 +217,7 @@ def commented(text: str, prefix: str = "") -> str:
             lines += [*waiting, line]
             waiting = []
     result = "\n".join([*lines, *waiting]) + "\n"
-    assert yaml.safe_load(result) == yaml.safe_load(text), "comments must not change values"
+    assert yaml.safe_load(result) == yaml.safe_load(text), "generated comments must not change the values in a file"
     return result
 
 

@@ -478,8 +478,8 @@ class VLLMConfig:
             )
         require(
             self.process != "inprocess" or self.tensor_parallel_size == 1,
-            f"process=inprocess with tensor_parallel_size={self.tensor_parallel_size}: one process holds one shard; "
-            "use rollout.vllm.process=async",
+            f"process=inprocess with tensor_parallel_size={self.tensor_parallel_size}: one process can hold only one "
+            "shard; use rollout.vllm.process=async",
         )
 
 
@@ -605,9 +605,10 @@ class RolloutConfig:
     )
     verify_sync: bool = key("Check after each weight sync that the engines use the trainer's weights.", changeable=True)
     keep_kv_cache: bool = key(
-        "Keep the KV cache of unfinished answers when the weights change. The rest of an answer then attends to keys "
-        "and values of the earlier weights. keep_kv_cache needs trainer.max_staleness of at least 1 and importance "
-        "weights (algorithm.correction.level). false: the engine recomputes the KV cache with the new weights."
+        "Keep the KV cache of unfinished answers when the weights change. Tokens that are sampled after the change "
+        "then attend to keys and values that the earlier weights computed. keep_kv_cache needs trainer.max_staleness "
+        "of at least 1 and importance weights (algorithm.correction.level). false: the engine recomputes the KV cache "
+        "with the new weights."
     )
     vllm: VLLMConfig | None = key(
         "Settings that only the engine vLLM uses. null: the run uses another engine.", changeable=True
@@ -633,8 +634,8 @@ class RolloutConfig:
         require(self.agent != "", "agent='': must be the path of a function or a command")
         require(
             not self.has_environment or self.engine != "stored",
-            "an environment, tools or an agent with rollout.engine=stored: the answers of a stored run do not fit new "
-            "messages; use rollout=vllm or rollout=hf",
+            "an environment, tools or an agent with rollout.engine=stored: the stored answers of a run cannot reply "
+            "to the messages of a new conversation; use rollout=vllm or rollout=hf",
         )
         require(
             not self.has_environment or not self.stop,
@@ -790,8 +791,8 @@ class PlacementConfig:
         for name in ("actor_ranks", "rollout_replicas", "reward_workers"):
             require(
                 self.launcher == "ray" or getattr(self, name) == 1,
-                f"{name}={getattr(self, name)} with launcher=inprocess: one process holds one worker of each role; "
-                "use placement=local",
+                f"{name}={getattr(self, name)} with launcher=inprocess: one process can hold only one worker "
+                "of each role; use placement=local",
             )
 
     @property
@@ -800,7 +801,7 @@ class PlacementConfig:
         return self.max_rollout_replicas or self.rollout_replicas
 
     def _require_whole_nodes(self) -> None:
-        """Raise ConfigError if the keys that describe a cluster for `--plan` do not fit together."""
+        """Raise ConfigError if the keys that describe a cluster for `--plan` contradict each other."""
         for name in ("gpus_per_node", "gpu_memory_gb", "node_memory_gb"):
             value = getattr(self, name)
             require(
@@ -860,7 +861,8 @@ class Config:
         require(
             self.placement.most_replicas == self.placement.rollout_replicas or not self.takes_turns,
             f"placement.max_rollout_replicas={self.placement.max_rollout_replicas} with engines that share devices "
-            "with training ranks: the number of devices is fixed; use placement=disaggregated, or leave the key out",
+            "with training ranks: there are no devices for additional engines; use placement=disaggregated, or leave "
+            "the key out",
         )
         require(
             not self.rollout.has_environment or self.data.special_tokens == "text",
@@ -910,8 +912,8 @@ class Config:
     def _require_use_of_kept_cache(self) -> None:
         """Raise ConfigError if `rollout.keep_kv_cache` has no effect, or is used without importance weights.
 
-        An engine that keeps keys and values of earlier weights samples from a distribution that no version of the
-        policy has.
+        An engine that keeps keys and values of earlier weights samples from a mixture of weight versions. The
+        distribution of this mixture differs from the distribution of each single version of the policy.
         """
         keep, correction = self.rollout.keep_kv_cache, self.algorithm.correction.level
         require(

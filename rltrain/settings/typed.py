@@ -65,8 +65,8 @@ def unknown_key(key: str, known: list[str]) -> ConfigError:
 
 
 def _similarity(key: str, name: str) -> float:
-    # If the user writes a key in a wrong section, the names without sections are still similar. The result is therefore
-    # at least 0.9 times the similarity of the names without sections.
+    # If the user writes a key in a wrong section, the names without sections are still similar. The returned similarity
+    # is therefore at least 0.9 times the similarity of the names without sections.
     section, _, last = key.rpartition(".")
     known_section, _, known_last = name.rpartition(".")
     whole = difflib.SequenceMatcher(None, key, name).ratio()
@@ -112,8 +112,8 @@ def _value(hint: Any, value: Any, key: str) -> Any:
         require(isinstance(value, Mapping), _wrong_type(key, value, "a mapping"))
         return parse(hint, value, f"{key}.")
     good = isinstance(value, (int, float) if hint is float else hint) and (hint is bool or not isinstance(value, bool))
-    # The value is compared with the largest float without conversion to float, because the conversion of a very large
-    # int would fail. NaN is refused, because every comparison with NaN is false.
+    # An int is compared with the largest float without conversion to float, because the conversion of a very large int
+    # would fail. NaN is refused, because every comparison with NaN is false.
     good = good and (hint is not float or abs(value) <= sys.float_info.max)
     good = good and (hint is not int or abs(value) <= LARGEST_INT)
     require(good, _wrong_type(key, value, _KINDS.get(hint, hint.__name__)))

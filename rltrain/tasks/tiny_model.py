@@ -1,6 +1,7 @@
 """The tiny starting model of the built-in tasks.
 
-When a run needs the tiny model, the model is trained within seconds, always with the same result.
+A run that needs the tiny model trains it within seconds and caches it. The trained weights of the tiny model are always
+the same on one machine.
 """
 
 import contextlib
@@ -39,7 +40,7 @@ OnStep = Callable[[int, int], None]
 def tiny_model() -> Qwen2ForCausalLM:
     """Build a Qwen2 model with 0.41M float32 parameters, 2 layers and hidden size 128.
 
-    The weights are drawn from torch's global random generator.
+    The initial weights are drawn from torch's global random generator.
 
     The model has four attention heads and two key-value heads, so that runs with the tiny model use grouped-query
     attention and can use two-way tensor parallelism.
@@ -69,9 +70,9 @@ def make_start(
 ) -> Path:
     """Train a new tiny model on the task's flawed answers, and save it with its tokenizer in Hugging Face format.
 
-    The weights are bitwise the same for the same arguments on the same machine. The caller's torch random state and
-    number of torch threads do not change. The directory `path` is created completely or not at all. If another process
-    creates `path` during the training, the directory of the other process is kept.
+    The trained weights are bitwise the same for the same arguments on the same machine. The caller's torch random state
+    and number of torch threads do not change. The directory `path` is created completely or not at all. If another
+    process creates `path` during the training, the directory of the other process is kept.
 
     Args:
         task: task to learn.
@@ -101,7 +102,7 @@ def cached_start(task: Imitated, *, seed: int = 0, steps: int = STEPS, on_step: 
     If the model is not in the cache directory yet, `cached_start` first trains the model. The cache directory is
     `$RLTRAIN_CACHE` if the variable is set, else `$XDG_CACHE_HOME/rltrain`, else `~/.cache/rltrain`. The name of the
     model's directory contains a hash of everything that decides the weights, so a changed training recipe leads to a
-    new directory. The arguments have the same meaning as in `make_start`.
+    new directory. The arguments of `cached_start` have the same meaning as the arguments of `make_start`.
     """
     path = start_path(task, seed=seed, steps=steps)
     if not path.exists():
@@ -191,8 +192,8 @@ def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tenso
 def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, path: Path) -> None:
     """Write the model, its generation defaults and the tokenizer to the directory `path`.
 
-    The files are first written to a temporary directory. The temporary directory is then renamed to `path`, so that a
-    reader never sees an incomplete directory.
+    The model files are first written to a temporary directory. The temporary directory is then renamed to `path`, so
+    that a reader never sees an incomplete directory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.parent / f".{path.name}.{uuid.uuid4().hex}"

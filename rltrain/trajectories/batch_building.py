@@ -40,7 +40,8 @@ def batch_of(trajectories: Sequence[Trajectory]) -> DataProto:
     The column `responses` contains the sampled tokens and the observations after the prompt. The column `response_mask`
     is True exactly at the sampled tokens. At observation tokens, `rollout_log_probs` is 0 and `policy_version` is
     `NOT_SAMPLED`. If the trajectories are from an environment, the batch also has columns for the numbers of turns,
-    contexts and tool calls, the stop reason, the conversation, the turn of each token, and the starts of new contexts.
+    contexts and tool calls, the stop reason, the messages of the conversation, the turn of each token, and the starts
+    of new contexts.
     """
     batch = DataProto.from_dict(
         {

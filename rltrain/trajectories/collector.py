@@ -256,9 +256,9 @@ class Collector:
         """Return the supervised answers to the prompts of a step's batch as a new batch.
 
         A prompt without a supervised answer gets no row. Groups that dynamic sampling has dropped are not in the batch,
-        so their prompts get no supervised answers. Dynamic sampling keeps a group whose answers all have the same
-        outcome in the batch if the step has no other group. The prompt of a group with equal outcomes gets no
-        supervised answer.
+        so their prompts get no supervised answers. If no group has answers with different outcomes, dynamic sampling
+        keeps one group in the batch. The prompt of a group whose answers all have the same outcome gets no supervised
+        answer.
         """
         uids = batch.batch["uid"]
         if self.config.algorithm.dynamic_sampling:

@@ -161,7 +161,7 @@ class PromptGroups:
         return max(0, places - self.used - len(self.groups))
 
     def reuse(self, count: int) -> None:
-        """Add to the number of used groups the `count` groups of earlier steps that the current step reuses."""
+        """Increase the number of used groups by `count`, because the current step reuses `count` earlier groups."""
         self.used += count
 
     def add(self, prompts: Iterable[Prompt]) -> None:

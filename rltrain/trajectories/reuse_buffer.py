@@ -39,7 +39,7 @@ class ReuseBuffer:
 
     Args:
         groups: maximum number of groups that a step takes from the buffer.
-        steps: number of training steps after a group's first training in which the group may be taken from the buffer.
+        steps: for how many training steps after a group's first training step the group may be taken from the buffer.
     """
 
     def __init__(self, groups: int, steps: int) -> None:

@@ -144,8 +144,8 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # Every exception except KeyboardInterrupt becomes a RewardError. Otherwise, a SystemExit from the user's
-        # function would end the run silently. Inspecting the returned object may also raise an exception.
+        # Every exception except KeyboardInterrupt becomes a RewardError. For example, a SystemExit that the user's
+        # function raises must not end the run silently. Inspecting the returned object may also raise an exception.
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
@@ -291,8 +291,8 @@ def _shaped(scores: Tensor, shaping: RewardShapingConfig) -> Tensor:
 def zero_spread(uid: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
     """Return for each row whether all valid rows in its group have the same score: (B,) bool.
 
-    For the rows of a group without valid rows, the result is True. Nothing can be learned from a group whose valid rows
-    all have the same score.
+    If no row of a group is valid, True is returned for all rows of the group. Nothing can be learned from a group whose
+    valid rows all have the same score.
     """
     groups, which = uid.unique(return_inverse=True)
     low = torch.full((len(groups),), torch.inf).scatter_reduce(0, which, scores.where(valid, torch.inf), "amin")

@@ -1,4 +1,4 @@
-"""The driver's part of distillation: chooses teachers, makes their prompts, and collects their columns."""
+"""The driver's part of distillation: chooses teachers, makes their prompts, and adds their outputs to batches."""
 
 import logging
 from collections import Counter
@@ -261,10 +261,10 @@ def number_of(named: Any, config: DistillationConfig, place: str) -> int:
 
 
 def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Columns:
-    """Merge the columns of all teachers, each of which scored some rows, into columns (N, ...) of the whole batch.
+    """Merge the columns of all teachers into columns (N, ...) of the whole batch.
 
-    If teachers differ in the width of their hidden states, the hidden states are padded with zeros to the largest
-    width.
+    Each teacher has scored some of the rows of the batch. If teachers differ in the width of their hidden states, the
+    hidden states are padded with zeros to the largest width.
 
     Args:
         batch: the whole batch.
@@ -293,7 +293,7 @@ def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Co
 
 
 def several_contexts(batch: DataProto) -> list[str]:
-    """Return, for each row, the reason why a teacher cannot score it; the reason is "" for a row with a single context.
+    """Return for each row why a teacher cannot score the row, or "" if the row has a single context.
 
     A row with several contexts can be scored only by a teacher that runs on the training ranks and reads the policy's
     prompts.

@@ -119,9 +119,9 @@ def assign_rewards(
 ) -> tuple[DataProto, dict[str, float]]:
     """Add the column `token_level_rewards`: the reward of each token, computed from scores and KL penalties.
 
-    The reward of a turn is placed on the last token of the turn, and the rest of a row's score on the last trained
-    token of the row, as `place_scores` describes. The KL penalty of each token is subtracted from the token's reward.
-    The scores in `token_level_rewards` are shaped and, if configured, normalised.
+    The reward of a turn is placed on the last token of the turn. A row's score minus the rewards of the row's turns is
+    placed on the last trained token of the row, as `place_scores` describes. The KL penalty of each token is subtracted
+    from the token's reward. The scores in `token_level_rewards` are shaped and, if configured, normalised.
 
     `assign_rewards` also sets the column `valid` to False in rows that are excluded from the statistics because the
     answer was cut at the length limit. The score of an excluded row is shaped and normalised in the same way as the
@@ -206,11 +206,11 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 
 
 def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmConfig) -> DataProto:
-    """Add to `batch` the critic's values in `found`, which were computed on the batch from `states_to_value`.
+    """Add the critic's values to `batch` as the column `values`.
 
-    The critic's values are added as the column `values`. With `bootstrap_truncated`, `with_critic_values` also adds the
-    column `bootstrap_values` (B,): the value of the state in which an answer was cut, and 0 for answers that were not
-    cut.
+    The critic has computed the values `found` on the batch that `states_to_value` returns. With `bootstrap_truncated`,
+    `with_critic_values` also adds the column `bootstrap_values` (B,): the value of the state in which an answer was
+    cut, and 0 for answers that were not cut.
     """
     if not algorithm.bootstrap_truncated:
         return batch.union(found)

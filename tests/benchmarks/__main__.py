@@ -65,14 +65,14 @@ def main() -> int:
     known = names()
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks", description=__doc__)
     parser.add_argument("names", nargs="*", help=f"of {', '.join(known)}")
-    parser.add_argument("--gpu", action="store_true", help="those for GPUs instead of all others")
+    parser.add_argument("--gpu", action="store_true", help="run the GPU benchmarks instead of all others")
     parser.add_argument("--out", type=Path, default=HERE, help="folder of results.json and README.md")
     arguments = parser.parse_args()
     if unknown := sorted(set(arguments.names) - set(known)):
-        parser.error(f"{', '.join(unknown)}: no such benchmark; there are {', '.join(known)}")
+        parser.error(f"{', '.join(unknown)}: no such benchmark; the benchmarks are {', '.join(known)}")
     chosen = arguments.names or [name for name in known if name.startswith(GPU) == arguments.gpu]
     if not chosen:
-        parser.error(f"there is no benchmark for GPUs: its module's name begins with {GPU}")
+        parser.error(f"no GPU benchmark was found: the name of its module must begin with {GPU}")
     status = 0
     for number, name in enumerate(chosen):
         sys.stderr.write(f"[{number + 1}/{len(chosen)}] {name}\n")

@@ -2,7 +2,7 @@
 
 A hundred conversations of eight requests each run at the same time, over HTTP, from another process. The engine's
 answers are scripted, so the measured time contains the server, the check that a request continues its conversation, and
-the record of the trajectory. Each request asks again with the whole conversation.
+the record of the trajectory. Each request contains the whole conversation so far.
 
     python -m tests.benchmarks.agents
 """
@@ -61,17 +61,17 @@ async def measure() -> float:
 
 
 def run() -> list[Row]:
-    """Return one row: the measured time against the limit."""
+    """Return one row of results, which compares the measured CPU time with the limit."""
     seconds = min(asyncio.run(measure()) for _ in range(3))
     return [
         Row(
-            "an environment worker's own work for a request of an agent program",
+            "CPU time of an environment worker for one request of an agent program",
             seconds * 1000 / MOST_MS,
             "of the limit",
             "<= 1",
             f"{seconds * 1000:.2f} ms",
             f"limit {MOST_MS:g} ms",
-            f"{CONVERSATIONS} conversations of {TURNS} requests at once, over HTTP; CPU time, the best of 3",
+            f"{CONVERSATIONS} conversations of {TURNS} requests at once, over HTTP; lowest CPU time of 3 runs",
             "python -m tests.benchmarks.agents",
         )
     ]

@@ -103,7 +103,7 @@ class PickledProcess:
 
     Attributes:
         elsewhere: CPU seconds spent on work that a real rank would do in its own process.
-        received: bytes that the driver has sent: arguments of calls, and values in the simulated object store.
+        received: bytes that the driver has sent, as arguments of calls and as values in the simulated object store.
     """
 
     concurrent, how_lost = True, ""
@@ -185,7 +185,7 @@ Clock = Callable[[str], Any]
 
 async def step(batch: DataProto, ranks: Ranks, config: Config, clock: Clock) -> None:
     """Run the driver's part of one training step, with each phase inside the context manager `clock(phase)`."""
-    group, budget = WorkerGroup(ranks), 4 * LONGEST  # A new group has no columns in the store yet.
+    group, budget = WorkerGroup(ranks), 4 * LONGEST  # The store has no columns of a new group yet.
     read, trained_on = log_probs_columns(config.algorithm), update_columns(config.algorithm)
     with clock("log-probs"):
         batch = batch.union(await group.rows(Idle.compute_ref_log_probs, batch, FORWARD, max_tokens=budget))
@@ -256,7 +256,7 @@ def slope(times: dict[int, float]) -> tuple[float, float]:
 def table(results: dict[str, dict[str, float]]) -> str:
     """Format the measured times as a text table with one line per number of ranks and one column per phase."""
     phases = list(next(iter(results.values())))
-    lines = [f"{'ranks':>10}" + "".join(f"{phase:>14}" for phase in phases) + "   (ms of driver CPU a step)"]
+    lines = [f"{'ranks':>10}" + "".join(f"{phase:>14}" for phase in phases) + "   (driver CPU ms per step)"]
     lines += [f"{name:>10}" + "".join(f"{1e3 * t[p]:14.1f}" for p in phases) for name, t in results.items()]
     return "\n".join(lines)
 
@@ -277,16 +277,16 @@ def run() -> list[Row]:
     extra |= {f"ms_{n}_ray_actors": 1e3 * times["all"] for n, times in actors.items()}
     notes = (
         f"{len(batch)} sequences, {len(batch.values('responses')):,} response tokens, GRPO, 4 mini-batches; "
-        f"no compute; CPU time; line: {1e3 * base:.0f} ms + {1e3 * per_rank:.2f} ms a rank"
+        f"the ranks compute nothing; CPU time, fitted: {1e3 * base:.0f} ms + {1e3 * per_rank:.2f} ms per rank"
     )
     sent = {ranks: bytes_per_step(ranks, batch, config) for ranks in RANKS}
     fewest, most = sent[RANKS[0]], sent[RANKS[-1]]
     return [
-        Row("the driver's own work in a step, 256 ranks over 1", many / few, "times the work at one rank", "",
-            f"{1e3 * many:.0f} ms", f"{1e3 * few:.0f} ms", notes, COMMAND, extra),
-        Row("bytes that the driver sends in a step, 256 ranks over 1", most / fewest, "times the bytes at one rank", "",
-            f"{most / 1e6:.2f} MB", f"{fewest / 1e6:.2f} MB", "arguments of calls, and values in the object store; the "
-            "same step", COMMAND, {f"bytes_{n}_ranks": size for n, size in sent.items()}),
+        Row("CPU time of the driver in a step, 256 ranks against 1", many / few, "times the time with 1 rank",
+            "", f"{1e3 * many:.0f} ms", f"{1e3 * few:.0f} ms", notes, COMMAND, extra),
+        Row("bytes that the driver sends in a step, 256 ranks against 1", most / fewest, "times the bytes with 1 rank",
+            "", f"{most / 1e6:.2f} MB", f"{fewest / 1e6:.2f} MB", "arguments of calls, and values in the object store; "
+            "the same step", COMMAND, {f"bytes_{n}_ranks": size for n, size in sent.items()}),
     ]  # fmt: skip
 
 

@@ -280,7 +280,7 @@ def table_line(row: dict[str, Any], where: str) -> Row | None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tiny", action="store_true", help="small shapes, on a CPU too")
-    parser.add_argument("--seconds", type=float, default=420, help="after so many, no further measurement begins")
+    parser.add_argument("--tiny", action="store_true", help="use small shapes, which also run on a CPU")
+    parser.add_argument("--seconds", type=float, default=420, help="time after which no further measurement begins")
     arguments = parser.parse_args()
     measure(Bench(tiny=arguments.tiny, end=time.monotonic() + arguments.seconds))

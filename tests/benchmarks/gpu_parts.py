@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 try:
     import tensordict
-except ImportError:  # If tensordict is not installed, a class named TensorDict makes the imports work.
+except ImportError:  # An empty class takes the place of TensorDict, so that imports succeed.
     tensordict = ModuleType("tensordict")
     tensordict.TensorDict = type("TensorDict", (), {})
     sys.modules["tensordict"] = tensordict

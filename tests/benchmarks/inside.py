@@ -85,5 +85,5 @@ def watched_run(
             f"trainer.total_steps={steps}", f"trainer.output_dir={folder}/out", *overrides,
         ])  # fmt: skip
     if status:
-        raise RuntimeError(f"the run in this process ended with status {status}")
+        raise RuntimeError(f"the run in this process ended with exit status {status}")
     return watched

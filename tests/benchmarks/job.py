@@ -1,8 +1,8 @@
 """Defines a training job, runs the job with any trainer, and measures each run from outside its processes.
 
-A job gives every side the same model, the same prompts in the same order, the same reward and the same optimizer steps.
-By default, a job is the built-in task `median` with the numbers of `config/profile/demo.yaml`. A side is one way to run
-the job, such as another trainer or other settings. After each training step, the trainer appends a line of JSON to its
+A side is one way to run the job, such as a trainer with some settings. All sides get the same model, the same prompts
+in the same order, the same reward and the same optimizer steps. By default, a job is the built-in task `median` with
+the numbers of `config/profile/demo.yaml`. After each training step, the trainer appends a line of JSON to its
 progress file. The function `watch` records when the lines are written, and how much memory the process tree uses.
 """
 
@@ -97,7 +97,8 @@ class Run:
         times: For each step, the seconds from the start of the program until the step's progress line was written.
         rewards: Mean reward of each step.
         lengths: Mean answer length of each step, in tokens.
-        held_out: Mean reward of sampled answers to the held-out prompts, by the number of training steps before.
+        held_out: Mean reward of sampled answers to the held-out prompts, by the number of training steps before the
+            evaluation.
         cpu: For each step, the CPU seconds that the process tree had used when the step's progress line was written.
         peak_mb: Peak memory of the process tree, with shared pages counted once.
         load: Load average of the machine at the start of the run.
@@ -246,7 +247,7 @@ def watch(
             while process.poll() is None:
                 now = time.perf_counter() - began
                 if now > timeout_s:
-                    raise RuntimeError(f"{side.name}: no end after {timeout_s:.0f} s; {_tail(log)}")
+                    raise RuntimeError(f"{side.name}: did not end within {timeout_s:.0f} s; {_tail(log)}")
                 if _read(lines, run, now):
                     run.cpu += [tree_cpu_s(process.pid)] * (len(run.times) - len(run.cpu))
                 if now - weighed > weigh_s:
@@ -259,7 +260,7 @@ def watch(
                 os.killpg(process.pid, signal.SIGTERM)
                 process.wait()
     if process.returncode or len(run.times) < job.steps:
-        raise RuntimeError(f"{side.name}: status {process.returncode} after {len(run.times)} steps; {_tail(log)}")
+        raise RuntimeError(f"{side.name}: exit status {process.returncode} after {len(run.times)} steps; {_tail(log)}")
     run.held_out = _held_out(folder / side.evaluations)
     return run
 
@@ -378,4 +379,4 @@ def describe(runs: Sequence[Run]) -> str:
     loads = "/".join(f"{run.load:.1f}" for run in runs)
     cpu = median_of(runs, lambda run: run.step_cpu_s(WARM_UP))
     memory = max(run.peak_mb for run in runs)
-    return f"{runs[0].side}: {cpu:.2f} processor s a step; {reached}peak {memory:.0f} MB; load {loads}"
+    return f"{runs[0].side}: {cpu:.2f} CPU s per step; {reached}peak {memory:.0f} MB; load {loads}"

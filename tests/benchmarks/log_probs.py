@@ -118,12 +118,13 @@ def large_rows(entropies: bool, repeats: int) -> list[Row]:
     times = seconds(forms, repeats)
     return [
         Row(
-            f"log-probs{what}: peak extra memory", memory[0] / memory[1], "of the plain form's", "<= 0.125",
-            mib(memory[0]), mib(memory[1]), f"{sizes}; beside the gradients, which take {mib(out)} in both", COMMAND,
+            f"log-probs{what}: peak extra memory", memory[0] / memory[1], "of the value with full logits",
+            "<= 0.125", mib(memory[0]), mib(memory[1]),
+            f"{sizes}; without the gradients, which take {mib(out)} in both", COMMAND,
         ),
         Row(
-            f"log-probs{what}: time, forward and backward", times[0] / times[1], "of the plain form's", "<= 1.5",
-            f"{times[0]:.2f} s", f"{times[1]:.2f} s", f"{sizes}; processor seconds", COMMAND,
+            f"log-probs{what}: time, forward and backward", times[0] / times[1], "of the value with full logits",
+            "<= 1.5", f"{times[0]:.2f} s", f"{times[1]:.2f} s", f"{sizes}; CPU seconds", COMMAND,
         ),
     ]  # fmt: skip
 
@@ -140,7 +141,7 @@ def error_row() -> Row:
     return Row(
         "log-probs and entropies: largest error of values and gradients", errors[0], "of the largest value", "<= 1e-5",
         f"{errors[0]:.1e}", f"{errors[1]:.1e}",
-        f"V={VOCABULARY:,}, hidden {HIDDEN}, {TOKENS // 8} tokens; from the plain form in float64", COMMAND,
+        f"V={VOCABULARY:,}, hidden {HIDDEN}, {TOKENS // 8} tokens; compared with float64", COMMAND,
     )  # fmt: skip
 
 
@@ -152,8 +153,8 @@ def token_row() -> Row:
         out = 4 * (tokens * HIDDEN + VOCABULARY * HIDDEN)
         found.append(peak(lambda inputs=inputs: once(ours, inputs, True))[0] - out)
     return Row(
-        "log-probs and entropies: memory of 8,192 tokens", found[0] / found[1], "of that of 2,048 tokens", "<= 1.1",
-        mib(found[0]), mib(found[1]), f"V={VOCABULARY:,}, hidden {HIDDEN}; gradients not counted", COMMAND,
+        "log-probs and entropies: memory of 8,192 tokens", found[0] / found[1], "of the value of 2,048 tokens",
+        "<= 1.1", mib(found[0]), mib(found[1]), f"V={VOCABULARY:,}, hidden {HIDDEN}; gradients not counted", COMMAND,
     )  # fmt: skip
 
 
@@ -164,8 +165,8 @@ def tiny_row() -> Row:
     seconds(forms, 2)
     times = seconds(forms, 21)
     return Row(
-        "log-probs and entropies of a tiny model: time", times[0] / times[1], "of the plain form's", "<= 1.05",
-        f"{times[0] * 20:.3f} ms", f"{times[1] * 20:.3f} ms", "V=24, hidden 64, 512 tokens", COMMAND,
+        "log-probs and entropies of a tiny model: time", times[0] / times[1], "of the value with full logits",
+        "<= 1.05", f"{times[0] * 20:.3f} ms", f"{times[1] * 20:.3f} ms", "V=24, hidden 64, 512 tokens", COMMAND,
     )  # fmt: skip
 
 
@@ -187,9 +188,9 @@ def kl_row() -> Row:
     times = seconds([chunked, definition], 1)
     out = 4 * HIDDEN * (VOCABULARY + TOKENS // 8)
     return Row(
-        "exact KL: peak extra memory, gradients aside", (memory[0] - out) / (memory[1] - out), "of the plain form's",
-        "",         mib(memory[0] - out), mib(memory[1] - out),
-        f"V={VOCABULARY:,}, hidden {HIDDEN}, {TOKENS // 8} tokens; {times[0] / times[1]:.2f} times its time", COMMAND,
+        "exact KL: peak extra memory without gradients", (memory[0] - out) / (memory[1] - out),
+        "of the value with full logits", "", mib(memory[0] - out), mib(memory[1] - out),
+        f"V={VOCABULARY:,}, hidden {HIDDEN}, {TOKENS // 8} tokens; {times[0] / times[1]:.2f} times the time", COMMAND,
     )  # fmt: skip
 
 

@@ -1,14 +1,14 @@
 """Measures how well generation and training overlap at staleness 1, and whether the staleness affects learning.
 
-In this benchmark, generation and training are called the two halves of a training step. The benchmark compares the time
-of a training step at staleness 1 with the time of the longer half of a step. Before the measurement, the number of
-concurrent sequences of the engine is tuned so that generation takes about as long as training.
+A training step has two halves: generation and training. The benchmark compares the time of a step at staleness 1 with
+the longer of the times that generation and training take alone. Before the measurement, the number of concurrent
+sequences of the engine is tuned so that generation takes about as long as training.
 
 A single run then changes its staleness every few steps, where staleness is the number of training steps by which
 generation runs ahead. At staleness 1, the engine and the trainer work at the same time, with one thread each. At
 staleness 0, generation and training alternate. Some steps at staleness 0 use the whole machine, and the next steps
 confine all processes to one core. In the steps on the whole machine, the second core does the work of Ray and the
-driver. In the steps on one core, each half also includes the work of Ray and the driver.
+driver. In the steps on one core, the times of generation and training include the work of Ray and the driver.
 
 The compared steps are only seconds apart, because the machine's speed changes within minutes. The model has 4.9M
 parameters. With the smaller built-in model, a step of the same duration would need thousands of answers, and the driver
@@ -37,8 +37,8 @@ from tests.benchmarks.row import Row
 
 CHANGING = "import sys; from tests.benchmarks.overlap import changing; sys.exit(changing())"
 COMMAND = "python -m tests.benchmarks.overlap"
-# The overrides give each training step one optimizer step and so many answers that each half takes seconds. The tiny
-# learning rate leaves the weights almost unchanged.
+# The overrides give each training step one optimizer step, and so many answers that generation and training each take
+# seconds. The tiny learning rate leaves the weights almost unchanged.
 TUNED = [
     "trainer.prompts_per_step=128", "trainer.prompts_per_minibatch=128", "data.val=null", "actor.lr=1e-12",
     "placement.threads_per_worker=1", "trainer.sample_every=0",
@@ -70,7 +70,7 @@ def overlap() -> list[Row]:
     cycles = [range(start, start + len(CYCLE)) for start in range(len(CYCLE), len(steps) - 1, len(CYCLE))]
     return [
         longer_half(steps, cycles, CONFINED, "on one core", count, ">= 0.90"),
-        longer_half(steps, cycles, ALONE, "with the whole machine", count),
+        longer_half(steps, cycles, ALONE, "on all cores", count),
         busy(watched, cycles),
     ]
 
@@ -79,7 +79,7 @@ def longer_half(
     steps: Sequence[Mapping[str, float]], cycles: Sequence[range], halves: slice, how: str, count: int,
     target: str = "",
 ) -> Row:  # fmt: skip
-    """Compare the longer half of a step, timed at staleness 0, with a whole step at staleness 1.
+    """Compare the longer of generation and training, timed at staleness 0, with a whole step at staleness 1.
 
     The ratio in the returned row is the median over cycles. The slice `halves` selects the steps of a cycle in which
     generation and training are timed alone.
@@ -91,8 +91,8 @@ def longer_half(
     ratios = [max(generate, train) / step for generate, train, step in times]
     generate, train, step = (median(column) for column in zip(*times, strict=True))
     return Row(
-        name=f"a step at staleness 1, halves alone {how}", ratio=median(ratios),
-        unit="of it is the longer half", target=target, ours=f"{step:.2f} s a step",
+        name=f"longer of generation and training alone {how}, against a step at staleness 1",
+        ratio=median(ratios), unit="of the time of the step", target=target, ours=f"{step:.2f} s per step",
         theirs=f"generation {generate:.2f} s, training {train:.2f} s",
         notes=f"1,024 answers of a 4.9M model, vLLM with {count} sequences at once, one thread each; cycles: "
         f"{', '.join(f'{ratio:.3f}' for ratio in ratios)}; load {os.getloadavg()[0]:.1f}",
@@ -105,9 +105,9 @@ def busy(watched: Run, cycles: Sequence[range]) -> Row:
     beside, whole = spent(watched, [cycle[BESIDE] for cycle in cycles])
     alone, turns = spent(watched, [cycle[ALONE] for cycle in cycles])
     return Row(
-        name="processors at work in a step at staleness 1", ratio=beside / whole / 2, unit="of two", target="",
-        ours=f"{beside:.1f} processor s in {whole:.1f} s", theirs=f"at staleness 0 {alone:.1f} in {turns:.1f} s",
-        notes=f"means of {len(cycles)} cycles; what is missing had nothing to do, or was taken by others",
+        name="busy CPU cores in a step at staleness 1", ratio=beside / whole / 2, unit="of two cores", target="",
+        ours=f"{beside:.1f} CPU s in {whole:.1f} s", theirs=f"at staleness 0 {alone:.1f} CPU s in {turns:.1f} s",
+        notes=f"means of {len(cycles)} cycles; in the remaining time, the cores were idle or ran other programs",
         command=COMMAND,
     )  # fmt: skip
 
@@ -176,9 +176,10 @@ def learning() -> Row:
             accuracies.append(job(*overrides, name="evaluations.jsonl")[-1]["eval/sampled_accuracy"])
     means = {staleness: mean(accuracies) for staleness, accuracies in found.items()}
     return Row(
-        name="accuracy after 40 steps", ratio=means[1] / means[0], unit="of that at staleness 0", target="within noise",
+        name="accuracy after 40 steps at staleness 1", ratio=means[1] / means[0], unit="of the value at staleness 0",
+        target="within noise",
         ours=f"{means[1]:.1%} +- {stdev(found[1]):.1%}", theirs=f"{means[0]:.1%} +- {stdev(found[0]):.1%}",
-        notes=f"held-out, sampled; {len(SEEDS)} seeds each, mean and standard deviation", command=COMMAND,
+        notes=f"samples for held-out prompts; {len(SEEDS)} seeds each, mean and standard deviation", command=COMMAND,
     )  # fmt: skip
 
 

@@ -164,7 +164,7 @@ def speed_row(seconds: dict[str, float], tokens: int, model: nn.Module) -> Row:
         f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores"
     )
     return Row(
-        "packed against padded, lengths 1:16", speed["packed"] / speed["padded"],
+        "speed with packed rows against padded rows, lengths 1:16", speed["packed"] / speed["padded"],
         "times more useful tokens/s than right-padded batches", ">= 2", f"{speed['packed']:,.0f} tokens/s",
         f"{speed['padded']:,.0f} tokens/s", notes, COMMAND,
         {"over_padded_by_length": speed["packed"] / speed["by length"]},
@@ -190,12 +190,12 @@ def waste_row(
     )  # fmt: skip
     attention = pair * (computed - needed) / (sum(costs) + pair * (computed - needed))
     notes = (
-        f"of the tokens that go through the model; attention, which takes rows of like length together, adds "
-        f"{attention:.1%} of all multiply-adds; padded rows sorted by length first: {padded['by_length']:.1%}, "
-        f"with a quarter of the budget: {padded['padded_quarter']:.1%}"
+        f"share of the tokens that the model computes; attention, which batches rows of similar length, adds "
+        f"{attention:.1%} of all multiply-adds as padding; padded rows sorted by length: {padded['by_length']:.1%}, "
+        f"padded rows with a quarter of the token budget: {padded['padded_quarter']:.1%}"
     )
     return Row(
-        "tokens computed that no one needs", filler, "of all tokens computed", "< 0.02", f"{filler:.1%}",
+        "padding and filler among the computed tokens", filler, "of all computed tokens", "< 0.02", f"{filler:.1%}",
         f"{padded['padded']:.1%} padded", notes, COMMAND, {"attention_filler_of_work": attention, **padded},
     )  # fmt: skip
 
@@ -217,11 +217,11 @@ def balance_rows() -> list[Row]:
         times.append(time.process_time() - began)
     notes = (
         f"{PLANS:,} plans of 2 to 64 ranks with 8 to 32 rows each, rows of {SHORTEST} to {SHORTEST * SPREAD} tokens, "
-        f"attention 0 to 2/3 of the longest row's work, budgets of 512 to 8,192 tokens, none exceeded; 99 of 100 are "
-        f"below {statistics.quantiles([over for over, _ in many], n=100)[-1]:.3f}; with 1 to 8 rows a rank "
-        f"({len(few):,} plans) {above:.0%} are above 1.05, because rows must share: the worst is "
-        f"{max(over for over, _ in few):.2f}, and {max(bound for _, bound in few):.2f} of a bound that no plan can be "
-        f"below; 1,024 rows over 256 ranks take {1e3 * statistics.median(times):.0f} ms"
+        f"attention 0 to 2/3 of the longest row's work, budgets of 512 to 8,192 tokens, none exceeded; 99 of 100 plans "
+        f"are below {statistics.quantiles([over for over, _ in many], n=100)[-1]:.3f}; with 1 to 8 rows per rank "
+        f"({len(few):,} plans) {above:.0%} are above 1.05, because rows cannot be split: the worst is "
+        f"{max(over for over, _ in few):.2f}, or {max(bound for _, bound in few):.2f} relative to a lower bound of all "
+        f"plans; 1,024 rows over 256 ranks are planned in {1e3 * statistics.median(times):.0f} ms"
     )
     worst = max(over for over, _ in many)
     return [

@@ -68,10 +68,10 @@ def bare_passes(model: Any, counts: list[int], length: int) -> tuple[Callable[[]
 
 
 def row(name: str, ours: float, limit: float, of: str, notes: str) -> Row:
-    """Return the row that compares the CPU seconds of a phase with the phase's limit."""
+    """Return the row that compares the CPU seconds of a phase with the lower limit of the phase."""
     return Row(
-        name=f"phase: {name}", ratio=limit / ours, unit="of its limit's speed", target="",
-        ours=f"{ours:.3f} processor s", theirs=f"{limit:.3f} processor s, {of}", notes=notes, command=COMMAND,
+        name=f"phase: {name}", ratio=limit / ours, unit="of the highest possible speed", target="",
+        ours=f"{ours:.3f} CPU s", theirs=f"{limit:.3f} CPU s, {of}", notes=notes, command=COMMAND,
         extra={"ours_s": ours, "limit_s": limit},
     )  # fmt: skip
 
@@ -114,7 +114,7 @@ def generation_row(watched: Watched, model: Any) -> Row:
 
     (limit,) = cpu_s(generate)
     ours = watched.median("rollout.submit", "rollout.poll")
-    notes = f"{len(prompts)} answers; the limit's model is the weak start, whose answers are a third shorter"
+    notes = f"{len(prompts)} answers; the limit uses the initial model, whose answers are a third shorter"
     return row("generate, transformers engine", ours, limit, "transformers' generate", notes)
 
 
@@ -153,7 +153,7 @@ def vllm_row(path: str) -> Row:
             engine.engine.step()
 
     a, b = cpu_s(ours, bare)
-    return row("generate, vLLM", a, b, "vLLM's own loop", f"{len(requests)} answers to the weak start")
+    return row("generate, vLLM", a, b, "vLLM's own loop", f"{len(requests)} answers of the initial model")
 
 
 def driver_row(watched: Watched) -> Row:
@@ -162,9 +162,9 @@ def driver_row(watched: Watched) -> Row:
     calls = {name for seconds in watched.seconds for name in seconds} - {"step", "log"}
     own, log = step - watched.median(*calls), watched.median("log")
     return Row(
-        name="phase: the driver's own work", ratio=own / step, unit="of a step's processor time", target="",
-        ours=f"{own:.3f} processor s", theirs=f"{step:.3f} processor s, the whole step",
-        notes=f"{log:.3f} s of it writes metrics and samples; rewards, run in this process here, are another part",
+        name="phase: the driver's own work", ratio=own / step, unit="of a step's CPU time", target="",
+        ours=f"{own:.3f} CPU s", theirs=f"{step:.3f} CPU s, the whole step",
+        notes=f"includes {log:.3f} s of writing metrics and samples, and the rewards, which run in the driver here",
         command=COMMAND, extra={"ours_s": own, "step_s": step, "log_s": log},
     )  # fmt: skip
 

@@ -121,9 +121,9 @@ def run() -> list[Row]:
         ours, theirs = in_turn([side, other], job, Path(folder), rounds=ROUNDS)
     a, b = (median_of(runs, lambda run: run.step_s(job.warm_up)) for runs in (ours, theirs))
     row = Row(
-        name="step against a plain loop, median", ratio=b / a, unit="times less time a step", target="",
+        name="time per step against a plain loop, median", ratio=b / a, unit="times less time per step", target="",
         ours=f"{a:.3f} s, {ours[0].side}", theirs=f"{b:.3f} s, {theirs[0].side}",
-        notes=f"{describe(ours)}; {describe(theirs)}; trials, s a step: {seconds_of(trials | their_trials)}",
+        notes=f"{describe(ours)}; {describe(theirs)}; trials, s per step: {seconds_of(trials | their_trials)}",
         command="make bench ARGS=plain_loop",
         extra={"ours_s": a, "theirs_s": b},
     )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Measures which share of the context tokens of later turns vLLM takes from its prefix cache.
+"""Measures the share of context tokens that vLLM takes from its prefix cache, in all turns but the first.
 
 A hundred conversations of eight turns run at the same time in one process. The prompt has about 200 tokens, an answer
-64 on average, and a reply of the environment about 30. The model is the one of `slow_tools`.
+64 on average, and a reply of the environment about 30. The benchmark uses the model of `slow_tools`.
 
     python -m tests.benchmarks.prefix_cache
 """
@@ -30,7 +30,7 @@ class Talk:
 
 
 def measure(folder: Path) -> tuple[int, int]:
-    """Return the number of context tokens in all turns but the first, and how many of them were in the cache."""
+    """Return the number of context tokens in all turns but the first, and the number of them in the cache."""
     from rltrain.settings.compose import compose
     from workers.environments.engines import LocalConnection, Replica
     from workers.environments.episode import run_episode
@@ -83,7 +83,7 @@ def measure(folder: Path) -> tuple[int, int]:
 
 
 def run() -> list[Row]:
-    """Return one row: the share of cached tokens."""
+    """Return one row of results: the share of the context tokens that come from the cache."""
     with tempfile.TemporaryDirectory() as name:
         total, cached = measure(Path(name) / "model")
     return [

@@ -13,7 +13,7 @@ from tests.benchmarks.inside import WARM_UP, watched_run
 from tests.benchmarks.row import Row
 
 STEPS = WARM_UP + 6
-# Each entry is (category, marks). A function belongs to the first category that has a mark occurring in the function's
+# Each entry is (category, marks). The category of a function is the first one with a mark that occurs in the function's
 # "file:name".
 COSTS = (
     ("backward pass", ("run_backward",)),
@@ -30,7 +30,7 @@ COSTS = (
 
 
 Function = tuple[str, int, str]
-DEPTH = 8  # Maximum number of caller levels that are searched for the category of a function without one.
+DEPTH = 8  # Maximum number of caller levels that are searched if a function has no category of its own.
 
 
 def shares(function: Function, stats: dict[Function, Any], depth: int = DEPTH) -> dict[str, float]:
@@ -67,8 +67,8 @@ def run() -> list[Row]:
     others = ", ".join(f"{name} {seconds / whole:.0%}" for name, seconds in ranked[3:])
     return [
         Row(
-            name=f"profile: cost {number + 1} of a step", ratio=seconds / whole, unit="of the step's processor time",
-            target="", ours=f"{name}: {seconds / (STEPS - WARM_UP):.3f} s a step",
+            name=f"profile: cost {number + 1} of a step", ratio=seconds / whole, unit="of the step's CPU time",
+            target="", ours=f"{name}: {seconds / (STEPS - WARM_UP):.3f} s per step",
             theirs=f"{whole / (STEPS - WARM_UP):.3f} s, the whole step, profiler included",
             notes=f"then: {others}" if number == 2 else "", command="make bench ARGS=profile",
         )

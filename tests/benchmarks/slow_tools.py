@@ -1,8 +1,8 @@
 """Measures how much slow tools reduce the speed of generation while 1,000 conversations run at the same time.
 
 Each conversation has eight turns. The model writes answers of 64 tokens on average, and a tool, an environment or an
-agent program takes one second between two answers. The same program without the second of waiting is the comparison.
-Both programs are whole runs with Ray, vLLM and one environment worker.
+agent program takes one second between two answers. The baseline is the same program without the second of waiting. The
+program and its baseline are whole runs with Ray, vLLM and one environment worker.
 
 The model's weights are set by hand: each token of an answer is a random letter, or the end token with probability 1/64.
 
@@ -91,7 +91,7 @@ def save_model(folder: Path) -> None:
     logits[tokenizer.eos_token_id] = math.log(len(string.ascii_lowercase) / (MEAN_TOKENS - 1))
     model = Qwen2ForCausalLM(config)
     with torch.no_grad():
-        model.model.embed_tokens.weight.fill_(1.0)  # The final norm of a vector of ones is a vector of ones.
+        model.model.embed_tokens.weight.fill_(1.0)  # The final norm maps a vector of ones to a vector of ones.
         for layer in model.model.layers:
             layer.self_attn.o_proj.weight.zero_()
             layer.mlp.down_proj.weight.zero_()
@@ -106,7 +106,7 @@ class Measured:
     Attributes:
         speed: Sampled tokens per second of the phase `generate`.
         turns: Mean number of turns of a conversation.
-        driver_s: CPU time of the driver's process per turn, in seconds, with everything else that the driver does in a
+        driver_s: CPU time of the driver's process per turn, in seconds, including all other work of the driver in a
             training step.
     """
 
@@ -166,23 +166,23 @@ def run() -> list[Row]:
     rows = []
     command = "python -m tests.benchmarks.slow_tools"
     for kind, (slow, fast) in found.items():
-        sizes = f"{PROMPTS * SAMPLES:,} conversations of {slow.turns:.1f} turns, {MEAN_TOKENS} tokens a turn; vLLM"
+        sizes = f"{PROMPTS * SAMPLES:,} conversations of {slow.turns:.1f} turns, {MEAN_TOKENS} tokens per turn; vLLM"
         target = "" if kind == "an agent program" else f">= {LEAST_SPEED:g}"
         rows.append(
             Row(
-                f"generation with a second of waiting in each turn, {kind}",
+                f"speed of generation with a second of waiting in each turn, {kind}",
                 slow.speed / fast.speed,
                 "of the tokens/s without waiting",
                 target,
                 f"{slow.speed:,.0f} tokens/s",
                 f"{fast.speed:,.0f} tokens/s",
-                f"{sizes}; whole steps of generation, with their start and end",
+                f"{sizes}; whole generation phases, with their start and end",
                 command,
             )
         )
         rows.append(
             Row(
-                f"the driver's work for a turn, {kind}",
+                f"CPU time of the driver per turn, {kind}",
                 fast.driver_s * 1000 / MOST_DRIVER_MS,
                 "of the limit",
                 "<= 1",

@@ -133,14 +133,14 @@ async def measure(workers: Workers) -> dict[str, list[float]]:
             taken = await seconds(function)
             if number:
                 found[kind].append(taken)
-    for number in range(PAIRS):  # Many pairs are timed, because syncs vary by more than the cost of the checks.
+    for number in range(PAIRS):  # Many syncs are timed, because syncs vary by more than the checks cost.
         for kind in ("checked", "unchecked")[:: 1 if number % 2 else -1]:
             found[kind].append(await seconds(kinds[kind]))
     return found
 
 
 async def peak(workers: Workers) -> int:
-    """Return by how many bytes rank 0's memory grows at its peak during a weight sync."""
+    """Return the difference in bytes between rank 0's peak memory during a weight sync and its memory before."""
     first = workers.actor.ranks[:1]
     (before,) = await on(first, forget_peak)
     await sync(workers.actor.ranks, engines(workers), 2, check=True)
@@ -162,12 +162,12 @@ def rows(found: dict[str, list[float]], size: int, extra: int) -> list[Row]:
     quiet = {kind: statistics.quantiles(found[kind][ROUNDS:])[0] for kind in ("checked", "unchecked")}
     largest = SHAPE["vocab_size"] * SHAPE["hidden_size"] * 4
     return [
-        Row("weight sync", ratio, "of gather + engine load alone", "<= 1.5", ours,
+        Row("weight sync", ratio, "of gathering and loading alone", "<= 1.5", ours,
             f"{statistics.median(alone):.2f} s", notes, COMMAND, {f"{kind}_s": s for kind, s in middle.items()}),
-        Row("weight sync: checks", 1 - quiet["unchecked"] / quiet["checked"], "of the sync", "< 0.05",
-            f"{quiet['checked']:.3f} s", f"{quiet['unchecked']:.3f} s without",
-            f"lower quartiles of {PAIRS} of each in turn: what else the machine does only ever adds; "
-            f"{(quiet['checked'] - quiet['unchecked']) / statistics.median(alone):.1%} of gather + engine load alone",
+        Row("weight sync: time of the checks", 1 - quiet["unchecked"] / quiet["checked"], "of the sync", "< 0.05",
+            f"{quiet['checked']:.3f} s", f"{quiet['unchecked']:.3f} s without checks",
+            f"lower quartiles of {PAIRS} syncs of each kind in turn, because other programs only add time; "
+            f"{(quiet['checked'] - quiet['unchecked']) / statistics.median(alone):.1%} of gathering and loading alone",
             COMMAND),
         Row("weight sync: memory of rank 0", extra / size, "of the model", "about two buckets",
             f"{extra / 1e6:.0f} MB", f"{2 * largest / 1e6:.0f} MB are two buckets (the largest tensor sets their size)",

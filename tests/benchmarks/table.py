@@ -64,10 +64,10 @@ def _finite(value: Any) -> Any:
 
 def markdown(results: dict[str, Any]) -> str:
     """Format the table, one line per row."""
-    lines = ["| what | ratio | aim | ours | theirs | how | notes |", "|---|---|---|---|---|---|---|"]
+    lines = ["| comparison | ratio | target | ours | theirs | command | notes |", "|---|---|---|---|---|---|---|"]
     for module in results.values():
         load = module["machine"]["load"]
-        notes_of_machine = [f"load at the start {load[0]}"] if load else []
+        notes_of_machine = [f"load average at the start {load[0]}"] if load else []
         for row in module["rows"]:
             ratio = row["ratio"]
             shown = "-" if ratio is None or not math.isfinite(ratio) else f"{ratio:.3g} {row['unit']}"
@@ -86,5 +86,5 @@ def write_table(path: Path, results: dict[str, Any]) -> None:
     before, begin, rest = text.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
-        raise ValueError(f"{path} has no line {BEGIN!r} followed by {END!r}: put them where the table shall stand")
+        raise ValueError(f"{path} has no line {BEGIN!r} followed by {END!r}: write both lines where the table belongs")
     path.write_text(f"{before}{BEGIN}\n\n{markdown(results)}\n\n{END}{after}")

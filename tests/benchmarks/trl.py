@@ -26,7 +26,7 @@ def trl_sides() -> list[Side]:
     """Return the configurations of TRL to try: both engines, with one and with two threads."""
     python = Path(os.environ.get("TRL_VENV", ROOT / "build" / "trl")) / "bin" / "python"
     if not python.exists():
-        raise RuntimeError(f"{python} is not there: `make bench` makes the environment, or set TRL_VENV")
+        raise RuntimeError(f"{python} does not exist: run `make bench`, which makes the environment, or set TRL_VENV")
     return [
         program_side(f"TRL {engine} {threads} threads", python, "tests.benchmarks.trl_side", engine, threads=threads)
         for engine in ("hf", "vllm")
@@ -62,7 +62,7 @@ def median_rows(folder: Path) -> list[Row]:
     staleness = os.environ.get("BENCH_STALENESS", "1")
     stale, stale_trials = best(our_sides(f"trainer.max_staleness={staleness}"), job, folder / "trial-stale")
     runs = in_turn([ours, theirs, stale], job, folder, rounds=ROUNDS)
-    fresh, late = (f"trials, s a step: {seconds_of(trials)}" for trials in (our_trials | their_trials, stale_trials))
+    fresh, late = (f"trials, s per step: {seconds_of(trials)}" for trials in (our_trials | their_trials, stale_trials))
     return [
         step_row("median", runs[0], runs[1], job, ">= 1.1", fresh, "make bench ARGS=trl"),
         goal_row("staleness 0", runs[0], runs[1], job, "", fresh),
@@ -75,9 +75,9 @@ def step_row(task: str, ours: list[Run], theirs: list[Run], job: Job, target: st
     a, b = (median_of(runs, lambda run: run.step_s(job.warm_up)) for runs in (ours, theirs))
     lengths = "/".join(f"{median_of(runs, lambda run: run.lengths[-1]):.1f}" for runs in (ours, theirs))
     return Row(
-        name=f"step against TRL, {task}", ratio=b / a, unit="times less time a step", target=target,
+        name=f"time per step against TRL, {task}", ratio=b / a, unit="times less time per step", target=target,
         ours=f"{a:.3f} s, {ours[0].side}", theirs=f"{b:.3f} s, {theirs[0].side}",
-        notes=f"{describe(ours)}; {describe(theirs)}; tokens an answer in the last step {lengths}; {notes}",
+        notes=f"{describe(ours)}; {describe(theirs)}; tokens per answer in the last step {lengths}; {notes}",
         command=command,
         extra={
             "ours_s": a, "theirs_s": b,
@@ -97,7 +97,7 @@ def goal_row(which: str, ours: list[Run], theirs: list[Run], job: Job, target: s
     a, b = (median_of(runs, lambda run: run.to_reward_s(GOAL, job.warm_up)) for runs in (ours, theirs))
     steps = " and ".join("/".join(f"{run.steps_to(GOAL):.0f}" for run in runs) for runs in (ours, theirs))
     return Row(
-        name=f"seconds to {GOAL:.0%} reward against TRL, {which}", ratio=b / a, unit="times less time", target=target,
+        name=f"time until {GOAL:.0%} reward against TRL, {which}", ratio=b / a, unit="times less time", target=target,
         ours=f"{a:.1f} s, {ours[0].side}", theirs=f"{b:.1f} s, {theirs[0].side}",
         notes=f"reached after {steps} steps of {job.steps}; {describe(ours)}; {describe(theirs)}; {notes}",
         command="make bench ARGS=trl",

@@ -39,7 +39,7 @@ def run() -> list[Row]:
             steps=2,
         )
         runs = in_turn([ours, theirs], job, folder, rounds=ROUNDS)
-        notes = f"trials, s a step: {seconds_of(our_trials | their_trials)}; 16 x 8 answers a step"
+        notes = f"trials, s per step: {seconds_of(our_trials | their_trials)}; 16 x 8 answers per step"
         return [
             step_row(
                 "rambling answers, 5M parameters", runs[0], runs[1], job, ">= 2", notes, "make bench ARGS=trl_rambling"

@@ -28,7 +28,7 @@ COMMAND = "make bench ARGS=trl_smollm2"
 def sums_job() -> Job:
     """Return the job with the numbers of examples/demo_llm/sums.yaml."""
     if not (MODEL / "config.json").exists():
-        raise RuntimeError(f"{MODEL} is not there: `make demo-llm` installs the model")
+        raise RuntimeError(f"{MODEL} does not exist: run `make demo-llm`, which installs the model")
     return Job(
         str(MODEL),
         STEPS,
@@ -58,7 +58,7 @@ def rows_against(ours: list[Run], theirs: list[Run], job: Job, which: str, notes
     rows = []
     for name, figure in (
         ("step", lambda run: run.step_s(job.warm_up)),
-        (f"seconds to {GOAL:.0%} held-out reward", lambda run: run.to_held_out_s(GOAL, job.warm_up)),
+        (f"time until {GOAL:.0%} held-out reward", lambda run: run.to_held_out_s(GOAL, job.warm_up)),
     ):
         a, b = median_of(ours, figure), median_of(theirs, figure)
         rows.append(
@@ -92,7 +92,7 @@ def run() -> list[Row]:
         stale, stale_trials = best(our_sides("trainer.max_staleness=1")[:2], job, folder / "trial-stale", steps=2)
         theirs = [side for side in trl_sides() if side.threads == 2]
         runs = in_turn([ours, stale, *theirs], job, folder, rounds=ROUNDS)
-    notes = f"trials, s a step: {seconds_of(trials)}; at staleness 1: {seconds_of(stale_trials)}"
+    notes = f"trials, s per step: {seconds_of(trials)}; at staleness 1: {seconds_of(stale_trials)}"
     return [
         row
         for their_runs in runs[2:]

@@ -13,8 +13,8 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 
 
 def missing(what: str) -> None:
-    """Skip the browser tests, or fail if `make browser-test` was run."""
-    text = f"{what}: run `make browser-test`, which installs what is missing or says how"
+    """Skip the browser test that asks for the missing part `what`, or fail if `make browser-test` was run."""
+    text = f"{what}: run `make browser-test`, which installs the missing part or prints instructions"
     if os.environ.get("RLTRAIN_BROWSER_TEST") == "required":
         pytest.fail(text)
     pytest.skip(text)
@@ -33,7 +33,7 @@ def browser():
         try:
             opened = playwright.chromium.launch(executable_path=own, args=flags)
         except Error as error:
-            missing(f"no Chromium starts ({str(error).splitlines()[0]})")
+            missing(f"Chromium does not start ({str(error).splitlines()[0]})")
         yield opened
         opened.close()
 

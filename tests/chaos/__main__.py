@@ -56,15 +56,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", nargs="*", default=[], metavar="ROLE:PHASE:SIGNAL")
     variants = parser.add_mutually_exclusive_group()
-    variants.add_argument("--asynchronous", action="store_true", help="with answers under way while the actor trains")
-    variants.add_argument("--conversations", action="store_true", help="with answers of several turns")
+    variants.add_argument("--asynchronous", action="store_true", help="generate answers while the actor trains")
+    variants.add_argument("--conversations", action="store_true", help="make each answer a conversation")
     parser.add_argument("--jobs", type=int, default=1, help="number of runs at a time; a run uses less than one core")
-    parser.add_argument("--out", type=Path, help="folder for the runs; kept where it is given")
+    parser.add_argument("--out", type=Path, help="folder for the runs; by default, a temporary folder")
     arguments = parser.parse_args()
     if wrong := [text for text in arguments.only if not is_strike(text)]:
         parser.error(
-            f"{wrong[0]}: not ROLE:PHASE:SIGNAL with {', '.join(ROLES)}; {', '.join(PHASES)}; KILL or STOP, for the "
-            f"driver KILL or HUP, for Ray's daemons KILL; or driver:{START}:KILL"
+            f"{wrong[0]}: not ROLE:PHASE:SIGNAL with a role of {', '.join(ROLES)}, a phase of {', '.join(PHASES)}, "
+            f"and KILL or STOP (the driver: KILL or HUP, Ray's daemons: KILL); or driver:{START}:KILL"
         )
     drawn = draw_in_conversations if arguments.conversations else draw
     strikes = named(arguments.only) if arguments.only else drawn(arguments.runs, seed=arguments.seed)
@@ -79,7 +79,7 @@ def main() -> int:
             return 1
         usual_s = usual(undisturbed)
         sys.stdout.write(" | ".join(HEAD) + "\n")
-        # Orphans of a run become children of the process that started the run, so each job is a process.
+        # Orphans of a run become children of the process that started the run, so each run has a process of its own.
         with ProcessPoolExecutor(arguments.jobs) as jobs:
             started = [
                 jobs.submit(run, strike, folder / strike.name, undisturbed, usual_s, *overrides) for strike in strikes
@@ -89,7 +89,7 @@ def main() -> int:
                 sys.stdout.write(" | ".join(cells(outcomes[-1])) + "\n")
                 sys.stdout.flush()
     wrong = sum(bool(outcome.wrong) for outcome in outcomes)
-    sys.stdout.write("\n".join([*summary(outcomes), f"{len(outcomes)} runs, {wrong} with something wrong"]) + "\n")
+    sys.stdout.write("\n".join([*summary(outcomes), f"{len(outcomes)} runs, {wrong} with failed checks"]) + "\n")
     return 1 if wrong else 0
 
 

@@ -61,7 +61,7 @@ class Watcher:
         pid = victim(strike.role, self.output_dir)
         if not pid:  # Pid 0 would mean the driver's own process group.
             named = ", ".join(named_processes(self.output_dir)) or "nothing"
-            self.note("missed", phase=self.phase, reason=f"no process of the {strike.role}; {PROCESSES} has {named}")
+            self.note("missed", phase=self.phase, reason=f"role {strike.role} has no process; {PROCESSES} has {named}")
             return
         self.note("strike", phase=self.phase, pid=pid)
         os.kill(pid, getattr(signal, f"SIG{strike.signal}"))

@@ -34,7 +34,7 @@ JOB = [
 ASYNCHRONOUS = ["trainer.deterministic=false", "trainer.max_staleness=1", "rollout.max_concurrent_sequences=2"]
 # These overrides make each answer a conversation with an environment worker, over up to five turns.
 CONVERSATIONS = ["data=higher_lower", "placement.environment_workers=2"]
-# Roles that share the actor's process, unless a signal is to be sent to their process.
+# Roles that share the actor's process, unless the test sends a signal to the role's process.
 OWN_PROCESSES = ("critic", "reference")
 
 
@@ -86,16 +86,16 @@ def run(strike: Strike, folder: Path, undisturbed: Path, usual_s: dict[str, floa
     outcome, began = Outcome(strike), time.monotonic()
     life = start(folder, strike, usual_s, *overrides)
     if life.status is None:
-        outcome.wrong.append(f"hung: no end after {LIMIT_S:.0f} s")
+        outcome.wrong.append(f"hung: the run did not end within {LIMIT_S:.0f} s")
     elif life.status != strike.status:
-        outcome.wrong.append(f"status {life.status} in the place of {strike.status}: {life.said}")
+        outcome.wrong.append(f"exit status {life.status} instead of {strike.status}: {life.said}")
     elif strike.role in DAEMONS:
         outcome.wrong += unnamed(strike.role, folder)
     outcome.wrong += life.left
     if strike.status and life.status == strike.status:
         again = start(folder, None, usual_s, "trainer.resume=auto", *overrides)
         if again.status:
-            outcome.wrong.append(f"started again, status {again.status}: {again.said}")
+            outcome.wrong.append(f"resumed run: exit status {again.status}: {again.said}")
         outcome.wrong += again.left
     outcome.seconds = time.monotonic() - began
     if not outcome.wrong:
@@ -173,9 +173,9 @@ def unnamed(daemon: str, folder: Path) -> list[str]:
     said = [line for line in (folder / "log.txt").read_text().splitlines() if line.startswith("error: ")]
     expected = rf"error: Ray's {daemon} on node \S+ \(pid {times['strike']['pid']}\) is gone .*trainer.resume=auto"
     if len(said) != 1 or not re.match(expected, said[0]):
-        wrong.append(f"it did not name the daemon in one line: {said}")
+        wrong.append(f"the run did not name the daemon in one line: {said}")
     if (seconds := times["ends"]["time"] - times["strike"]["time"]) > ENDS_S:
-        wrong.append(f"it ended {seconds:.0f} s after the daemon's death")
+        wrong.append(f"the run ended {seconds:.0f} s after the daemon's death")
     return wrong
 
 
@@ -188,12 +188,12 @@ def compare(output: Path, undisturbed: Path, *, exact: bool) -> list[str]:
     ledger = lines(output / "ledger.jsonl")
     used = sorted(uid for line in ledger for uid in line["used"] + line["dropped"])
     if used != list(range(STEPS * PROMPTS)) or [line["step"] for line in ledger] != steps:
-        wrong.append(f"the ledger is not complete: {used}")
+        wrong.append(f"the ledger does not list each prompt group once: {used}")
     if exact and weights(output / "model") != weights(undisturbed / "model"):
         wrong.append("the final weights are not those of the undisturbed run")
     left = [name for name, process in named_processes(output).items() if state(process["pid"])]
     if left:
-        wrong.append(f"left behind: {', '.join(left)}")
+        wrong.append(f"processes left behind: {', '.join(left)}")
     return wrong
 
 
@@ -222,7 +222,7 @@ def measure(outcome: Outcome, events: Path) -> None:
     strike = next((event for event in happened if event["what"] == "strike"), None)
     if strike is None:
         missed = next((event["reason"] for event in happened if event["what"] == "missed"), None)
-        outcome.wrong.append(f"nothing was struck: {missed or 'the phase did not come, or the run was over'}")
+        outcome.wrong.append(f"no signal was sent: {missed or 'the phase did not come, or the run was over'}")
         return
     outcome.phase = strike["phase"]
     after = [event | {"after_s": event["time"] - strike["time"]} for event in happened]

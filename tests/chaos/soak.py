@@ -98,7 +98,7 @@ def report(series: Series, seconds: float) -> int:
     Returns the number of series that rise by more than the tolerance.
     """
     rising = 0
-    sys.stdout.write("what | after the warm-up | at the end | slope an hour | \n")
+    sys.stdout.write("measurement | after the warm-up | at the end | slope per hour | \n")
     for name, points in sorted(series.items()):
         late = [point for point in points if point[0] >= WARM_UP * seconds]
         if len(late) < 10 or late[-1][0] < seconds - 5 * EVERY_S:
@@ -118,7 +118,7 @@ def main() -> int:
     """Start a training run, record measurements until its end, and print the report."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.soak", description=__doc__)
     parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("overrides", nargs="*", help="of the run")
+    parser.add_argument("overrides", nargs="*", help="overrides of the run's config")
     arguments = parser.parse_args()
     series: Series = defaultdict(list)
     with tempfile.TemporaryDirectory(prefix="rltrain-soak-") as folder:
@@ -139,8 +139,8 @@ def main() -> int:
         said = log.read_text().strip().splitlines()[-3:]
         steps = len(lines(output / "metrics.jsonl"))
     rising = report(series, now)
-    sys.stdout.write(f"{steps} steps in {now / 60:.1f} minutes; status {status}; {' | '.join(said)}\n")
-    sys.stdout.write(f"{rising} of what was looked at rises\n")
+    sys.stdout.write(f"{steps} steps in {now / 60:.1f} minutes; exit status {status}; {' | '.join(said)}\n")
+    sys.stdout.write(f"{rising} series of measurements rise by more than the tolerance\n")
     return 1 if rising or ended_early else 0
 
 

@@ -54,13 +54,13 @@ class Strike:
 
     @property
     def kind(self) -> str:
-        """Row of the summary that counts the strike.
+        """Name of the row of the summary table that counts the strike.
 
         There is one row for each role, but the driver has a row for each signal and one for strikes during start-up.
         """
         if self.role != "driver":
             return self.role
-        return "driver in its start" if self.phase == START else f"driver ({self.signal})"
+        return "driver during start-up" if self.phase == START else f"driver ({self.signal})"
 
     @property
     def status(self) -> int:

@@ -31,7 +31,7 @@ ADD = {
     },
 }
 WRITES_TOOLS, NO_TOOLS = "", "does not show the tool"
-# For each template: the tokens at which an engine stops, and why conversations with tools are refused ("": they work).
+# For each template: the tokens at which an engine stops, and why conversations with tools are refused ("" if accepted).
 TEMPLATES = {
     "qwen2_5": (["<|im_end|>"], WRITES_TOOLS),
     "qwen3": (["<|im_end|>"], WRITES_TOOLS),
@@ -83,7 +83,7 @@ def renderer_of(templates, name, stops, tools):
 
 
 def plain(text):
-    """Return a text without white space and thoughts, which templates open, add to answers and remove from answers."""
+    """Remove white space and thoughts from a text, because templates add and remove them."""
     return re.sub(r"\s+", "", re.sub(r"<think>.*?</think>|<think>", "", text, flags=re.DOTALL))
 
 

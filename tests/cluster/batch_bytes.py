@@ -1,4 +1,4 @@
-"""Compares the bytes that a step's batch takes on the network with the bytes that the ranks read.
+"""Compares the bytes of a step's batch that hosts receive over the network with the bytes that the ranks read.
 
 The program runs on the head of a cluster of several hosts, with two ranks without a model on each host. The ranks take
 part in the passes of one step: log-probs of the reference, log-probs of the actor, and an update with several

@@ -1,4 +1,4 @@
-"""Let tests import the module `hosts` by name, and skip the cluster tests where hosts cannot be made."""
+"""Let tests import the module `hosts` by name, and skip the cluster tests if this machine cannot create hosts."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""Training runs on a cluster of three hosts, each of which is disturbed by one fault in a chosen phase of a step.
+"""Training runs on a cluster of three hosts, with one fault per run in a chosen phase of a training step.
 
 Two training ranks and two engines spread over all hosts. If a host other than the head's host is lost, its processes
 fit on the remaining hosts.
@@ -26,8 +26,8 @@ JOB = [
     "trainer.sample_every=0", "data.val_size=8", "placement.threads_per_worker=1",
 ]  # fmt: skip
 LIMIT_S = 900.0  # seconds after which a run counts as hung
-LEFT_S = 300.0  # seconds until the processes of an ended run must be gone; a node without a head ends after minutes
-# Ray's own daemons and idle workers stay on the hosts after a run; these words are in the titles of a run's processes.
+LEFT_S = 300.0  # seconds until a run's processes must be gone; without the head, a node ends after minutes
+# Words in the titles of a run's processes. Ray's daemons and idle workers, which outlive a run, have none of the words.
 _OF_A_RUN = re.compile(r"^ray::(Host|Guard|Observer)|\b(rltrain|workers|tests\.chaos)\.")
 
 
@@ -38,8 +38,8 @@ class Fault:
     Attributes:
         name: name of the fault in tables.
         phase: phase of the training step in which the fault begins, as the chaos driver names it.
-        strike: function that causes the fault on a host, and returns when the fault is over or is there to stay.
-        of_head: whether the fault strikes the head's host, or another host with a training rank.
+        strike: function that causes the fault on a host, and returns when the fault is over or permanent.
+        of_head: True for a fault of the host of Ray's head, False for a fault of another host with a training rank.
         driver: index of the host on which the driver runs; the head's host is host 0.
         ends: whether the fault ends the run, so that the job is submitted again after the hosts have been repaired.
         overrides: overrides of the run's config.
@@ -88,7 +88,7 @@ FAULTS = (LINK_5, LINK_60, *RAYLET.values(), POWER, NO_ROOM, HEAD, HEAD_ALONE)
 
 @dataclass
 class Outcome:
-    """What became of a run after a fault.
+    """The outcome of a run with a fault.
 
     Attributes:
         status: exit status of the run; if the job was submitted again, the exit status of the second run.
@@ -160,7 +160,7 @@ class Run:
         deadline, wanted = time.monotonic() + LIMIT_S, ("phase begins", phase, step)
         while not any((one["what"], one.get("phase"), one["step"]) == wanted for one in self.events()):
             assert self.process.poll() is None, (self.folder / "log.txt").read_text()[-2000:]
-            assert time.monotonic() < deadline, f"the phase {phase} of step {step + 1} did not begin"
+            assert time.monotonic() < deadline, f"the phase {phase} of step {step + 1} did not begin in time"
             time.sleep(0.005)
 
     def host_of_a_rank(self) -> Host:
@@ -185,7 +185,7 @@ class Run:
 
 
 def suffer(cluster: Cluster, fault: Fault, folder: Path) -> Outcome:
-    """Do a run with a fault, and return what became of the run. If the fault ends the run, submit the job again.
+    """Do a run with a fault, and return the outcome. If the fault ends the run, submit the job again.
 
     The hosts of the cluster are repaired before the run, and not after it.
     """

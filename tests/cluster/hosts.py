@@ -1,7 +1,7 @@
 """Machines of a test cluster, each of which is a set of Linux namespaces on this machine.
 
-A host has its own network address, hostname, processes, /dev/shm, /tmp/ray and /etc/hosts. All hosts see the same files
-otherwise, so a folder of this machine is a shared file system. Creating hosts needs root.
+A host has its own network address, hostname, processes, /dev/shm, /tmp/ray and /etc/hosts. All hosts share all
+other files, so a folder of this machine is a shared file system. Creating hosts needs root.
 """
 
 import contextlib
@@ -18,7 +18,7 @@ from pathlib import Path
 BRIDGE = "rltbr0"
 NETWORK = "10.78.0"
 _ATTEMPTS = 4
-# The first process of a host. The kernel gives orphaned processes of the host to it, and it must reap them.
+# The first process of a host. Orphaned processes of the host become its children, so that it must reap them.
 _INIT = """import os, time
 while True:
     try:
@@ -94,7 +94,7 @@ class Host:
                 if b"os.wait" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")[2:3].__repr__().encode():
                     return int(child)
             time.sleep(0.02)
-        raise RuntimeError(f"{self.name}: its namespaces were not made")
+        raise RuntimeError(f"{self.name}: its namespaces were not created")
 
     def command(self, argv: Sequence[str]) -> list[str]:
         """Return the command line that runs `argv` in the namespaces of the host."""
@@ -127,7 +127,7 @@ class Host:
 
     def bytes_on_link(self) -> tuple[int, int]:
         """Return the numbers of bytes that the host has received and sent."""
-        folder = Path(f"/sys/class/net/{self.end}/statistics")  # the other end of the link, so the directions swap
+        folder = Path(f"/sys/class/net/{self.end}/statistics")  # the other end of the link, where rx and tx are swapped
         return int((folder / "tx_bytes").read_text()), int((folder / "rx_bytes").read_text())
 
     def processes(self) -> dict[int, str]:
@@ -185,7 +185,7 @@ class Cluster:
     PORT = 6379
 
     def __init__(self, hosts: Sequence[Host], env: Mapping[str, str] | None = None) -> None:
-        # `ray start` turns authentication on if a token of the user is there, but only on the head.
+        # If the user has an authentication token, `ray start` turns authentication on, but only on the head.
         ray = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
         self.hosts, self.env = list(hosts), ray | dict(env or {})
 
@@ -237,7 +237,7 @@ def hosts(
         shm_mb: size of /dev/shm by the number of the host; 1,024 MB by default.
     """
     resolved = "".join(f"{NETWORK}.{number} rlthost{number}\n" for number in range(1, 10))
-    with contextlib.suppress(RuntimeError):  # an earlier test that was killed may have left the network
+    with contextlib.suppress(RuntimeError):  # a killed earlier test may have left the network behind
         _ip("link", "del", BRIDGE)
     made: list[Host] = []
     with tempfile.TemporaryDirectory() as folder:

@@ -26,8 +26,8 @@ def cells(fault: Fault, outcome: Outcome) -> tuple[str, ...]:
 def main() -> int:
     """Do a run for each fault, and print the table of recovery times. The exit status is 1 if a run has failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.cluster.recoveries", description=__doc__)
-    parser.add_argument("--only", default="", help="part of the names of the faults")
-    parser.add_argument("--out", type=Path, help="folder for the runs, which is kept")
+    parser.add_argument("--only", default="", help="run only faults whose name or phase contains this text")
+    parser.add_argument("--out", type=Path, help="folder for the runs; by default, a temporary folder")
     arguments = parser.parse_args()
     failed = 0
     with tempfile.TemporaryDirectory(prefix="rltrain-faults-") as temporary, hosts(3) as made:

@@ -1,7 +1,8 @@
 """A stand-in for SLURM: jobs run on the hosts of a test cluster.
 
-The batch script runs on the first host of a job, where it finds the programs `srun` and `scontrol` in PATH. Both send
-their command line to the test over a Unix socket, because only the test can start programs on the other hosts.
+The batch script runs on the first host of a job, where it finds the programs `srun` and `scontrol` in PATH. The two
+programs send their command line to the test over a Unix socket, because only the test can start programs on the other
+hosts.
 """
 
 import contextlib
@@ -18,8 +19,8 @@ from pathlib import Path
 
 from hosts import Host
 
-# Sends its command line and its environment, and ends with the exit status that it receives. When it gets SIGTERM, it
-# closes the sending half of the connection.
+# The program sends its command line and its environment to the test, and ends with the exit status that it receives.
+# When the program gets SIGTERM, it closes the sending half of the connection.
 _CLIENT = """#!{python}
 import json, os, signal, socket, sys
 there = socket.socket(socket.AF_UNIX)
@@ -58,7 +59,7 @@ class Slurm:
 
     @contextlib.contextmanager
     def running(self) -> Iterator["Slurm"]:
-        """Answer `srun` and `scontrol` inside the `with` block."""
+        """Handle the calls of `srun` and `scontrol` inside the `with` block."""
         slurm = self
 
         class Handler(socketserver.StreamRequestHandler):
@@ -85,7 +86,7 @@ class Slurm:
         return 0
 
     def _srun(self, arguments: list[str], env: Mapping[str, str], connection) -> int:
-        """Run a command on all hosts but the first, until it ends on all of them or srun gets SIGTERM."""
+        """Run a command on the hosts that srun's options select, until the command ends or srun gets SIGTERM."""
         command = list(arguments)
         options = {}
         while command[0].startswith("--"):

@@ -17,6 +17,6 @@ def test_a_run_without_the_token_of_the_cluster_is_refused(tmp_path):
         cluster.env["RAY_AUTH_MODE"] = "disabled"
         began = time.monotonic()
         line = refused(check(cluster, tmp_path))
-        print(f"refused after {time.monotonic() - began:.1f} s")  # noqa: T201
+        print(f"the run was refused after {time.monotonic() - began:.1f} s")  # noqa: T201
     assert line.startswith(f"error: placement.address={cluster.address}: the cluster requires a token of Ray's auth")
     assert "set RAY_AUTH_MODE=disabled on all of them" in line

@@ -9,8 +9,8 @@ import pytest
 from hosts import Cluster, hosts
 
 pytestmark = [pytest.mark.slow, pytest.mark.broad, pytest.mark.timeout(900)]
-MOST_OF_A_BATCH = 1.2  # received bytes, as a multiple of the bytes of the rows and columns that the host's ranks read
-MOST_OF_A_SYNC = 1.05  # received bytes, as a multiple of the model's bytes
+MOST_OF_A_BATCH = 1.2  # Received bytes, as a multiple of the bytes of rows and columns that the host's ranks read.
+MOST_OF_A_SYNC = 1.05  # Received bytes, as a multiple of the model's bytes.
 SIZES = {
     "vocab_size": 64, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 8,
     "num_key_value_heads": 8, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 2,
@@ -75,5 +75,5 @@ def test_a_host_with_two_engines_receives_the_weights_once_in_a_sync(cluster, tm
     assert sorted(engines[other] for other in engines if other != node) == [2, 2]
     ratios = sorted((many - few) / 4 / size for few, many in zip(*received, strict=True))
     print([round(ratio, 4) for ratio in ratios])  # noqa: T201
-    assert ratios[0] < 0.05, "the host of the actor receives no weights"
+    assert ratios[0] < 0.05, "the host of the actor must receive no weights"
     assert all(0.95 < ratio < MOST_OF_A_SYNC for ratio in ratios[1:])

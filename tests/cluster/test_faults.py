@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(2400)]
 @pytest.fixture(scope="module")
 def cluster():
     with hosts(3) as made:
-        yield Cluster(made, {"OMP_NUM_THREADS": "1"})  # each test starts Ray where it does not run
+        yield Cluster(made, {"OMP_NUM_THREADS": "1"})  # each test starts Ray on the hosts that lack it
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def complete(outcome: Outcome) -> None:
 
 
 def replaced(outcome: Outcome) -> None:
-    """Assert that a run said which host it had lost, and went on from the last checkpoint."""
+    """Assert that a run named the lost host in a log message, and continued from the last checkpoint."""
     complete(outcome)
     assert any(outcome.host in text and "the training ranks start again" in text for text in outcome.said), outcome
     assert outcome.repeated <= 2  # the checkpoint of the step before the fault may not have been complete

@@ -37,7 +37,7 @@ def test_a_joining_host_serves_and_a_leaving_host_takes_nothing_with_it(tmp_path
             deadline = time.monotonic() + LIMIT_S
             while not (what() if callable(what) else what in log.read_text()):
                 assert run.poll() is None, log.read_text()[-3000:]
-                assert time.monotonic() < deadline, f"no {what}\n{log.read_text()[-3000:]}"
+                assert time.monotonic() < deadline, f"timeout while waiting for {what}\n{log.read_text()[-3000:]}"
                 time.sleep(0.2)
 
         wait_for(lambda: len(steps()) >= 3)

@@ -103,8 +103,8 @@ def test_another_version_of_a_package_and_a_node_without_cpus_are_refused(cluste
     assert f"on the driver's node {cluster.hosts[0].name}" in line
     assert line.endswith("(1 more failed check: --check lists all)")
     assert "Ray has no CPU on this node" in done.stdout
-    # A run makes the same check before it starts workers.
+    # A run makes the same pre-flight check before it starts workers.
     began = time.monotonic()
     assert refused(cluster.main(*SMALL, f"trainer.output_dir={shared / 'run'}")) == line
-    print(f"refused after {time.monotonic() - began:.1f} s")  # noqa: T201
+    print(f"the run was refused after {time.monotonic() - began:.1f} s")  # noqa: T201
     assert not (shared / "run").exists()

@@ -15,7 +15,7 @@ SMALL = [
     "trainer.total_steps=2", "trainer.prompts_per_step=8", "trainer.prompts_per_minibatch=4",
     "rollout.samples_per_prompt=4", "data.val_size=16", "trainer.deterministic=true",
 ]  # fmt: skip
-# As Debian writes it on host 2; host 3 does not know its own name.
+# Host 2 has the line that Debian writes, and host 3 cannot resolve its own hostname.
 NAMES = {2: "127.0.1.1 rlthost2\n", 3: ""}
 
 
@@ -82,7 +82,7 @@ def alone(cluster, shared) -> list[dict[str, float]]:
 def equal(found: list[dict[str, float]], expected: list[dict[str, float]]) -> None:
     assert [row["step"] for row in found] == [row["step"] for row in expected]
     for one, other in zip(found, expected, strict=True):
-        # The reward and the lengths of the first step depend on the sampled tokens alone.
+        # The reward and the lengths of the first step depend only on the sampled tokens.
         assert one["actor/grad_norm"] == pytest.approx(other["actor/grad_norm"], rel=1e-3)
         assert one["actor/policy_loss"] == pytest.approx(other["actor/policy_loss"], abs=1e-4)
         assert one["reward/mean"] == other["reward/mean"]

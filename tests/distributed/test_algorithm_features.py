@@ -82,7 +82,7 @@ async def test_A1_A2_a_selector_chooses_from_the_whole_mini_batch_whatever_ranks
 
 
 async def test_A1_A2_the_loss_of_correct_answers_is_that_of_one_process_whatever_ranks_and_budget(start):
-    """The correct answers are unevenly distributed over ranks and micro-batches: most of them are of one prompt."""
+    """The correct answers are unevenly distributed over ranks and micro-batches: one prompt has most of them."""
     config = config_of("algorithm.positive_nll_coef=0.5")
     correct = torch.isin(torch.arange(24), torch.tensor([1, 4, 5, 6, 7, 13, 23]))
     found = []
@@ -172,7 +172,7 @@ async def test_A2_the_exact_kl_in_the_loss_is_that_of_all_logits_in_one_process(
     assert kls[1] > 1e-5
     for update, kl, norm in zip(updates, kls, norms, strict=True):
         assert update["ref_kl"] == pytest.approx(kl, rel=1e-3, abs=1e-8)
-        assert update["kl_loss"] == pytest.approx(update["ref_kl"], rel=1e-6, abs=1e-12)  # both are means over tokens
+        assert update["kl_loss"] == pytest.approx(update["ref_kl"], rel=1e-6, abs=1e-12)  # both: means over tokens
         assert update["grad_norm"] == pytest.approx(norm, rel=1e-4)
     weights, plain = await weights_of(workers["actor"]), dict(model.named_parameters())
     for key, tensor in weights.items():

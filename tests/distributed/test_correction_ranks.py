@@ -1,4 +1,4 @@
-"""Tests that statistics of importance weights are those of the whole mini-batch on any ranks with any token budget."""
+"""Tests that statistics of importance weights cover the whole mini-batch, for any ranks and any token budget."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Tests that distillation from two teachers does not depend on the number of ranks, their roles or the token budget."""
+"""Tests that distillation from two teachers gives the same training for any ranks and any token budget."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ KINDS = {
     "full": ["algorithm=distill"],
     "sampled": ["algorithm=distill", "algorithm.distillation.kl=sampled"],
 }
-# Triples of (number of ranks, token budget, further settings); the first one is the reference for the others.
+# Triples of (number of ranks, token budget, further settings). The first triple is the reference for the others.
 SPLITS = [
     (1, 8192, []),
     (2, 8192, []),

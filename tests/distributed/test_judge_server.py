@@ -73,7 +73,7 @@ def _wait_for(url, server, log):
                 return
         except OSError:
             time.sleep(0.25)
-    pytest.fail(f"the server did not come up: {log.read_text()[-3000:]}")
+    pytest.fail(f"the server did not start: {log.read_text()[-3000:]}")
 
 
 def test_vllms_server_judges_and_its_number_is_the_reward(endpoint):

@@ -18,7 +18,7 @@ SIZES = {
     "tie_word_embeddings": True,
 }  # fmt: skip
 LIMIT = 0.65  # Largest accepted peak, as a fraction of the bytes of the whole model in float32.
-FIXED = 400 << 20  # Bytes that loading may take in addition, whatever the size of the model.
+FIXED = 400 << 20  # Bytes that loading may take in addition, for models of any size.
 
 
 def saved(folder: Path, layers: int) -> int:
@@ -36,7 +36,7 @@ def peak_bytes() -> int:
 
 
 def forget_peak() -> int:
-    """Let the peak memory of this process begin anew, and return the current resident memory."""
+    """Reset the peak memory of this process, and return the current resident memory."""
     Path("/proc/self/clear_refs").write_text("5")
     return peak_bytes()
 
@@ -51,7 +51,7 @@ def measure(rank: int, folder: Path) -> None:
     from workers.models.row_isolation import load_policy
     from workers.training import rank_state
 
-    keep_freed_memory()  # as every training rank does
+    keep_freed_memory()  # every training rank calls this function too
     torch.set_num_threads(1)
     store = torch.distributed.FileStore(str(folder / "store"), RANKS)
     torch.distributed.init_process_group("gloo", store=store, rank=rank, world_size=RANKS)

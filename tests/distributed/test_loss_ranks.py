@@ -168,7 +168,7 @@ def failures_of(term, mode, batch, weight, rows, wanted):
     if far_apart(gradient, whole):
         found.append("gradient")
     if metrics.keys() != expected.keys():
-        found.append(f"metrics {sorted(metrics)} of a rank, {names} of the whole")
+        found.append(f"a rank has the metrics {sorted(metrics)}, and the whole batch has {names}")
     return found + [name for name, value in zip(names, sums[1:], strict=True) if far_apart(value, expected[name])]
 
 

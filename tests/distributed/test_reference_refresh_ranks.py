@@ -51,7 +51,7 @@ async def with_columns(workers, config, step):
 
 
 async def train(config, workers, steps):
-    """Train for the given steps with an update of the reference after each, and return batches and metrics."""
+    """Train for the given steps, update the reference after each step, and return the batches and metrics."""
     batches, history = [], []
     for step in steps:
         batch = await with_columns(workers, config, step)

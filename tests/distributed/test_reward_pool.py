@@ -105,7 +105,7 @@ async def test_G1_a_golden_set_scores_the_same_here_in_an_actor_and_in_the_pool(
     with on_ray([config]) as pool:
         assert pool._transport.idle() == []
         async with asyncio.timeout(60.0):
-            assert await pool._transport.events() == [], "a started worker is news"
+            assert await pool._transport.events() == [], "the start of a worker must not be an event"
         assert pool._transport.idle() == [0]
         pool.submit(requests)
         assert pool._transport.idle() == []
@@ -134,7 +134,7 @@ async def test_reward_processes_never_import_torch(functions, monkeypatch, runti
 def survivors(log: Path) -> list[int]:
     """Return the pids of processes that ran a misbehaving call and are still alive after 5 s.
 
-    The process that ran the last such call is not returned.
+    The process that ran the last call is never returned.
     """
     pids = list(dict.fromkeys(int(line) for line in log.read_text().split()))
     for _ in range(100):
@@ -284,7 +284,7 @@ async def test_other_samples_go_on_while_calls_hang_which_are_made_once_and_name
             results += await pool.poll()
     good, bad = results[:45], results[45:]
     own = (2.0,) * (len(names) - 1)
-    assert sorted(r.scores for r in good) == [(*own, float(n)) for n in range(48) if n % 16 != 5], "a hang held them up"
+    assert sorted(r.scores for r in good) == [(*own, float(n)) for n in range(48) if n % 16 != 5], "hangs delay others"
     assert {r.error for r in bad} == {"reward function 'hangs' did not return within 8 s"}
     assert {r.key for r in bad} == {request(n, "").key for n in (5, 21, 37)}
     assert {r.failed_function for r in bad} == {len(names) - 1}

@@ -1,4 +1,4 @@
-"""Tests of invariant G2: even if a reward function damages its process, its call ends in time and leaves nothing."""
+"""Tests of invariant G2: a reward function that damages its process ends in time and leaves no processes or files."""
 
 import asyncio
 import importlib.util
@@ -95,7 +95,7 @@ async def test_G2_it_is_answered_in_time_the_pool_is_whole_and_nothing_stays(poo
         assert bad.error.startswith(f"reward function 'torture' {said}")
     else:
         assert bad == SampleScores((0, 2), (2.0,))
-    assert seconds < 2 * LIMIT_S + GRACE_S  # a sample may be scored twice: with others, then alone
+    assert seconds < 2 * LIMIT_S + GRACE_S  # a sample may be scored with others, and then again alone
     until = time.monotonic() + 5.0
     started = sum(slot.attempts > 0 for slot in pool._transport._slots)  # started processes, including spare processes
     while (left := (left_behind(), len(children_of_the_pool()))) != ([], started) and time.monotonic() < until:

@@ -19,7 +19,7 @@ from workers.sync.weight_sync import sync
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_here"), pytest.mark.asyncio(loop_scope="module")]
 REQUEST = Request((0, 0), char_tokenizer()("2299907=")["input_ids"], 0.0, 8, 0)
-BUCKET_BYTES = 40_000  # so small that the model (1 MB) needs many buckets, and some layers span two buckets
+BUCKET_BYTES = 40_000  # small, so that the model (1 MB) needs many buckets, and some layers span two
 
 
 def small_buckets(host):

@@ -141,7 +141,7 @@ async def test_E2_the_engine_resolved_the_configured_sampling_and_nothing_of_the
 
 
 async def test_E3_B4_ids_go_in_and_out_as_ids_and_only_a_generated_end_token_ends_an_answer(engine):
-    odd = [0, EOS_ID, 7, 127, 50]  # token ids that the tokenizer gives to no text
+    odd = [0, EOS_ID, 7, 127, 50]  # the tokenizer encodes no text as these token ids
     got = await answers(engine, requests(64, prompt=odd))
     assert all(len(a.token_ids) == len(a.log_probs) == len(a.versions) for a in got.values())
     for answer in got.values():
@@ -292,7 +292,7 @@ async def test_with_a_kept_cache_the_rest_of_an_answer_attends_to_keys_and_value
         if set(answer.versions) == {20, 21}:
             recomputed = trainer_log_probs(models[21], request, answer)
             differs = max(differs, abs(float(recomputed[-1]) - answer.log_probs[-1]))
-    assert differs > 1e-2, "a recomputed cache would have given the same"
+    assert differs > 1e-2, "a recomputed cache would give the same log-probs"
     again = await answers(engine, asked)
     for request in asked:
         assert set(again[request.key].versions) == {21}

@@ -85,7 +85,7 @@ def finish(process: subprocess.Popen[str], output: Path, timeout_s: float = 240)
         for pid in marked(output):
             os.kill(pid, signal.SIGKILL)
         stdout, stderr = process.communicate()
-        raise AssertionError(f"no end after {timeout_s} s\n{stdout}\n{stderr}") from None
+        raise AssertionError(f"the run did not end within {timeout_s} s\n{stdout}\n{stderr}") from None
     deadline = time.monotonic() + 10
     while (survivors := marked(output)) and time.monotonic() < deadline:
         time.sleep(0.2)

@@ -14,7 +14,7 @@ BROAD = named(
 
 
 def children() -> set[int]:
-    """Return the pids of the test process's own children. Orphans of a run that were adopted are among them."""
+    """Return the pids of the test process's own children, including adopted orphans of a run."""
     return {process.pid for process in psutil.Process().children()}
 
 
@@ -24,7 +24,7 @@ def undisturbed(tmp_path_factory):
     before = children()
     life = start(folder, None, {})
     assert (life.status, life.left) == (0, []), life.said
-    assert children() <= before, "what the run left was adopted and not waited for"
+    assert children() <= before, "orphans of the run were adopted but not reaped"
     return folder
 
 
@@ -40,7 +40,7 @@ def test_F4_a_run_whose_process_is_struck_ends_with_the_weights_and_the_ledger_o
 ):
     outcome = run(strike, tmp_path / "struck", undisturbed, usual(undisturbed))
     assert not outcome.wrong
-    assert outcome.detected_s is not None, "nobody noticed"
+    assert outcome.detected_s is not None, "the run did not report the failure"
     # After a rank's death, the current training step is repeated. The previous step is also repeated if its checkpoint
     # was unfinished.
     assert outcome.repeated <= (0 if strike.role in ("rollout", "reward") else 2)
@@ -52,4 +52,4 @@ def test_F4_a_training_rank_that_dies_in_a_weight_sync_while_answers_are_under_w
     (strike,) = named(["actor:sync_weights:KILL"])
     outcome = run(strike, tmp_path / "struck", undisturbed, {}, *ASYNCHRONOUS)
     assert not outcome.wrong
-    assert outcome.detected_s is not None, "nobody noticed"
+    assert outcome.detected_s is not None, "the run did not report the failure"

@@ -53,7 +53,7 @@ def test_rows_are_the_conversations_and_only_sampled_tokens_are_trained(common, 
         rendered = tokenizer.apply_chat_template(messages, tokenize=False)
         text = tokenizer.decode(row["prompt_ids"] + row["response_ids"])
         if ended:
-            assert text + "\n" == rendered  # the template ends each message with a line break, which nobody sampled
+            assert text + "\n" == rendered  # the template adds a line break that was not sampled
         assert len(messages) == 2 * row["turns"]
         assert messages[0]["content"].startswith("guess ")
         said = [message["content"] for message in messages if message["role"] == "assistant"]
@@ -215,7 +215,7 @@ def test_T5_a_killed_environment_worker_or_engine_changes_no_result(common, undi
 
 
 def pid_of(output, word):
-    """Return the process id of a worker of a run, or None if the run has not named it yet."""
+    """Return the process id of a worker of a run, or None if processes.json lacks the worker."""
     try:
         processes = json.loads((output / "processes.json").read_text())
     except (OSError, json.JSONDecodeError):

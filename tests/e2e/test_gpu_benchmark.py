@@ -1,4 +1,4 @@
-"""The benchmark for GPUs runs on a CPU with small shapes, so that a broken measurement is seen without a GPU."""
+"""The GPU benchmark runs on a CPU with small shapes, so that the test finds a broken measurement without a GPU."""
 
 import json
 import os

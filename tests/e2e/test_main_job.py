@@ -45,7 +45,7 @@ def test_ray_vllm_and_two_fsdp_ranks_train_end_to_end_and_leave_no_process(vllm_
     for row in run.metrics():
         assert row["rollout/log_prob_gap_max"] < 1e-4  # E1: the log-probs of engine and trainer agree in float32.
         assert row["actor/grad_norm"] > 0
-    assert run.metrics()[0]["rollout/log_prob_gap"] > 0  # With a gap of exactly 0, nothing was measured.
+    assert run.metrics()[0]["rollout/log_prob_gap"] > 0  # A gap of 0 would mean that nothing was measured.
 
 
 @pytest.mark.usefixtures("settings_restored")

@@ -55,7 +55,7 @@ def wait_until_served(address: str, env: dict[str, str]) -> None:
     for _ in range(60):
         if run(RAY, "job", "list", "--address", address, env=env).returncode == 0:
             return
-    raise AssertionError(f"no job server at {address}")
+    raise AssertionError(f"no job server answers at {address}")
 
 
 def test_a_submitted_job_trains_two_steps_on_a_running_cluster(cluster, tmp_path):

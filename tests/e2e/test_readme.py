@@ -190,7 +190,7 @@ def test_each_node_of_the_compose_file_restarts_and_has_room_beside_the_object_s
         assert service["volumes"] == ["outputs:/outputs"]
         shared, memory = (int(service[name].removesuffix("gb")) << 30 for name in ("shm_size", "mem_limit"))
         store = int(re.search(r"--object-store-memory=(\d+)", service["command"])[1])
-        assert shared - store >= SHM_BYTES  # as much as the check of a cluster asks for
+        assert shared - store >= SHM_BYTES  # the minimum of the pre-flight check of a cluster
         assert memory > 2 * shared
 
 
@@ -201,7 +201,7 @@ def test_the_algorithm_of_contributing_works(tmp_path):
     files = named_files("CONTRIBUTING.md")
     assert len(files) == 3
     for path, content in files:
-        assert not (tmp_path / path).exists(), f"{path} is part of the project now: show another algorithm"
+        assert not (tmp_path / path).exists(), f"{path} exists in the project: show another algorithm"
         (tmp_path / path).write_text(content)
     tests = [files[2][0], "tests/unit/algorithms/test_masks.py", "tests/unit/algorithms/test_knobs.py"]
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", *tests]

@@ -1,4 +1,4 @@
-"""A run whose reference model is updated ends in the same weights wherever its roles run and whatever dies."""
+"""A run that updates its reference model ends with the same weights in any placement, even if a process dies."""
 
 import json
 import os
@@ -37,7 +37,7 @@ def kill(process, output, name, *, after):
     manifest, deadline = output / f"checkpoints/step_{after}/manifest.json", time.monotonic() + 200
     while not manifest.exists():
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "it saves nothing"
+        assert time.monotonic() < deadline, "the run saved no checkpoint"
         time.sleep(0.01)
     os.kill(json.loads((output / "processes.json").read_text())[name]["pid"], signal.SIGKILL)
 

@@ -27,7 +27,7 @@ def struck(process, output, name: str, number: int, *, after: int) -> int:
     metrics, deadline = output / "metrics.jsonl", time.monotonic() + 200
     while not metrics.exists() or metrics.read_text().count("\n") < after:
         assert process.poll() is None, process.communicate()
-        assert time.monotonic() < deadline, "it takes no steps"
+        assert time.monotonic() < deadline, "the run takes no steps"
         time.sleep(0.01)
     pid = pid_of(output, name)
     os.kill(pid, number)
@@ -81,8 +81,8 @@ def test_a_run_whose_connection_drops_saves_a_checkpoint_though_nobody_reads_its
     process.stderr.close()
     metrics, deadline = output / "metrics.jsonl", time.monotonic() + 200
     while not metrics.exists() or metrics.read_text().count("\n") < 3:
-        assert process.poll() is None, "it ended"
-        assert time.monotonic() < deadline, "it takes no steps"
+        assert process.poll() is None, "the run ended"
+        assert time.monotonic() < deadline, "the run takes no steps"
         time.sleep(0.05)
     os.killpg(process.pid, signal.SIGHUP)
     time.sleep(0.2)
@@ -138,7 +138,7 @@ def test_an_engine_of_several_processes_is_replaced_as_a_whole_whichever_of_them
     assert files
     os.kill(pid_of(output, "rollout replica 0"), signal.SIGKILL)
     others = wait_for(steps() + 2)
-    assert psutil.wait_procs(cores, timeout=10)[1] == [], "the core outlived its replica, and has its memory"
+    assert psutil.wait_procs(cores, timeout=10)[1] == [], "processes of the engine outlived their replica"
     files |= mapped(others)
     worker = next(one for one in others if one.cmdline()[0] == "VLLM::Worker_TP1")
     worker.kill()

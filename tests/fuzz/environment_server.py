@@ -53,7 +53,7 @@ def enter(case: Case) -> None:
         os.environ.pop(name, None)
         if value is not None:
             os.environb[name.encode()] = value
-    tempfile.tempdir = None  # Python's tempfile then chooses its folder anew.
+    tempfile.tempdir = None  # With None, Python's tempfile chooses its folder again.
     if case.folder is None:
         gone = tempfile.mkdtemp(dir="/tmp")
         os.chdir(gone)

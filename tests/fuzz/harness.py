@@ -86,7 +86,7 @@ def status_of(overrides: Sequence[str]) -> int | None:
         mock.patch.object(rltrain.main, "train", train),
         mock.patch.object(rltrain.main, "join_cluster", return_value=None),
         mock.patch.object(rltrain.main, "nodes_for", return_value=[Node("this machine", None)]),
-        mock.patch.object(Job, "__call__", train),  # A sweep calls its `Job` for each run.
+        mock.patch.object(Job, "__call__", train),  # A sweep of several runs calls a `Job` for each run.
         read_once(),
     ):
         try:
@@ -156,7 +156,7 @@ def nothing_written_over(folder: Path) -> Iterator[list[Outcome]]:
             again.add(name)
             (folder / name).write_bytes(content or b"")
         else:
-            assert after[name] == content, f"{name} was written over"
+            assert after[name] == content, f"{name} was overwritten"
     new = sorted(after.keys() - before.keys())
     if started:
         assert sum(name.endswith("config.yaml") for name in {*again, *new}) <= 1, (again, new)

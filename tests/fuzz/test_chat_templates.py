@@ -119,7 +119,7 @@ def check(tokenizer, prompt, encoded, special, *, known: bool) -> None:
     spells = any(name in json.dumps(prompt).lower() for name in (*NAMES, "<unk>", "[unk]"))
     if isinstance(prompt, str):
         if special in KEPT:
-            assert found == [bos] * (encoded.ids[:1] == [bos]), "a control token in a plain prompt"
+            assert found == [bos] * (encoded.ids[:1] == [bos]), "a plain prompt has a control token"
             assert encoded.text == prompt
     elif not spells or special == "allow":
         ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=False)
@@ -130,4 +130,4 @@ def check(tokenizer, prompt, encoded, special, *, known: bool) -> None:
         harmless = [{"role": "user", "content": "x"} for _ in prompt]
         own = tokenizer.apply_chat_template(harmless, add_generation_prompt=True, return_dict=False)
         own = [id for id in own if id in control]
-        assert [id for id in found if id != bos] == [id for id in own if id != bos], "not the template's own"
+        assert [id for id in found if id != bos] == [id for id in own if id != bos], "not those of the template"

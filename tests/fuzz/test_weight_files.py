@@ -56,7 +56,7 @@ class Forms(dict[str, dict[str, bytes]]):
     """One model in all file formats: a dictionary from the format's name to the files of the model's folder."""
 
     def __repr__(self) -> str:
-        return "forms"  # The text is short, because Hypothesis prints the arguments of a test.
+        return "forms"  # A short text, because Hypothesis prints the arguments of a test.
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +86,7 @@ def in_parts(tensors, stem: str, suffix: str, index: str, count: int = 3) -> dic
     return files | {index: json.dumps({"metadata": {}, "weight_map": where}).encode()}
 
 
-# Each of the following functions corrupts `files` in place. Its randomly drawn number selects an existing name or
+# Each of the following functions corrupts `files` in place. The randomly drawn argument selects an existing name or
 # position.
 
 JUNK = [
@@ -323,7 +323,7 @@ def assert_each_parameter_is_the_files(model, folder: Path, *, body_alone: bool)
         tensor = next((stored[one] for one in names if one in stored), None)
         assert tensor is not None, f"{name} is random"
         same = torch.allclose(parameter, tensor.to(parameter.dtype), rtol=0, atol=0, equal_nan=True)
-        assert same, f"{name} is not what its file holds"
+        assert same, f"{name} differs from the tensor in the file"
 
 
 def zero(name: str, shape: torch.Size) -> torch.Tensor:

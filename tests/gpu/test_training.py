@@ -81,7 +81,7 @@ def test_B6_the_kernel_of_all_rows_gives_what_buckets_give_in_float64(heads, wid
     inputs = [tensor.to(device(), torch.bfloat16).requires_grad_() for tensor in exact]
     exact = [tensor.requires_grad_() for tensor in exact]
     kernel = kernel_for(inputs[0], inputs[2])
-    assert kernel is not None, "this GPU and this torch have no kernel"
+    assert kernel is not None, "no attention kernel for this GPU and this version of torch"
     got = kernel(*inputs, packed.offsets.to(device()), packed.longest, 0.1)
     wanted = packed_forward._in_attention_batches(*exact, packed, scaling=0.1, dropout=0.0)
     weights = torch.randn(wanted.shape, generator=source, dtype=torch.float64)

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.broad,
     pytest.mark.timeout(3600),
-    pytest.mark.skipif(not UV, reason="downloads two gigabytes: run `make image-test`"),
+    pytest.mark.skipif(not UV, reason="the test downloads two gigabytes: run `make image-test`"),
 ]
 TINY = [
     "placement=inprocess", "rollout=hf", "trainer.total_steps=1", "trainer.prompts_per_step=4",
@@ -54,7 +54,7 @@ def test_the_packages_of_the_gpu_image_are_complete_and_agree_with_each_other(en
     )  # fmt: skip
     assert planned.returncode == 0, planned.stderr
     locked = [line for line in lock.read_text().splitlines() if "==" in line]
-    # uv adds the packages that others need and the lock lacks.
+    # uv would add a package that other packages need and that the lock lacks.
     assert f"Resolved {len(locked)} packages" in planned.stderr
 
 

@@ -1,10 +1,10 @@
-"""Draw a random sample of a Cosmic Ray session's mutants, report on a session, or do both for several of them.
+"""Draw a random sample of the mutants of Cosmic Ray sessions, or report how many mutants the tests killed.
 
     python tests/mutation/draw.py sample SESSION... --count 300 --seed 0
     python tests/mutation/draw.py report SESSION...
 
-`sample` leaves `count` mutants, shared out over the sessions, and takes out all others. `report` prints how many were
-killed, and each survivor with its change.
+`sample` keeps `count` mutants in total, spread over the sessions, and deletes all others. `report` prints how many
+mutants were killed, and each surviving mutant with its change.
 """
 
 import argparse
@@ -27,7 +27,7 @@ def sample(sessions: list[str], count: int, seed: int) -> None:
             total = len(every)
             db.clear()
             db.add_work_items(drawn[number :: len(sessions)])
-            print(f"{path}: {db.num_work_items} of {total} mutants", file=sys.stderr)  # noqa: T201
+            print(f"{path}: kept {db.num_work_items} of {total} mutants", file=sys.stderr)  # noqa: T201
 
 
 def report(sessions: list[str]) -> None:

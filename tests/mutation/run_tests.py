@@ -3,7 +3,8 @@
     python tests/mutation/run_tests.py ORIGINAL
 
 `ORIGINAL` is the folder of the unchanged algorithms. The test files that mention a name of the mutated module run
-first, because they kill most mutants within seconds. If they pass, all tests run. The exit status is that of pytest.
+first, because they kill most mutants within seconds. If these tests pass, all tests run. The exit status is that
+of pytest.
 """
 
 import ast
@@ -12,7 +13,7 @@ import sys
 from pathlib import Path
 
 TESTS = Path("tests/unit/algorithms")
-# Tests of speed say nothing about a mutant.
+# Tests of speed are left out, because they do not depend on the mutation.
 PYTEST = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-k", "not times_as_fast and not slower_than"]
 
 
@@ -36,7 +37,7 @@ def likely_tests(modules: list[Path]) -> list[str]:
 
 
 def main() -> int:
-    """Run the likely tests, and then, if they pass, all tests."""
+    """Run the tests that mention the mutated module, and then, if these tests pass, all tests."""
     likely = likely_tests(mutated(Path(sys.argv[1]), Path("rltrain/algorithms")))
     for paths in filter(None, (likely, [str(TESTS)])):
         if status := subprocess.run([sys.executable, *PYTEST, *paths]).returncode:

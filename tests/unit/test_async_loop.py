@@ -128,7 +128,7 @@ def collector(tasks):
                 made.shipped.setdefault(group.uid, version)
                 at_step = (made.groups.used + queue.index(group.uid)) // P
                 assert at_step - made.shipped[group.uid] <= config.trainer.max_staleness
-                assert at_step < config.trainer.total_steps, "no step would use it"
+                assert at_step < config.trainer.total_steps, "no step would use this group"
             return fresh
 
         made.groups.ship = recorded

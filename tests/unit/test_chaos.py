@@ -64,7 +64,7 @@ def test_a_strike_that_finds_no_process_of_its_role_is_told_with_what_there_was(
     outcome = Outcome(strike)
     measure(outcome, events)
     assert outcome.wrong == [
-        "nothing was struck: no process of the reference; processes.json has critic rank 0"
+        "no signal was sent: role reference has no process; processes.json has critic rank 0"
     ]  # fmt: skip
 
 

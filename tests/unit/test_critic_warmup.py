@@ -102,7 +102,7 @@ async def test_in_the_warm_up_the_critic_learns_monte_carlo_returns_and_then_tho
 
 
 async def test_F3_each_schedule_ends_at_the_last_optimizer_step_of_its_role(tasks, start, reward):
-    """Two mini-batches in each of five steps are 10 optimizer steps of the critic, and 6 of the actor after 2 steps."""
+    """With 2 mini-batches per step, the critic takes 10 optimizer steps in 5 steps, and the actor 6 in 3 steps."""
     schedules = [f"{role}.{key}" for role in ("actor", "critic") for key in ("lr=1e-3", "lr_schedule=linear")]
     made = await trainer(tasks, start, reward, *PPO, *schedules, "critic.warmup_steps=2", "trainer.total_steps=5")
     metrics = [(await made.train_step())[0] for _ in range(5)]
@@ -139,7 +139,7 @@ async def test_D1_the_checks_of_log_probs_pass_in_the_warm_up_and_after_it(tasks
 
 
 async def test_the_metric_of_the_best_checkpoint_may_come_from_updates_of_the_actor(tasks, start, reward, tmp_path):
-    """The first step of the warm-up has no metrics of an update, so that a known name must not be refused there."""
+    """Warm-up steps lack actor metrics, so the check of the metric's name must wait until the warm-up is over."""
     (tmp_path / "run").mkdir()
     settings = ["critic.warmup_steps=2", "trainer.total_steps=3", "trainer.save_every=1"]
     parts = {

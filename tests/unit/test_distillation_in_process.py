@@ -1,4 +1,4 @@
-"""Whole training steps with teachers on the ranks, behind an endpoint, and with a prompt of their own."""
+"""Whole training steps with teachers on the training ranks, teachers at an endpoint, and teachers' own prompts."""
 
 import logging
 
@@ -165,7 +165,7 @@ async def test_a_teacher_behind_a_demonstration_scores_the_same_answer_in_anothe
     template = "{path: reference, prompt_template: '{answer}#{prompt}'}"
     made = await trainer(tasks, start, reward, "algorithm=distill", of_teachers(template))
     _, batch = await made.train_step()
-    assert made.reference is None  # no KL term compares the policy with the reference
+    assert made.reference is None  # without a KL term, the run needs no reference model
     model = AutoModelForCausalLM.from_pretrained(start).eval()
     for row, prompt in enumerate(made.collector.prompts_of(batch)):
         seen = list(f"{prompt.columns['answer']}#{prompt.text}".encode())
@@ -260,7 +260,7 @@ async def test_answers_whose_requests_all_fail_are_counted_and_have_no_term(task
 
 
 async def test_an_endpoint_that_is_down_is_asked_only_once_a_step_and_comes_back(tasks, start, reward, server):
-    """With the teacher alone, a step without its log-probs trains on nothing and moves no weight."""
+    """If only the teacher gives advantages, a step without the teacher's log-probs changes no weight."""
     once = ["algorithm.distillation.retries=1", "algorithm.distillation.max_concurrent=1"]
     alone = "algorithm.distillation.outcome_coef=0"
     made = await trainer(tasks, start, reward, "algorithm=mopd", of_teachers(f"'{server.url}'"), *once, alone)

@@ -11,7 +11,7 @@ async def test_simulated_ranks_take_the_calls_of_a_step_and_the_driver_accepts_w
 
 
 def test_the_driver_sends_only_token_ids_twice_however_many_ranks_there_are():
-    """An update gives rows to other ranks than the passes before it, and these ranks need the rows' token ids."""
+    """An update moves rows to other ranks than the earlier forward passes, so the rows' token ids are sent again."""
     batch, config = rollouts(), compose(OVERRIDES)[0]
     one, eight, many = (bytes_per_step(ranks, batch, config) for ranks in (1, 8, 64))
     columns = 8 * (len(batch.values("prompts")) + len(batch.values("responses")))  # token ids, int64

@@ -1,4 +1,4 @@
-"""The Dockerfiles and their locks agree with each other, with pyproject.toml and with the files that builds see."""
+"""The Dockerfiles and their lock files agree with each other, with pyproject.toml and with the build context."""
 
 import re
 import tomllib
@@ -61,4 +61,4 @@ def test_the_images_differ_in_their_packages_and_variables_alone():
     own = ("ARG", "ENV", "RUN")
     shared = [[one for one in instructions(DOCKER / f"Dockerfile.{image}") if one[0] not in own] for image in IMAGES]
     assert shared[0][:2] == shared[1][:2]
-    assert shared[0][3:] == shared[1][3:]  # the third instruction copies the image's own lock
+    assert shared[0][3:] == shared[1][3:]  # the third instruction copies the image's own lock file

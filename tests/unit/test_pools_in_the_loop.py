@@ -79,7 +79,7 @@ async def test_the_prompts_of_groups_do_not_depend_on_the_order_or_the_speed_of_
 
 @pytest.mark.parametrize("staleness", [0, 1, 2])
 async def test_a_draw_knows_the_outcomes_of_all_steps_except_those_that_are_unfinished(collector, staleness):
-    """The number of measured prompts at each draw shows which steps are known.
+    """The number of prompts with known outcomes at each draw shows which steps the draw takes into account.
 
     With staleness k, the groups of step s are drawn at the start of step s - k, after s - k finished steps.
     """
@@ -123,7 +123,7 @@ async def test_reused_groups_do_not_depend_on_the_order_of_answers_and_keep_the_
 async def test_a_group_that_is_too_old_to_be_reused_stops_the_run_instead_of_being_trained_on(collector):
     made = collector("trainer.reuse={groups:2,steps:1}", staleness=1)
     await step(made, 0)
-    made.buffer.steps = 9  # a buffer that forgets the bound
+    made.buffer.steps = 9  # the buffer keeps groups beyond the staleness bound
     await step(made, 1)
     with pytest.raises(AssertionError, match="a group of weight version 0 is too old for weight version 2"):
         await step(made, 2)

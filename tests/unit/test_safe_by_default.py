@@ -100,7 +100,7 @@ def test_a_models_own_code_is_never_run():
     found = 0
     for path in SOURCES:
         for name, call in calls(path):
-            # only Auto classes of transformers look for code beside the weights, so concrete classes need no check
+            # only transformers' Auto classes can load code from a model's folder, so concrete classes need no check
             if name.rpartition(".")[2] in LOADERS and name.startswith(("Auto", "kind.")):
                 found += 1
                 assert keyword(call, "trust_remote_code") is False, f"{named(path)}:{call.lineno}: {name}"

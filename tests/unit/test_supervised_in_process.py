@@ -53,7 +53,7 @@ async def test_without_a_coefficient_a_run_is_bitwise_the_run_without_answers_an
     found = []
     for answers in (False, True):
         made = await started(tasks, start, reward, "trainer.prompts_per_minibatch=2")
-        if answers:  # the check before a run refuses this combination
+        if answers:  # the check of the config refuses supervised answers without a coefficient
             config = compose([*BASE, *SUPERVISED])[0]
             chosen = supervised_options(config, char_tokenizer())
             given = {"split": "train", "seed": 0, "max_prompt_length": 16, "overlong": "refuse", "limit": 64}
@@ -66,7 +66,7 @@ async def test_without_a_coefficient_a_run_is_bitwise_the_run_without_answers_an
 
 
 async def test_the_statistics_and_the_batch_of_a_step_do_not_see_supervised_answers(tasks, start, reward):
-    """The first step of two runs has the same answers, and one optimizer step, so the policy's metrics agree too."""
+    """The first steps of two runs have the same answers and one optimizer step, so the policy's metrics are equal."""
     found = {}
     terms = ["algorithm.kl_loss.kl_loss_coef=0.1", "algorithm.entropy_coef=0.01", "algorithm.squared_log_ratio_coef=1"]
     for name, overrides in (("plain", []), ("supervised", SUPERVISED)):

@@ -35,7 +35,7 @@ class Device:
         self.log, self.engine_holds, self.sleeps = [], True, True
 
     def train(self, what):
-        assert not self.engine_holds, f"the actor's {what} beside an engine that is awake"
+        assert not self.engine_holds, f"the actor's {what} runs while the engine is awake"
         self.log.append(what)
 
 
@@ -56,8 +56,8 @@ class Engine:
         self.device.log.append("wake the weights")
 
     def load_bucket(self, bucket):
-        assert self.weights, "there is no room for weights"
-        assert not self.cache or not self.device.sleeps or bucket.version == 0, "the cache woke before the weights came"
+        assert self.weights, "the memory of the weights is released"
+        assert not self.cache or not self.device.sleeps or bucket.version == 0, "the cache woke before the weights"
         if self.fails:
             self.fails = False
             raise SyncError("the bytes are not the sender's")
@@ -279,5 +279,5 @@ async def test_engines_that_have_devices_of_their_own_or_never_stop_are_not_aske
 async def test_the_fakes_refuse_to_train_beside_an_engine_that_is_awake(tasks):
     made = await trainer(tasks, Device(), "trainer.max_staleness=1")
     await made.sync_weights()
-    with pytest.raises(AssertionError, match="beside an engine that is awake"):
+    with pytest.raises(AssertionError, match="while the engine is awake"):
         await made.train_step()

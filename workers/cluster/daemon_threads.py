@@ -45,7 +45,7 @@ async def in_daemon_thread(function: Callable[[], Any]) -> Any:
         except BaseException as raised:
             error = RuntimeError(described(raised))
         thread_ends()
-        with contextlib.suppress(RuntimeError):  # The event loop may have been closed during the call.
+        with contextlib.suppress(RuntimeError):  # The caller's event loop may already be closed.
             loop.call_soon_threadsafe(settle, result, error)
 
     start_thread(threading.Thread(target=run, name="daemon thread", daemon=True))

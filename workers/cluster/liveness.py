@@ -1,4 +1,4 @@
-"""Detects processes of a run that have ended, are stopped or hang, and makes every wait for such a process fail.
+"""Detects processes of a run that have ended, are stopped or hang, and interrupts all waits for these processes.
 
 One task in the driver observes the run's processes on the driver's machine once a second, and also as soon as one of
 these processes ends. Each observation reads the state of every process from `/proc`, and every process's progress
@@ -79,7 +79,7 @@ class WatchedProcess:
                 self.liveness.lost(self)
 
     def take(self, sight: Sight, now: float) -> None:
-        """Record an observation of the process.
+        """Store `sight`, the latest observed status of this worker process.
 
         If the process has ended, or has been stopped (SIGSTOP) for `STOPPED_S` seconds, mark the process as lost.
         """
@@ -96,7 +96,7 @@ class WatchedProcess:
             self.lose(f"has been stopped (SIGSTOP) for {STOPPED_S:g} s")
 
     async def unless_lost(self, awaitable: Awaitable[T]) -> T:
-        """Wait for a result that depends on the process, and keep waiting even if the process makes no progress.
+        """Wait for `awaitable`, which depends on this worker process, even while the process makes no progress.
 
         Raises WorkerLost if the process is marked as lost.
         """
@@ -172,7 +172,7 @@ class Liveness:
         self.processes.remove(process)
 
     def lost(self, process: WatchedProcess) -> None:
-        """Kill a process that was marked as lost, and wake the background task that fails all waits for the process."""
+        """Kill a process that was marked as lost, and wake the task that reports the loss to all waiting coroutines."""
         if process.identity is not None:
             self.kill([process.identity])
         self._exits.notify()
@@ -206,8 +206,8 @@ class Liveness:
     async def nodes_settled(self) -> None:
         """Wait until Ray knows which raylets have ended, so that Ray places no new process on their nodes.
 
-        Ray needs several seconds to notice that a raylet has ended. A process that Ray places on the raylet's node in
-        the meantime cannot start. `nodes_settled` waits at most `start_timeout_s` seconds.
+        Ray needs several seconds to notice that a raylet has ended. A process that Ray places on the node of an ended
+        raylet cannot start. `nodes_settled` waits at most `start_timeout_s` seconds.
 
         Raises ClusterLost if a Ray daemon that the run needs has died.
         """
@@ -361,7 +361,7 @@ class Liveness:
 
 
 class ProgressScope:
-    """Context manager that makes waits fail if one of the given processes is lost or if all given processes hang.
+    """Context manager whose method `until` raises WorkerLost if a given process is lost or all given processes hang.
 
     Args:
         processes: The processes on which the awaited results depend.
@@ -427,19 +427,20 @@ class ProgressScope:
             raise self.failure.result()
 
     def _unseen_since(self, due: float) -> bool:
-        """Return whether a process on a remote machine was not observed since `due`; False if the wait has failed."""
+        """Return whether a remote process was last observed before `due`; False if `failure` already holds an error."""
         if self.liveness is None or self.failure is None or self.failure.done():
             return False
         here = self.liveness.here
         return any(one.identity and one.identity.node != here and one.seen_at < due for one in self.processes)
 
     def check(self) -> None:
-        """Make all waits in this `ProgressScope` fail if a process of this `ProgressScope` is lost."""
+        """Make all calls of `until` raise WorkerLost if a process of this `ProgressScope` is lost."""
         if lost := [f"{one.phase}: {one} {one.how_lost}" for one in self.processes if one.how_lost]:
             self.fail(WorkerLost("; ".join(lost)))
 
     async def check_progress(self) -> None:
-        """Make all waits in this `ProgressScope` fail if one of its processes is lost or if all of its processes hang.
+        """Make all calls of `until` raise WorkerLost if a process of this `ProgressScope` is lost or all processes
+        hang.
 
         The error for hanging processes contains the names and stack frames of the busy processes of the
         `ProgressScope`, or of all its processes if no process is busy.
@@ -460,7 +461,7 @@ class ProgressScope:
         self.fail(WorkerLost(f"no progress for {limit:g} s: {'; '.join(said)}"))
 
     def fail(self, error: WorkerLost | ClusterLost) -> None:
-        """Make all waits in this `ProgressScope` raise `error`, unless another error has already ended the waits."""
+        """Make all calls of `until` raise `error`, unless an earlier call of `fail` has given them another error."""
         if self.failure is not None and not self.failure.done():
             self.failure.set_result(error)
 

@@ -1,4 +1,4 @@
-"""Facts about a node of a Ray cluster that decide whether a run can work there.
+"""Facts about the nodes of a Ray cluster, from which the driver decides whether a run can use the nodes.
 
 The driver starts one Ray task on every node at the same time. Each task returns the facts about its node.
 """
@@ -37,10 +37,10 @@ class Questions:
     """Additional facts that the driver requests from each node of a run.
 
     Attributes:
-        paths: Maps the description of a file or folder, such as "model.path=/models/a", to its path. All nodes must
-            have the same content at the path.
-        probes: Maps the description of a folder that all nodes must share to a file that the driver has just written
-            in this folder.
+        paths: Maps the description of a file or folder, such as "model.path=/models/a", to its path. The file or folder
+            must have the same content on all nodes.
+        probes: Mapping whose keys describe folders that all nodes must share. Each value is the path of a file that the
+            driver has just written in the folder.
         disks: Maps the description of a folder to the path of an existing folder on the same disk.
     """
 
@@ -65,10 +65,10 @@ class NodeFacts:
         memory: Bytes of memory that the processes of the node may use.
         gpu_memory: Bytes of memory of the node's smallest GPU; None if torch can use no GPU on the node.
         shm_free: Free bytes of /dev/shm; None on a machine without /dev/shm.
-        clock: Time of the node's clock, in seconds since 1970, when the node answered.
+        clock: Time of the node's clock, in seconds since 1970, when the node replied.
         contents: Maps each description in `Questions.paths` to a checksum of the content; None if the path cannot be
             read.
-        sees: The descriptions in `Questions.probes` whose file exists on the node.
+        sees: The keys of `Questions.probes` whose file exists on the node.
         disk_free: Maps each description in `Questions.disks` to the free bytes of the disk; None if the folder does not
             exist.
     """
@@ -144,7 +144,7 @@ def memory_here() -> int:
     """Return the bytes of memory that the processes of this machine, or of this container, may use."""
     memory = int(psutil.virtual_memory().total)
     for file in _CONTAINER_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # The file does not exist, or its content is "max".
+        with contextlib.suppress(OSError, ValueError):  # The memory limit's file may be missing or contain "max".
             memory = min(memory, int(file.read_text("utf-8")))
     return memory
 

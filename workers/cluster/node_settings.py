@@ -1,4 +1,4 @@
-"""Environment variables of a worker process in a Ray cluster that depend on the node on which the process runs."""
+"""Environment variables for worker processes in a Ray cluster, with values that depend on the process's node."""
 
 import os
 import socket
@@ -43,8 +43,8 @@ class Sharing:
 def settings_here(sharing: Sharing) -> dict[str, str]:
     """Return the environment variables of a worker process on this node. The calling process must be connected to Ray.
 
-    Without the variable `GLOO_SOCKET_IFNAME`, gloo would listen at the address to which the hostname resolves. That
-    address may be a loopback address such as 127.0.1.1.
+    Without the variable `GLOO_SOCKET_IFNAME`, gloo would listen at the address to which the hostname resolves, which
+    may be a loopback address such as 127.0.1.1.
     """
     import ray
 

@@ -80,7 +80,7 @@ def _sight(process: Process) -> Sight:
 
 def _signal(process: Process, number: int) -> None:
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        if state_of(process.pid, process.began):  # else the signal could hit a newer process with this pid
+        if state_of(process.pid, process.began):  # a newer process may have the same pid and must not get the signal
             os.kill(process.pid, number)
 
 

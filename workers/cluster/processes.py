@@ -49,7 +49,7 @@ class WorkerProcess(Protocol):
         """Start creating an object of the class `path` ("module:Class") in the process, under the role name `role`."""
 
     def model_directory(self, path: str) -> "Pending[str]":
-        """Start to look up a model's directory on the process's machine. The process downloads a missing model."""
+        """Start to look up a model's directory on the process's machine, and to download the model if it is missing."""
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> "Pending[Any]":
         """Start a call of a role's method, and return without waiting for the result.
@@ -61,7 +61,7 @@ class WorkerProcess(Protocol):
         """Store a large value, and return a reference that can be passed to several processes instead of the value."""
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for a result that depends on the process, and keep waiting even if the process makes no progress.
+        """Wait for `awaitable`, which depends on this worker process, even while the process makes no progress.
 
         Raises WorkerLost if the process is marked as lost.
         """
@@ -96,7 +96,7 @@ class Pending(Generic[R]):
 
 @dataclass(frozen=True)
 class Shared:
-    """Rows and columns of a batch that are passed to a call as several parts, which are kept in Ray's object store.
+    """Selected rows and columns of a batch, passed to a call as several parts that are in Ray's object store.
 
     The process that runs the call joins the parts, as `joined_rows` describes.
 
@@ -118,7 +118,7 @@ class Shared:
 
     @property
     def join(self) -> Join:
-        """Return the rule by which the called process joins the parts."""
+        """Return the rule by which the called process joins the parts of the batch."""
         return Join(self.rows_of_parts, self.rows, self.columns)
 
 
@@ -199,16 +199,16 @@ class LocalProcess:
         return value
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for the result without checking any process, because the driver's own process cannot be lost."""
+        """Wait for the result, without a check for lost processes: the driver cannot outlive its own process."""
         return await awaitable
 
     def lose(self, how: str) -> None:
-        """Raise AssertionError, because the driver's own process cannot be lost."""
+        """Always raise AssertionError, because nothing may mark the driver's own process as lost."""
         raise AssertionError(f"the driver's own process {how}")
 
     def kill(self) -> None:
-        """Raise AssertionError, because the driver never kills its own process."""
-        raise AssertionError("the driver does not kill its own process")
+        """Always raise AssertionError, because the driver must not kill its own process."""
+        raise AssertionError("the driver must not kill its own process")
 
 
 class RayProcess(WatchedProcess):
@@ -241,7 +241,7 @@ class RayProcess(WatchedProcess):
         return Pending(self, self.actor.build.remote(role, path, *args, **kwargs))
 
     def model_directory(self, path: str) -> Pending[str]:
-        """Start to look up a model's directory on the process's machine. The process downloads a missing model.
+        """Start to look up a model's directory on the process's machine, and to download the model if it is missing.
 
         See `WorkerProcess.model_directory`.
         """
@@ -278,7 +278,7 @@ class RayProcess(WatchedProcess):
     def _require_daemons(self) -> None:
         """Raise ClusterLost if a Ray daemon has died.
 
-        Without this check, the next call to Ray could end the driver without an error message.
+        After the death of a Ray daemon, the next call to Ray could end the driver without an error message.
         """
         if self.liveness is not None:
             self.liveness.daemons.check()
@@ -326,7 +326,7 @@ async def _recorded_by(process: RayProcess) -> trace.Recorded | None:
 
 
 def progress_required(processes: Sequence[WorkerProcess], limit_s: float | None = None) -> ProgressScope:
-    """Return a `ProgressScope`, in which waits fail if a process is lost or if no process makes progress."""
+    """Return a `ProgressScope` that raises WorkerLost if a process is lost or if no process makes progress."""
     separate = [process for process in dict.fromkeys(processes) if isinstance(process, RayProcess)]
     return ProgressScope(separate, limit_s)
 
@@ -353,7 +353,7 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
             f"a worker process died during a call of {name}: the process was killed, crashed, or ran out of memory "
             "(verbose=true shows Ray's report)"
         ) from error
-    except ray.exceptions.RayError as error:  # an error such as a lost object, a lost machine or a lack of memory
+    except ray.exceptions.RayError as error:  # Ray reports a lost object, a lost machine, a lack of memory or the like
         first = (redacted(str(error)).strip().splitlines() or [""])[0]
         await scope.proof()
         raise WorkerError(f"{type(error).__name__}: {first} (verbose=true shows Ray's report)") from error
@@ -390,7 +390,8 @@ def _where(scope: ProgressScope, error: Exception) -> str:
     Args:
         scope: The `ProgressScope` in which the name of the call's process is looked up.
         error: The `RayTaskError` of the failed call. Only the error's text says in which process the call failed. If
-            the failure of another call caused the error, the text names the other call's process last.
+            the call failed because a call in another process had failed, the error's text names that other process
+            last.
     """
     actors = {one.actor._actor_id.hex(): one.name for one in scope.processes if isinstance(one, RayProcess)}
     for pid, address, actor in reversed(_FAILED_IN.findall(str(error))):

@@ -144,7 +144,7 @@ def program_of(agent: str) -> Program:
 async def run_agent(
     request: EpisodeRequest, engine: Samples, program: Program, endpoint: AgentEndpoint, limits: Limits
 ) -> Trajectory:
-    """Run one trajectory of an agent program, and return it.
+    """Run one trajectory of an agent program, and return the trajectory.
 
     If the program fails, the trajectory starts again with another API key. If all attempts fail, the returned
     trajectory has an error and no actions.
@@ -186,8 +186,8 @@ async def _ended(program: Program, task: Task, session: AgentSession) -> tuple[s
         Exception: the engine can sample no further answer; the engine's exception is raised unchanged.
     """
     running = asyncio.ensure_future(program.run(task))
-    # The callback reads the program's exception. Otherwise, asyncio would log the exception of a program that fails
-    # after its conversation has ended.
+    # A program can fail after its conversation has ended. The callback reads the program's exception, because asyncio
+    # logs exceptions that no code reads.
     running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
     try:
         await asyncio.wait(

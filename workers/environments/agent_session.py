@@ -43,8 +43,8 @@ class AgentSession:
     context starts a new context. For example, the first request of a sub-agent starts a new context, and so does a
     request for which the program has shortened the conversation. A request that is equal to an earlier request gets the
     recorded answer again, because HTTP clients repeat requests after errors. Because repeated requests get recorded
-    answers, each answer is sampled and trained only once. Requests that arrive at the same time are answered one after
-    another.
+    answers, each answer is sampled and trained on only once. Requests that arrive at the same time are answered one
+    after another.
 
     Args:
         request: The prompt, the data columns and the seed of the trajectory.
@@ -140,9 +140,9 @@ class AgentSession:
     def _continued(self, asked: ModelRequest) -> int | None:
         """Return the index of the turn whose context a request continues, or None if the request starts a new context.
 
-        A request continues the longest earlier conversation that the request repeats. If the added messages of the
-        request contain an answer (a message of the role assistant), the request starts a new context, because the
-        policy did not sample this answer in the earlier conversation.
+        If a request begins with the messages of several earlier conversations, the request continues the longest of
+        them. If the added messages of the request contain an answer (a message of the role assistant), the request
+        starts a new context, because the policy did not sample this answer in the earlier conversation.
         """
         found, longest = None, 0
         for turn, earlier in enumerate(self._answered):
@@ -166,7 +166,7 @@ class AgentSession:
         return self._limit("max_response_length", "rollout.max_response_length leaves no token for another answer")
 
     def _recorded(self, asked: ModelRequest, result: TurnResult, after: int | None, prompt_tokens: int) -> ModelAnswer:
-        assert result.action is not None, "a turn must have an action unless it failed or hit the token limit"
+        assert result.action is not None, "a turn without an action must have failed or hit the token limit"
         action = ParsedAction(result.text.strip()) if asked.text_only else result.action
         message = assistant_message(shown(action))
         self.record.add(result, message, after=after)

@@ -25,7 +25,7 @@ class Samples(Protocol):
 async def run_episode(
     request: EpisodeRequest, engine: Samples, make: Callable[[], UserEnvironment], limits: Limits
 ) -> Trajectory:
-    """Run one trajectory, and return it.
+    """Run one trajectory in an environment, and return the trajectory.
 
     If the environment fails, the trajectory starts again in a new environment. If all attempts fail, the returned
     trajectory has an error and no actions.
@@ -86,7 +86,7 @@ class Episode:
         Returns:
             A pair: the new messages, and the reason why the trajectory ends ("" if the trajectory continues).
         """
-        assert result.action is not None, "a turn must have an action unless it failed or hit the token limit"
+        assert result.action is not None, "a turn without an action must have failed or hit the token limit"
         new, reward, done = await self._answer_to(result.action)
         self.record.add(result, transcript_message(result.action, result.written), reward)
         if done:

@@ -87,7 +87,7 @@ class McpServer:
         if self._client is None or (self._task is not None and self._task.done()):
             self._client = asyncio.get_running_loop().create_future()
             self._task = asyncio.create_task(self._hold(self._client))
-        # Several trajectories may wait for the connection, so the cancellation of one trajectory must not cancel the
+        # Several trajectories may wait for the same future, so the cancellation of one trajectory must not cancel the
         # future.
         return await asyncio.shield(self._client)
 
@@ -104,8 +104,8 @@ class McpServer:
             if not ready.done():
                 failure = error if isinstance(error, EnvironmentFailure) else _unreachable(self.address, error, "")
                 ready.set_exception(failure)
-                # The call of `exception` marks the exception as retrieved. Otherwise, asyncio would log the exception
-                # if no trajectory waits for the connection.
+                # The call of `exception` keeps asyncio from logging the exception if no trajectory waits for the
+                # connection.
                 ready.exception()
 
     def close(self) -> asyncio.Task[None] | None:
@@ -155,7 +155,7 @@ def is_url(address: str) -> bool:
 
 
 def _last_line(output: TextIO) -> str:
-    """Return the last line that an MCP server has written to stderr. The last line often describes the error."""
+    """Return the last line that an MCP server has written to stderr, because this line often describes the error."""
     output.seek(0)
     lines = output.read().strip().splitlines()
     return lines[-1].strip() if lines else ""

@@ -239,14 +239,14 @@ class EnvironmentReplica(Replica):
 
     def deliver(self, trajectories: Sequence[Trajectory]) -> None:
         """Pass finished trajectories on to the rollout pool."""
-        assert self._owner is not None, "a replica receives requests only after `live` has been called"
+        assert self._owner is not None, "`live` must be called before a replica receives requests"
         wanted = [one for one in trajectories if one.key in self.running]
         self.running -= {one.key for one in wanted}
         self._owner.deliver(wanted)
 
     def lose(self, uids: set[int]) -> None:
         """Report prompt groups to the rollout pool as lost, because their environment worker has died."""
-        assert self._owner is not None, "a replica receives requests only after `live` has been called"
+        assert self._owner is not None, "`live` must be called before a replica receives requests"
         self.running = {key for key in self.running if key[0] not in uids}
         self._owner.lose(uids)
 

@@ -135,8 +135,8 @@ class Recording:
     def _continued(self, after: int | None) -> tuple[_Context, bool]:
         """Return the context that a new turn continues, and whether it is the context of the last finished turn.
 
-        If the turn has a new context, the returned context is empty. The first turn of a trajectory counts as a turn
-        that continues the last turn's context.
+        If the turn has a new context, the returned context is empty. For the first turn of a trajectory, the second
+        returned value is True.
         """
         if after is None or not self.turns:
             return _Context([], 0, 0), not self.turns

@@ -139,10 +139,10 @@ def raised_at(error: BaseException) -> str:
     """Return the file and the line of the user's code that raised an exception, in the form " (file.py:12)".
 
     The returned line is the last line of the traceback that lies outside rltrain, installed packages and Python's
-    standard library. If there is no such line, `raised_at` returns the last line in an installed package, or "" if no
-    line is in an installed package.
+    standard library. If the traceback has no line of the user's code, `raised_at` returns the last line in an installed
+    package, or "" if no line is in an installed package.
     """
-    # The traceback is read with `walk_tb`, which opens no source files. A source file of the user's code may be
+    # The traceback is read with `walk_tb`, which opens no source files, because the user's source files may be
     # unreadable.
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     installed = [(file, line) for file, line in lines if file.startswith(_INSTALLED)]
@@ -166,7 +166,7 @@ async def without_exit(call: Awaitable[Any]) -> Any:
         task = asyncio.current_task()
         if task is not None and task.cancelling():
             raise
-        raise RuntimeError("the code was cancelled by itself") from error
+        raise RuntimeError("the code raised CancelledError, although the trajectory was not cancelled") from error
     except Exception:
         raise
     except BaseException as error:

@@ -100,7 +100,7 @@ class EnvironmentWorker:
         try:
             trajectory = await self._trajectory(replica, request)
         except ReplicaGone:
-            return  # The rollout pool notices that the replica's process has ended, and requests the trajectory again.
+            return  # The rollout pool requests the unfinished trajectories of an ended replica process again.
         except Exception as error:
             with self.news:
                 self.error = error

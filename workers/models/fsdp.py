@@ -100,8 +100,8 @@ def forward_only(model: nn.Module) -> Iterator[None]:
     """Run the `with` block without gradients, and then reshard the model if FSDP shards it.
 
     After a forward pass, FSDP keeps the parameters outside the layers (embeddings, head) gathered, in the compute
-    dtype, for a later backward pass. No backward pass follows here, so `forward_only` frees the gathered copies of the
-    parameters. Otherwise, the gathered copies would waste memory, and checkpoints would contain the gathered copies
+    dtype, for a later backward pass. No backward pass follows the `with` block, so `forward_only` frees the gathered
+    copies of the parameters. Gathered copies that are not freed would waste memory, and checkpoints would contain them
     instead of the float32 shards.
     """
     with torch.no_grad():
@@ -123,7 +123,7 @@ def prepare(layer: nn.Module, config: ModelConfig) -> None:
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return a dictionary that maps every name of a tied parameter, except the first name, to the first name."""
+    """Return a dictionary that maps each additional name of a tied parameter to the parameter's first name."""
     first: dict[int, str] = {}
     every = list(model.named_parameters(remove_duplicate=False))
     return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}

@@ -93,7 +93,7 @@ class _TokenLogProbs(torch.autograd.Function):
         """
         temperature, entropies, size = knobs
         softmax = RunningSoftmax(hidden, with_mean=entropies)
-        chosen = torch.full_like(softmax.top, torch.nan)  # a target outside the vocabulary keeps the log-prob NaN
+        chosen = torch.full_like(softmax.top, torch.nan)  # targets outside the vocabulary get the log-prob NaN
         for rows, columns in chunks(len(hidden), len(head), size):
             chunk = logits(hidden[rows], head[columns], _part(bias, columns), temperature)
             inside, at = _targets_in(columns, targets[rows])
@@ -194,9 +194,9 @@ def check_probe(probes: Tensor, model: nn.Module) -> None:
     """Raise ValueError if the model does anything to its last layer's output except multiply it by `logit_scale`.
 
     Args:
-        probes: output of the model for a test column, in which the replacement of the last layer returned
-            PROBE / `logit_scale` everywhere. If the model only multiplies by `logit_scale`, every element of `probes`
-            equals PROBE.
+        probes: output of the model for a test column. The function that replaces the last layer has filled this column
+            with PROBE / `logit_scale`. If the model only multiplies by `logit_scale`, every element of `probes` equals
+            PROBE.
         model: the model, whose class the error message names.
     """
     if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):

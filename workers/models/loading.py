@@ -19,8 +19,8 @@ from workers.models.fsdp import decoder_layers
 from workers.models.lora import WRAPPED, is_adapter
 from workers.models.packed_forward import PACKED
 
-# Function of a parameter's name and shape that returns the initial value of the parameter, unsharded. Used for
-# parameters that are missing from the weight files.
+# Function of a parameter's name and shape that returns the initial value of the parameter, unsharded. `load_model`
+# calls a `FirstValue` function for each parameter that is missing from the weight files.
 FirstValue = Callable[[str, torch.Size], Tensor]
 
 
@@ -45,8 +45,8 @@ def load_model(
         arrange: function that changes the model in place before the weights are read. `arrange` can shard the model,
             convert its parameters to another dtype, and add or replace modules.
         first_value: function that returns the initial values of parameters that are not read from the weight files,
-            such as adapters. All ranks call `first_value` in the same order. None if all parameters are read from the
-            weight files.
+            such as adapters. All ranks call `first_value` in the same order. `first_value` is None if all parameters
+            are read from the weight files.
         device: device of the weights.
 
     Returns:
@@ -83,7 +83,7 @@ def empty_model(kind: Any, path: str, where: str) -> PreTrainedModel:
         model: PreTrainedModel = skeleton(path, kind, where, attention=PACKED)
         return model
     except ConfigError as error:
-        # Some models look up their attention function in a table of their own, which lacks PACKED.
+        # Some models look up their attention function in a table of their own, which has no entry for `PACKED`.
         if isinstance(error.__cause__, KeyError) and PACKED in error.__cause__.args:
             raise ConfigError(
                 f"{where}: this model implements its own attention, which cannot be replaced by attention over packed "
@@ -137,7 +137,7 @@ def _description(layer: nn.Module) -> tuple[object, ...]:
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
-    """Return the attributes of a module that are numbers, strings or None, except attributes with a layer's index."""
+    """Return a module's attributes that are numbers, strings or None, except attributes that hold a layer's index."""
     return tuple(
         (name, value)
         for name, value in sorted(vars(module).items())
@@ -147,7 +147,7 @@ def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
 
 
 def _lend(model: nn.Module, source: nn.Module, body: str) -> dict[str, str]:
-    """Set the parameters of `model` as parameters of `source`, under the names that the weight files use.
+    """Make `source` use the parameters of `model`, under the names that the weight files use.
 
     Args:
         model: the model to load.
@@ -168,7 +168,7 @@ def _lend(model: nn.Module, source: nn.Module, body: str) -> dict[str, str]:
 
 
 def _take_back(model: nn.Module, source: nn.Module, lent: dict[str, str]) -> None:
-    """Replace the parameters that `_lend` shared with `source`, and all buffers, by the loaded ones of `source`."""
+    """Put the loaded buffers of `source`, and the loaded parameters that `lent` names, into `model`."""
     for name, other in lent.items():
         loaded = source.get_parameter(other)
         loaded.requires_grad_(model.get_parameter(name).requires_grad)
@@ -184,7 +184,7 @@ def _set_parameter(model: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 
 def _sharded_like(whole: Tensor, like: Tensor) -> Tensor:
-    """Return this rank's shard of a tensor that every rank holds whole, sharded like `like` (a DTensor or a Tensor)."""
+    """Return this rank's shard of `whole`, a tensor that every rank holds, with the sharding of `like`."""
     if not isinstance(like, DTensor):
         return whole
     mesh = like.device_mesh

@@ -45,7 +45,8 @@ class Adapter:
 def adapt(model: PreTrainedModel, config: LoRAConfig) -> None:
     """Freeze a causal language model and add empty adapters to its target layers, both in place.
 
-    The parameters of the adapters are on the meta device. `first_adapter_values` returns their initial values.
+    The parameters of the adapters are on the meta device. `first_adapter_values` returns a function that computes
+    initial values for the adapters' parameters.
 
     Raises:
         ConfigError: `adapted_layers` rejects one of the target layers in the config.
@@ -66,7 +67,7 @@ def adapt(model: PreTrainedModel, config: LoRAConfig) -> None:
     )
     inject_adapter_in_model(settings, model, low_cpu_mem_usage=True)  # peft changes `model` in place
     found = {name.removesuffix(".weight") for name in adapters_of(model)}
-    assert found == set(layers), f"peft has adapted layers that differ from the checked layers: {found ^ set(layers)}"
+    assert found == set(layers), f"peft and the check disagree about the adapted layers: {found ^ set(layers)}"
 
 
 def first_adapter_values(seed: int) -> Callable[[str, torch.Size], Tensor]:

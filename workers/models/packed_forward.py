@@ -39,7 +39,7 @@ from workers.models.sequence_parallel import (
 from workers.models.varlen_attention import kernel_for
 
 PACKED = "rltrain_packed"
-# Names of the batch columns that `microbatch` does not pad, because they are used without padding.
+# Names of the batch columns that `microbatch` does not pad, because all code reads these columns without padding.
 PACKED_COLUMNS = ("responses", "context_starts", "ref_hidden", "teacher_hidden")
 SLACK = 0.75  # The shortest context of an attention batch has at least this fraction of the longest context's tokens.
 

@@ -73,8 +73,8 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
 
     Args:
         model: the model in evaluation mode and unsharded, with at least one layer of each kind.
-        head: the model's last layer, whose inputs (1, N, H) are compared. The last layer may receive only the tokens
-            that predict a response token, because every test token predicts a response token.
+        head: the model's last layer, whose inputs (1, N, H) are compared. The forward pass may call the last layer only
+            on the tokens that predict a response token. In the test packs, these are all tokens.
         run: function that runs the calling worker's forward pass on a pack.
         where: start of the error message: the config key and the path.
 
@@ -103,7 +103,7 @@ def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], 
     relative to the state's norm.
     """
     states, embeddings = list[Tensor](), model.get_input_embeddings()
-    assert isinstance(embeddings, nn.Embedding), f"the input embedding is of type {type(embeddings).__name__}"
+    assert isinstance(embeddings, nn.Embedding), f"unsupported type of input embedding: {type(embeddings).__name__}"
     rows = _rows(embeddings.weight.size(0), seed)
     try:
         with head.register_forward_pre_hook(lambda _, inputs: states.append(inputs[0][0])):

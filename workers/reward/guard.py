@@ -31,7 +31,7 @@ from workers.reward.child import READY, Traced
 from workers.reward.messages import RewardRequest, SampleScores
 
 _LOOK_S = 0.05  # Seconds between two checks that the child process is alive.
-_PIECE_S = 10.0  # Timeout in seconds for reading a message that has no deadline.
+_PIECE_S = 10.0  # Timeout in seconds of each read from the child process's socket while no deadline is set.
 _GARBLED = "wrote into the socket that carries the results of its process"
 _START = "import sys; sys.path[:] = {path!r}; from workers.reward.child import serve; serve({descriptor}, {parent})"
 
@@ -158,9 +158,9 @@ class GuardedWorker:
             try:
                 said = self._receive(None, math.inf)
             except _LostError as error:
-                said = f"while the reward functions were imported, one of them {error}"
+                said = f"the imports of the reward functions failed: one of the functions {error}"
             if said is None:
-                raise WorkerError(f"while the reward functions were imported, one of them {self._end()}")
+                raise WorkerError(f"the imports of the reward functions failed: one of the functions {self._end()}")
             if said != READY:
                 raise WorkerError(said)
             self._ready = True

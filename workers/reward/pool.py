@@ -316,8 +316,8 @@ class RewardPool:
             work = suspect
         elif isinstance(work, tuple) and event.timed_out and len(work) == len(self._names) == 1:
             # If a call with only one sample and only one reward function times out, this reward function must have
-            # exceeded its time limit. If instead the worker died before the deadline, the cause could be outside the
-            # reward function.
+            # exceeded its time limit. If the worker died before the deadline, something other than the reward function
+            # could be the cause.
             work = _Alone(work[0])
         if isinstance(work, _Alone) and event.outside and work.again < _AGAIN:
             self._alone.append(replace(work, again=work.again + 1))

@@ -197,7 +197,7 @@ class RayTransport:
 
     def _arrived(self, result: "asyncio.Future[Any]") -> None:
         if not result.cancelled():
-            result.exception()  # asyncio would log an error that is never read
+            result.exception()  # asyncio logs exceptions that no code reads
         self._changes.notify()
 
     def _look(self, number: int, slot: _Slot) -> list[Event]:

@@ -69,7 +69,7 @@ class HFEngine:
         self.strings, self.filters = stop_strings(config.stop, path), distribution_filters(config)
         self.waiting: list[Request] = []
         self.batch: Batch | None = None
-        self.stale = False  # Whether the weights have changed so that the batch's KV cache must be recomputed.
+        self.stale = False  # Whether new weights require that the batch's KV cache is recomputed.
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""

@@ -240,7 +240,7 @@ class RolloutPool:
         An optional replica never starts while the training ranks restart, because it could take the CPUs or GPUs that
         the training ranks need. The training ranks cannot be restarting while the weights of the last `load` are valid.
         """
-        assert replica.room is not None, "only an optional replica waits for free CPUs and GPUs"
+        assert replica.room is not None, "only an optional replica may wait for free CPUs and GPUs"
 
         def settled() -> bool:
             # If two replicas started at the same time, both could count the same free CPUs and GPUs.

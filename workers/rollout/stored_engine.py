@@ -20,7 +20,7 @@ from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket
 
 _COLUMNS = ["prompt_ids", "response_ids", "rollout_log_probs", "policy_version", "finish_reason"]
-_OPEN_TABLES = 4  # Number of tables of samples that are kept in memory, because requests of several steps can be mixed.
+_OPEN_TABLES = 4  # Tables of samples that are kept in memory, because the queue can mix requests of several steps.
 
 
 class StoredEngine:
@@ -114,5 +114,5 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> StoredEngine:
 
     The engine of stored answers needs neither the model nor the model's end tokens.
     """
-    assert config.rollout.run is not None, "`rltrain.run.checks` refuses rollout=stored without rollout.run"
+    assert config.rollout.run is not None, "`rltrain.run.checks` must refuse rollout=stored without rollout.run"
     return StoredEngine(Path(config.rollout.run))

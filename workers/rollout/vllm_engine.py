@@ -1,7 +1,7 @@
 """Rollout engines that use vLLM: in this process on a CPU, or through AsyncLLM for GPUs and tensor parallelism.
 
-The engines need vLLM 0.32 or 0.33. These versions have the weight-transfer calls that the engines use, and report which
-version of the weights sampled each token.
+The engines need vLLM 0.32 or 0.33. vLLM 0.32 and 0.33 have the weight-transfer calls that the engines use, and report
+which version of the weights sampled each token.
 """
 
 import asyncio
@@ -189,8 +189,8 @@ def prompt_of(request: Request, loads: int, config: RolloutConfig) -> Any:
     """Return vLLM's form of a request's prompt.
 
     With `rollout.keep_kv_cache`, the KV cache contains keys and values of earlier weights. The cache salt keeps vLLM
-    from using keys and values of earlier weights for a new request. The salt is the engine's number of weight syncs. It
-    is not the version of the weights, because versions repeat if a run goes back to a checkpoint.
+    from using keys and values of earlier weights for a new request. The salt is the engine's number of weight syncs,
+    not the version of the weights, because versions repeat if a run goes back to a checkpoint.
     """
     salt = {"cache_salt": str(loads)} if config.keep_kv_cache else {}
     return {"prompt_token_ids": request.prompt_ids, **salt}
@@ -244,7 +244,7 @@ class InProcessVLLM:
         """Sample one token for every running request, and return the answers that are now finished."""
         found = self.engine.step()
         outputs = [output for output in found if isinstance(output, RequestOutput)]
-        assert len(outputs) == len(found), "every request to vLLM asks for generated text"
+        assert len(outputs) == len(found), "every request to vLLM must ask for generated text"
         tick()
         if self.strings is not None:
             return self._searched(outputs)
@@ -406,7 +406,7 @@ class AsyncVLLM:
             try:
                 return future.result(timeout=LOOK_S)
             except TimeoutError:
-                if future.done():  # The coroutine raised the TimeoutError, or ended just after the timeout.
+                if future.done():  # The coroutine itself raised TimeoutError, or ended just after the timeout.
                     return future.result()
                 if self.family and self.family.lost:
                     raise self.family.error() from None
@@ -528,7 +528,7 @@ class AsyncVLLM:
     def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             self._run(coroutine)
-        except Exception as error:  # Only the text of an error from another process shows its original type.
+        except Exception as error:  # Only the text shows the original type of an error from another process.
             raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
 
     async def _start_load(self) -> None:
@@ -584,7 +584,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
         return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
-    except (KeyError, ValueError) as error:  # For example, vLLM may not know the name of a tensor in the model.
+    except (KeyError, ValueError) as error:  # One cause: vLLM does not know the name of a tensor of the model.
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"model.path={path}: vLLM does not start with this model ({reason}); save the model again with "

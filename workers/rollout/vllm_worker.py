@@ -64,7 +64,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
         """Return the bucket of weights that the message contains or describes."""
         if self.bucket is not None:
             return self.bucket
-        assert self.pickled is not None, "a message has a bucket or a pickled bucket"
+        assert self.pickled is not None, "an UpdateInfo message must contain a bucket or a pickled bucket"
         bucket: Bucket = pickle.loads(self.pickled)  # The pickle is trusted, because the parent process has sent it.
         return bucket
 

@@ -235,9 +235,9 @@ class RolloutWorker:
         self.closed = True
 
     def _run(self, name: str, function: Callable[[], T]) -> T:
-        """Run a function in the engine's thread, or in the calling thread if the engine has no thread.
+        """Return the result of `function`, run in the engine's thread, or in the calling thread if the engine has none.
 
-        The call of the function is recorded as a timeline event with the given name. The function's result is returned.
+        The call of `function` is recorded as a timeline event with the given name.
         """
 
         def recorded() -> T:
@@ -252,7 +252,7 @@ class RolloutWorker:
             try:
                 return future.result(timeout=1)
             except TimeoutError:
-                if future.done():  # The function raised the TimeoutError, or ended just after the timeout.
+                if future.done():  # The function itself raised TimeoutError, or ended just after the timeout.
                     return future.result()
                 if not self.thread.is_alive():
                     raise self.error or RuntimeError("the engine's thread has ended") from None

@@ -3,8 +3,8 @@
 With each piece of a tensor, the sender sends a checksum of the bytes. With each matrix W, the sender also sends the
 product W v, where v is a fixed random vector (the probe vector). An engine verifies the received bytes with the
 checksums, and then runs its own linear layers on the probe vector. On a CPU, the engine converts its weights to another
-memory layout, so the bytes of these weights cannot be compared with the actor's bytes. Only the outputs of the layers
-show which weights the layers use.
+memory layout. The converted bytes cannot be compared with the actor's bytes, but the outputs of the engine's layers can
+be compared with the products W v.
 """
 
 import functools

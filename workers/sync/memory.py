@@ -101,7 +101,7 @@ class Reader:
         """
         if bucket.data is not None:
             return bucket.data
-        assert bucket.path is not None, "a bucket without data in memory has the path of a shared file"
+        assert bucket.path is not None, "a bucket without data in memory must have the path of a shared file"
         if self.file is None or self.file.path != bucket.path:
             try:
                 self.file = SharedFile(bucket.path)

@@ -123,7 +123,7 @@ class Sender:
         return bucket
 
     def _slot(self, bucket: Bucket, start: int, size: int) -> np.ndarray:
-        assert bucket.path is not None, "a bucket without data in memory has the path of a shared file"
+        assert bucket.path is not None, "a bucket without data in memory must have the path of a shared file"
         if self.file is None:
             self.file = SharedFile(bucket.path)
         return self.file.memory[bucket.offset + start : bucket.offset + start + size]

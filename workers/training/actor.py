@@ -129,7 +129,7 @@ class ActorWorker:
 
     def _reference(self, part: DataProto) -> tuple[Tensor, Tensor]:
         """Return the reference model's hidden states (R, H) at the response tokens, and its output head (V, H)."""
-        assert self.ref_head is not None, "the output head is copied if the config requests the exact KL"
+        assert self.ref_head is not None, "the exact KL requires a copy of the reference model's output head"
         return part.values("ref_hidden").to(device()), self.ref_head
 
     def add_teacher_head(self, head: Tensor) -> None:
@@ -140,7 +140,7 @@ class ActorWorker:
         vocabulary.
         """
         words = self.model.get_output_embeddings().weight.size(0)
-        assert len(head) >= words, "a teacher with a smaller vocabulary than the policy's is refused before the run"
+        assert len(head) >= words, "a teacher's vocabulary must not be smaller than the policy's"
         # The teacher's output head is divided by the policy's `logit_scale`, because `policy_output` multiplies the
         # teacher's logits by the policy's `logit_scale`.
         scaled = head[:words] / logit_scale(self.model)
@@ -498,7 +498,7 @@ def policy_term(
         policies = columns["old_log_probs"], columns["rollout_log_probs"]
         weights, kept, found = rollout_correction(*policies, mask, **correction.weighting)
         if correction.batch_normalize:
-            assert statistics is not None, "dividing by the mean weight needs the statistics of the whole mini-batch"
+            assert statistics is not None, "the mean importance weight needs the statistics of the whole mini-batch"
             weights = weights / statistics.weight_mean
         losses = torch.where(kept, weights * losses, 0)
         counted = kept if correction.normalize == "kept" else mask
@@ -532,7 +532,7 @@ def teacher_kl(columns: Mapping[str, Tensor]) -> Tensor:
 
 
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
-    """Add to `result` how much the current log-probs differ from the old log-probs and from the engine's log-probs.
+    """Compare the current log-probs with the old and with the engine's log-probs, and add the results to `result`.
 
     `_compare` is called only for the first mini-batch, before the first optimizer step.
     """

@@ -35,7 +35,7 @@ class CriticWorker:
         config, path = self.config, self.path
         sample = load_sample_layers(AutoModelForTokenClassification, path, new_head=True)
         check_rows_apart(sample, _head(sample)[1], functools.partial(response_values, sample), f"model.path={path}")
-        del sample  # frees the memory of the sample layers before the weights are read
+        del sample  # frees the memory of `sample` before the weights of the whole model are read
         # The model is in evaluation mode, because dropout would make the critic's values random.
         self.model = load_model(
             AutoModelForTokenClassification,

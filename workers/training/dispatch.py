@@ -146,8 +146,7 @@ def _row_sums(batch: DataProto, mask: Tensor) -> Tensor:
 def rows_read(microbatches: Sequence[Rows], lengths: Sequence[int]) -> Rows:
     """Return the indices of the rows that a rank reads to process its micro-batches, in ascending order.
 
-    For an empty micro-batch, a rank processes the shortest row of the batch. Therefore, a rank with an empty
-    micro-batch also reads the shortest row.
+    For an empty micro-batch, a rank processes the shortest row of the batch, so the rank must also read this row.
 
     Args:
         microbatches: row indices of each micro-batch of the rank.

@@ -94,7 +94,7 @@ class RankState:
     @functools.cached_property
     def small(self) -> dict[str, bytes]:
         """Return a dictionary from names to contents of the exported model's small files, such as the config."""
-        assert self.base is not None, "small files are written only for an exported model"
+        assert self.base is not None, "without an exported model, no small files may be written"
         return small_files(self.model, self.base)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -125,7 +125,7 @@ class RankState:
         copies, group = [writer.stage(self.tensors())], self.group
 
         def write() -> None:
-            save(copies.pop(), storage_writer=writer, process_group=group)  # the copies are freed before the export
+            save(copies.pop(), storage_writer=writer, process_group=group)  # frees the copies before the export
 
         self.result = None
         self.thread = threading.Thread(

@@ -34,7 +34,7 @@ class RewardModelWorker:
         sample = load_sample_layers(AutoModelForSequenceClassification, path, where=where)
         _check(sample, where)
         check_rows_apart(sample, score_head(sample), functools.partial(row_scores, sample), where)
-        del sample  # frees the memory of the sample layers before the weights are read
+        del sample  # frees the memory of `sample` before the weights of the whole model are read
         self.model = load_model(
             AutoModelForSequenceClassification,
             path,

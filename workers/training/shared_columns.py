@@ -73,13 +73,13 @@ class SharedColumns:
     """
 
     def __init__(self) -> None:
-        self._sources: dict[str, DataProto] = {}  # for each column, a batch that has the column with all its rows
-        self._parts: dict[int, list[_Part]] = {}  # for each receiver, the parts that were made for the receiver
+        self._sources: dict[str, DataProto] = {}  # Maps each column to a batch with all rows of the column.
+        self._parts: dict[int, list[_Part]] = {}  # Maps each receiver to the parts that were made for the receiver.
 
     def share(
         self, batch: DataProto, columns: Sequence[str], rows: Sequence[Sequence[int]], process: WorkerProcess
     ) -> list[DataProto]:
-        """Return for each receiver a batch of the rows and columns that it reads, which can be passed to processes.
+        """Return one batch for each receiver, with the rows and columns that the receiver reads.
 
         Args:
             batch: the batch from which rows and columns are taken.

@@ -169,9 +169,9 @@ class WorkerGroup(Generic[W_co]):
         """Split mini-batches over the ranks.
 
         Returns:
-            For each rank, the rows that the rank reads, and the rank's parts of the mini-batches. Row indices in the
-            mini-batches are indices into the rows that the rank reads. In addition, the metrics of the overhead that
-            the split causes.
+            A pair. The first element contains, for each rank, the rows that the rank reads and the rank's parts of the
+            mini-batches. Row indices in the mini-batches are indices into the rows that the rank reads. The second
+            element contains the metrics of the overhead that the split causes.
         """
         lengths, work = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks

@@ -34,8 +34,8 @@ def decoupled_gae(
         A_t = sum_l (gamma lam)^l delta_{t+l},    R_t = V_t + sum_l (gamma lam_critic)^l delta_{t+l},
         delta_t = r_t + gamma V_{t+1} - V_t
 
-    With `lam_critic` 1, the returns R are Monte-Carlo returns, so a late reward reaches the critic's targets at early
-    tokens without decay by `lam_critic`. If `lam` is below 1, the advantages have less variance than with a `lam` of 1.
+    With `lam_critic` 1, the returns R are Monte-Carlo returns: in the critic's targets at early tokens, late rewards
+    are discounted only by gamma. If `lam` is below 1, the advantages have less variance than with a `lam` of 1.
 
     The index t counts only trained tokens, so no discount is applied over tool-output tokens. The critic's value V is 0
     after the last trained token. All tensors have the shape (B, T). Inputs in masked slots are ignored, and the results
@@ -64,11 +64,11 @@ def length_adaptive_gae(
         lam = max(0, 1 - 1 / (alpha l))
 
     l is the number of trained tokens of the answer. In an answer of l tokens, the weights lam^0, lam^1, ... of the TD
-    errors delta add up to 1 / (1 - lam) = alpha l. So the advantages in an answer of l tokens look ahead over about
-    alpha l tokens, a fraction alpha of the answer. For an answer of at most 1 / alpha tokens (20 tokens by default),
-    the formula 1 - 1 / (alpha l) of the VAPO paper is 0 or negative, and `length_adaptive_gae` uses a lambda of 0. With
-    a lambda of 0, the advantage A_t is the TD error delta_t, which depends only on the critic's values and on the
-    reward of token t.
+    errors delta add up to 1 / (1 - lam) = alpha l. The advantage of a token therefore depends mostly on the TD errors
+    of the next alpha l tokens, which are a fraction alpha of the answer. For an answer of at most 1 / alpha tokens (20
+    tokens by default), the formula 1 - 1 / (alpha l) of the VAPO paper is 0 or negative, and `length_adaptive_gae` uses
+    a lambda of 0. With a lambda of 0, the advantage A_t is the TD error delta_t, which depends only on the critic's
+    values and on the reward of token t.
 
     The returns R use the lambda `lam_critic`, which does not depend on the answer length l. Tensor shapes, masks and
     gradients are handled as in `decoupled_gae`.

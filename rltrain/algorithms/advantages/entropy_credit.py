@@ -48,8 +48,8 @@ def gtpo(
 
     mean(r) and the unbiased std(r) are computed over all trained tokens of the group. With `separate`, mean(r) and
     std(r) are computed separately for correct and wrong answers, as in eq. 6 of the GTPO paper. With `separate`, the
-    advantages have the mean 0 over the correct answers and over the wrong answers, so the policy does not learn to
-    prefer correct answers to wrong ones.
+    mean advantage of the correct answers is 0, and so is the mean advantage of the wrong answers. The policy then does
+    not learn to prefer correct answers to wrong ones.
 
     A group whose answers are all correct or all wrong gets advantages of exactly 0, and so does a group with only one
     answer. The GTPO paper builds on DAPO, whose dynamic sampling drops groups in which all answers have the same
@@ -131,7 +131,7 @@ def _check_weights(**weights: float) -> None:
             raise ValueError(f"{name}={weight} must be finite and >= 0; leave it out to use the default")
     if not any(weights.values()):
         shown = ", ".join(f"{name}={weight}" for name, weight in weights.items())
-        raise ValueError(f"{shown}: every reward would be 0, so nothing is learnt; set at least one above 0")
+        raise ValueError(f"{shown}: every reward would be 0, so nothing is learnt; set at least one weight above 0")
 
 
 def _learning_rows(response_mask: Tensor, uid: Tensor, valid: Tensor, successes: Tensor) -> tuple[Tensor, Tensor]:
@@ -154,8 +154,8 @@ def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correc
     """Compute n w / sum(w), with w = entropy for correct and w = 1 / entropy for wrong answers: (B, T) -> (B, T).
 
     For each slot, sum(w) runs over the n slots of the same column that are marked in `counted` (B, T) and whose rows
-    have the same `outcome` (B,). The results of the n slots in one sum(w) have the mean 1. The results outside
-    `counted` are meaningless.
+    have the same `outcome` (B,). The mean of n w / sum(w) over the n slots that share a sum(w) is 1. The results in
+    slots that are not marked in `counted` are meaningless.
     """
     # An entropy is clamped to at least 0, because rounding can make an entropy slightly negative.
     entropies = entropies.clamp(min=0) + EPS

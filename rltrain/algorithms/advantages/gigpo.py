@@ -31,8 +31,8 @@ def gigpo(
     value r_{i,k} is the sum of the rewards in turn k of trajectory i. The mean of G is computed over the turns that
     start in the same state (equal `turn_states`) and belong to valid rows with the same `uid`. The divisor F is the
     unbiased std plus 1e-6 if `norm_by_std` is True, else 1. All tokens of a turn get the turn's advantage. The
-    trajectory advantage A^E is exactly 0 for the only trajectory of a group. The turn advantage A^S is exactly 0 for a
-    turn if no other turn of the group starts in the same state.
+    trajectory advantage A^E is exactly 0 if the group has only one trajectory. The turn advantage A^S is exactly 0 for
+    a turn if no other turn of the group starts in the same state.
 
     The means mean(R) and mean(G) include the values R_i and G_{i,k} themselves, so the subtraction of the means biases
     the gradient. With gamma 1 and `norm_by_std` False, the expected gradient for an action is the true gradient times

@@ -1,6 +1,7 @@
 """Advantages with a baseline for each token.
 
-The baseline is a weighted mean of a group's returns; the weight of a row is its accumulated squared gradient.
+The baseline at a token is a weighted mean of the group's returns. The weight of a row approximates the squared
+gradient of the log-prob of the row's tokens up to that token.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""ReMax advantages: the score of the greedy answer is the baseline."""
+"""ReMax advantages: the baseline of a row is the score of a greedy answer to the same prompt."""
 
 from torch import Tensor
 

@@ -24,11 +24,11 @@ def turn_rloo(
         A_{i,k} = G_{i,k} - mean_{j != i} G_{j,k},    G_{i,k} = sum_l gamma^l r_{i,k+l}
 
     r_{i,k} is the sum of the rewards in turn k of trajectory i. The return G_{i,k} is 0 after the end of trajectory i.
-    The baseline is the mean over all other trajectories of the group, including trajectories that end before turn k.
-    All tokens of a turn get the turn's advantage. The baseline of a trajectory does not depend on the trajectory
-    itself, so with gamma 1 the expected gradient is the true gradient of the expected sum of rewards. If the baseline
-    were a mean over only those trajectories that reach turn k, including trajectory i, the gradient of the policy's
-    decision to continue would be biased.
+    The baseline of G_{i,k} is the mean of G_{j,k} over all other trajectories j of the group, including trajectories
+    that end before turn k. All tokens of a turn get the turn's advantage. The baseline of a trajectory does not depend
+    on the trajectory itself, so with gamma 1 the expected gradient is the true gradient of the expected sum of rewards.
+    If the baseline were a mean over only those trajectories that reach turn k, including trajectory i, the gradient of
+    the policy's decision to take another turn would be biased.
 
     A group is the set of valid rows with the same `uid`. A group with only one row gets advantages of exactly 0, and so
     does turn k if all rows of the group have the same G_k. A row that is not `valid` is excluded from the statistics
@@ -40,7 +40,8 @@ def turn_rloo(
     turns, counted = Turns(response_mask, turn_index), counted_rows(response_mask, valid)
     to_go = turns.returns_to_go(token_level_rewards, gamma)
     number = torch.arange(to_go.shape[1], device=to_go.device)
-    group = (group_index(uid)[:, None] * len(number) + number).flatten()  # Each pair (uid, turn number) is a group.
+    # The leave-one-out mean for a turn is computed over the turns with the same number in rows with the same `uid`.
+    group = (group_index(uid)[:, None] * len(number) + number).flatten()
     rows = counted[:, None].expand(to_go.shape).flatten()
     found = normalize_rewards(to_go.flatten(), group, rows, mean_level="group", std_level=None, leave_one_out=True)
     advantages = turns.at_tokens(turns.out_of_order(found.view(to_go.shape)))

@@ -8,9 +8,10 @@ from rltrain.algorithms.ratio import as_float, as_mask, masked
 
 
 class Turns:
-    """The turns of each row; a matrix (B, K) holds one value per turn, where K is the largest number of turns in a row.
+    """The turns of each row of a batch.
 
-    A turn without a trained token counts as absent: the turns before and after an absent turn are neighbours.
+    Values of turns are stored in a matrix (B, K), where K is the largest number of turns in a row. A turn without a
+    trained token counts as absent: the turns before and after an absent turn are neighbours.
 
     Args:
         response_mask: (B, T), True = the token is trained on.
@@ -35,7 +36,7 @@ class Turns:
         return kept.new_zeros(len(kept), self._count).scatter_add(1, self._index, kept)
 
     def first(self, values: Tensor) -> Tensor:
-        """Return the value at the first trained token of each turn: (B, T) -> (B, K); 0 for absent turns."""
+        """Return the value at the first trained token of each turn: (B, T) -> (B, K); 0 for turns without one."""
         rows, length = self._mask.shape
         slots = torch.arange(length, device=values.device).expand(rows, length).where(self._mask, length)
         start = slots.new_full((rows, self._count), length).scatter_reduce(1, self._index, slots, "amin")
@@ -46,22 +47,28 @@ class Turns:
         return masked(turn_values.gather(1, self._index), self._mask)
 
     def in_order(self, turn_values: Tensor) -> Tensor:
-        """Move the values of present turns to the front of each row, and set other columns to 0: (B, K) -> (B, K)."""
+        """Move the values of turns with a trained token to the front of each row: (B, K) -> (B, K).
+
+        The columns of a row that follow the moved values are 0.
+        """
         return to_left(turn_values, self.present, self._place)
 
     def out_of_order(self, ordered: Tensor) -> Tensor:
-        """Undo `in_order`: move ordered values to the columns of their turns, (B, K) -> (B, K); 0 for absent turns."""
+        """Undo `in_order`: move each value back to the column of its turn, (B, K) -> (B, K).
+
+        The columns of turns without a trained token are 0.
+        """
         return from_left(ordered, self.present, self._place)
 
     def rewards(self, token_level_rewards: Tensor) -> Tensor:
-        """Sum the rewards (B, T) over the trained tokens of each turn: (B, K), with absent turns moved to the end."""
+        """Sum the rewards (B, T) over the trained tokens of each turn, in the order of `in_order`: (B, K)."""
         return self.in_order(self.sums(as_float(token_level_rewards.detach())))
 
     def returns_to_go(self, token_level_rewards: Tensor, gamma: float) -> Tensor:
-        """Compute the return G_k = sum_l gamma^l r_{k+l} over the present turns from the k-th turn on.
+        """Compute the return G_k = sum_l gamma^l r_{k+l}, where k counts only turns that have a trained token.
 
         r_k is the sum of the rewards of the trained tokens of turn k. The return G is 0 after the last turn of a row.
-        The result (B, K) is in the order of `in_order`: the present turns of each row come first.
+        The returns (B, K) are in the order of `in_order`: in each row, the turns with a trained token come first.
 
         Raises:
             ValueError: if `gamma` is outside [0, 1].

@@ -19,10 +19,10 @@ def w_reinforce(
 ) -> tuple[Tensor, Tensor]:
     """Compute A_t = positive_weight for a correct answer, -negative_weight for a wrong answer; arXiv 2506.01347.
 
-    The default weights are those of W-REINFORCE. With `positive_weight` 0, the policy learns only from wrong answers,
-    which is negative sample reinforcement (NSR). With `negative_weight` 0, the policy learns only from correct answers,
-    which is positive sample reinforcement (PSR). `w_reinforce` subtracts no baseline, so the advantages of a row do not
-    depend on other rows.
+    The defaults of `positive_weight` and `negative_weight` are those of W-REINFORCE. With `positive_weight` 0, the
+    policy learns only from wrong answers, which is negative sample reinforcement (NSR). With `negative_weight` 0, the
+    policy learns only from correct answers, which is positive sample reinforcement (PSR). `w_reinforce` subtracts no
+    baseline, so the advantages of a row do not depend on other rows.
 
     `successes` is 1 for a correct answer, 0 for a wrong one, and NaN if no reward function decides whether the answer
     is correct. A row that is not `valid`, or whose entry in `successes` is NaN, gets an advantage of 0. `w_reinforce`

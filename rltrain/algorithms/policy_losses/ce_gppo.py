@@ -50,7 +50,8 @@ def ce_gppo(
     `ppo_kl`.
 
     Raises:
-        ValueError: if a clip ratio is negative, `clip_ratio_c` is not above 1, or a beta is not finite and positive.
+        ValueError: if a clip ratio is negative, if `clip_ratio_c` is not above 1, or if `beta_low` or `beta_high` is
+            not finite and positive.
     """
     check_clip_ratios(clip_ratio_low, clip_ratio_high)
     check_clip_ratio_c(clip_ratio_c)

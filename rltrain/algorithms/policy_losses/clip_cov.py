@@ -29,8 +29,8 @@ def clip_cov(
         l = 0 where selected, else -min(r A, clip(r, 1-low, 1+high) A)
 
     r = pi(y_t) / pi_old(y_t), and A is the advantage. A selected token has no loss and no gradient, but still counts in
-    the denominators of the aggregation. The selection has an effect even at r = 1, where the gradient is the REINFORCE
-    gradient of the tokens that are not selected.
+    the denominators of the aggregation. Dropping the selected tokens has an effect even at r = 1: the gradient is then
+    the REINFORCE gradient of the tokens that are not selected.
 
     All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The returned
     metric sums are `clip_fraction` (tokens whose ratio is clipped), `selected_fraction` (tokens that were dropped

@@ -52,7 +52,7 @@ def dppo_tv(
 
 
 def check_deltas(delta_low: float, delta_high: float) -> None:
-    """Raise ValueError if a bound is negative, because a negative bound would drop tokens at r = 1."""
+    """Raise ValueError if `delta_low` or `delta_high` is negative, because tokens would be dropped even at r = 1."""
     for name, value in (("delta_low", delta_low), ("delta_high", delta_high)):
         if not value >= 0:
             raise ValueError(f"{name}={value} must be >= 0, or tokens are dropped even at r = 1; use 0.1, for example")

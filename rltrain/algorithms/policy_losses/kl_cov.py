@@ -12,8 +12,8 @@ from rltrain.algorithms.policy_losses.selection import check_share, exactly_smal
 from rltrain.algorithms.ratio import as_mask, masked, metric_sum, policy_metrics, safe_log_ratio
 from rltrain.algorithms.registry import POLICY_LOSSES, TOKEN_SELECTORS
 
-# The penalty applies only where |log r| is above this threshold, in nats. The threshold is above the rounding
-# difference between two float32 forward passes of one policy.
+# The KL-Cov penalty applies only to tokens whose |log r| is above this threshold, in nats. Rounding makes the log-probs
+# of two float32 forward passes of the same policy differ by less than this threshold.
 ROUNDING = 1e-5
 
 
@@ -73,8 +73,8 @@ def select_kl_cov(
 
         selected = the floor(kl_cov_ratio N) tokens, at least 1, with the largest (log pi - mean) (A - mean) > 0
 
-    N is the number of trained tokens, and the means of log pi and of A are computed over the N trained tokens. The
-    policy pi is the old policy, because the selection precedes the update.
+    N is the number of trained tokens, and the means of log pi and of A are computed over the N trained tokens. In the
+    covariance, pi is the old policy, because the tokens are selected before the update.
 
     At most max(1, floor(kl_cov_ratio N)) of the N trained tokens are selected, as in the KL-Cov paper. Many tokens can
     have equal covariance, for example the tokens of probability 1 in one answer. Among tokens of equal covariance, the

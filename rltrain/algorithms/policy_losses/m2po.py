@@ -30,10 +30,11 @@ def m2po(
     `algorithm.correction` at level token. If `algorithm.correction` is used at level token, the loss l has the ratio of
     the M2PO paper, except where the correction weight exceeds its upper bound.
 
-    The selection is made before the update and therefore limits only the distance from the sampling policy to pi_old.
-    The clip range limits how far the update moves the policy away from pi_old. Like `m2po`, AReaL's implementation of
-    M2PO separates the distance between the sampling policy and pi_old from the distance between pi_old and the current
-    policy. In the first mini-batch after pi_old is recomputed, r is 1 and the clip has no effect.
+    The tokens are selected before the update, so the selection limits only the distance from the sampling policy to
+    pi_old. The clip range limits how far the update moves the policy away from pi_old. Like `m2po`, AReaL's
+    implementation of M2PO separates the distance between the sampling policy and pi_old from the distance between
+    pi_old and the current policy. In the first mini-batch after pi_old is recomputed, r is 1 and the clip has no
+    effect.
 
     A selected token has no loss and no gradient, but still counts in the denominators of the aggregation, as in the
     M2PO paper. All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The

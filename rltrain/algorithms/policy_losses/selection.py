@@ -19,13 +19,13 @@ def token_covariances(log_probs: Tensor, advantages: Tensor, mask: Tensor) -> Te
     """Compute (log pi - mean) (A - mean) per token (B, T); arXiv 2505.22617 eq. 10.
 
     The mean of log pi and the mean of A are computed over all tokens in `mask`. If all log-probs or all advantages are
-    equal, the result is exactly 0 everywhere, even if the computed mean is rounded.
+    equal, every covariance is exactly 0, even if the computed mean is rounded.
     """
     return _deviations(log_probs, mask) * _deviations(advantages, mask)
 
 
 def _deviations(values: Tensor, mask: Tensor) -> Tensor:
-    """Compute the deviations (B, T) from the mean over the tokens in `mask`.
+    """Compute the deviations of `values` (B, T) from their mean over the tokens in `mask`.
 
     If all tokens in `mask` have the same value, the deviations are exactly 0.
     """

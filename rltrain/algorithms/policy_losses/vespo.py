@@ -49,7 +49,7 @@ def vespo(
     token ratios r, not of W) and `ppo_kl`.
 
     Raises:
-        ValueError: if a k or a lambda is not finite and positive.
+        ValueError: if `k_pos`, `lambda_pos`, `k_neg` or `lambda_neg` is not finite and positive.
     """
     check_positive(k_pos=k_pos, lambda_pos=lambda_pos, k_neg=k_neg, lambda_neg=lambda_neg)
     mask = as_mask(response_mask)

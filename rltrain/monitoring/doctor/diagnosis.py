@@ -25,7 +25,7 @@ ANY_STEP = -inf
 
 @dataclass(frozen=True)
 class Rule:
-    """A kind of failure that the doctor recognises.
+    """A rule of the doctor, which recognises one kind of failure.
 
     Attributes:
         name: name of the rule, which is also the name of its finding.

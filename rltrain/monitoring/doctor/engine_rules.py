@@ -34,9 +34,9 @@ def _asynchronous(history: History) -> bool:
 
 
 def _above(history: History) -> Points:
-    """Return the pairs (step, log-prob gap) of the final streak of steps with a gap above the limit.
+    """Return the pairs (step, log-prob gap) of the last consecutive steps in which the gap is above the limit.
 
-    The final streak ends with the last step of the run. The returned list is [] if the streak has fewer than 3 steps.
+    The returned list is [] if the log-prob gap of any of the last 3 steps is at most `rollout.max_log_prob_gap`.
     """
     limit = history.number("rollout.max_log_prob_gap", DEFAULT_GAP)
     return final_streak(_gaps(history), lambda value: value > limit, ENOUGH_STEPS)

@@ -20,7 +20,7 @@ SOLVED_ACCURACY = 0.95  # A task counts as solved if at least 95% of the answers
 
 Points = list[
     tuple[int, float]
-]  # The pairs (step, value) of a metric in the order of the steps; infinite and NaN values are left out.
+]  # Pairs (step, value) of one metric, sorted by step; infinite and NaN values are left out.
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Finding:
 
     Attributes:
         step: training step at which the problem began.
-        evidence: facts from the run's files that show the problem, one text for each fact.
+        evidence: facts from the run's files that show the problem, one string for each fact.
         causes: likely causes of the problem, the most likely cause first.
         changes: recommended changes to the config or the data of the run.
         name: name of the rule that found the problem; set by `diagnose`.

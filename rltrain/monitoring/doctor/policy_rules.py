@@ -38,10 +38,10 @@ def learning_rate_too_high(history: History) -> Finding | None:
 
     The updates of a run are too large in three cases. First, the updates of one step moved the policy by a KL of at
     least 0.5 nats per token, and the mean reward then fell. Second, the updates of at least 3 steps each moved the
-    policy by a KL of at least 0.3 nats per token. Third, the run measured no KL above 0, as is normal with one update
-    per step, and the entropy changed by a factor of at least 3 within two steps, and the mean reward then fell. The
-    mean reward counts as fallen if the mean over the last 5 steps is below the mean over the 5 steps up to the large
-    update by at least half the standard deviation of the individual rewards.
+    policy by a KL of at least 0.3 nats per token. Third, in a run without a KL above 0 (which is normal with one update
+    per step), the entropy changed by a factor of at least 3 within two steps, and the mean reward then fell. To decide
+    whether the mean reward fell, the rule compares the last 5 steps with the 5 steps that end with the large update.
+    Between these steps, the mean reward must fall by at least half the standard deviation of the individual rewards.
     """
     kl = history.points("actor/ppo_kl")
     huge = [point for point in kl if point[1] >= HUGE_KL]
@@ -104,10 +104,9 @@ def _jump(history: History) -> int | None:
 
 
 def _largest_change(entropy: Points) -> tuple[float, float]:
-    """Return the largest factor by which the entropy changed within `JUMP_STEPS` steps, and the entropy afterwards.
+    """Return the largest factor by which the entropy changed within `JUMP_STEPS` steps, and the changed entropy.
 
-    The change is measured from the entropy of the first point. If `entropy` has only one point, the returned factor is
-    1.
+    Changes are measured from the first value in `entropy`. If `entropy` has only one value, the returned factor is 1.
     """
     before = max(entropy[0][1], 1e-9)
     after = [max(value, 1e-9) for _, value in entropy[: JUMP_STEPS + 1]]

@@ -13,7 +13,7 @@ from rltrain.monitoring.doctor.history import Finding, History, Points, final_st
 # cause a few failures.
 FAILED_SHARE = 0.01
 UNSCORED_SHARE = 0.5  # The doctor reports missing scores only if at least half of the answers have no score.
-ENOUGH_FOR_TRENDS = 10  # A trend compares two disjoint windows of five steps, so a run needs at least ten steps.
+ENOUGH_FOR_TRENDS = 10  # `reward hacking` compares the first five steps of a run with the last five steps.
 # A rise of the mean reward by less than half the standard deviation of the individual rewards counts as noise.
 GAINED_SPREADS = 0.5
 FLAT_SHARE = 0.02  # An accuracy that rises by less than 0.02 counts as constant.
@@ -59,7 +59,7 @@ def reward_fails(history: History) -> Finding | None:
 
 
 def _messages(history: History, step: int) -> list[str]:
-    """Return a list with one text about a step's most frequent reward error; [] if the step has no reward errors."""
+    """Return a list with a description of a step's most frequent reward error; [] if no reward of the step failed."""
     files = [file for file in history.run.samples if file.step == step]
     rows = [row for file in files for row in history.rows(file, ["reward_error"])]
     errors = Counter(str(row["reward_error"]) for row in rows if row.get("reward_error"))
@@ -155,9 +155,8 @@ def reward_hacking(history: History) -> Finding | None:
 
     The rule compares the first 5 steps with the last 5 steps of a run of at least 10 steps. The mean reward rose by at
     least half the standard deviation of the individual rewards, but the share of correct answers rose by less than
-    0.02. If the run does not measure the share of correct answers, the rule uses the total score of the reward
-    functions with `outcome: true`. The rule uses the total score only if the run also has reward functions with
-    `outcome: false`.
+    0.02. If the run does not measure the share of correct answers, the rule instead uses the summed scores of the
+    reward functions with `outcome: true`, provided that the run also has reward functions with `outcome: false`.
     """
     rewards, spread = windows(history.points("reward/mean")), history.points("reward/std")
     right, what = _correctness(history)
@@ -189,9 +188,9 @@ def _correctness(history: History) -> tuple[Points, str]:
     """Return the moving average of a measure of correctness over five steps, and a description of the measure.
 
     In a run with the metric `reward/accuracy`, the measure of correctness is `reward/accuracy`. In a run without
-    `reward/accuracy`, the measure is the sum of the scores of the reward functions with `outcome: true`. The sum is
-    used only if the run also has reward functions with `outcome: false`. If neither measure exists, the returned list
-    and the description are empty.
+    `reward/accuracy`, the measure is the sum of the scores of the reward functions with `outcome: true`, provided that
+    the run also has reward functions with `outcome: false`. If the run has no measure of correctness, the returned list
+    and the returned description are empty.
     """
     accuracy = history.points("reward/accuracy")
     if accuracy:
@@ -208,8 +207,9 @@ def worse_evaluation(history: History) -> Finding | None:
     """Find evaluations that get worse while the training reward rises.
 
     The accuracy of an evaluation fell from its best value to its last value by at least 0.05 and by at least two
-    standard errors, while the mean training reward rose. In an evaluation without accuracy, the mean reward fell by at
-    least a quarter of the standard deviation of the individual rewards and by at least two standard errors.
+    standard errors, while the mean training reward rose. For an evaluation without accuracy, the rule requires that the
+    mean reward of the evaluation fell by at least a quarter of the standard deviation of the individual rewards and by
+    at least two standard errors.
     """
     names = [name for name in history.names() if _COUNTED.fullmatch(name)]
     names = [name for name in names if name.replace("_reward", "_accuracy") == name or not _has_accuracy(history, name)]
@@ -238,7 +238,7 @@ def _has_accuracy(history: History, name: str) -> bool:
 
 
 def _lost(history: History, name: str) -> tuple[int, list[str]] | None:
-    """Return the step after which an evaluation metric got worse, and two texts that describe the evidence.
+    """Return the step after which an evaluation metric got worse, and two sentences of evidence.
 
     Return None if the evaluation metric did not get worse.
     """

@@ -34,7 +34,7 @@ def write_report(
             page omits some samples and states how many samples it shows.
 
     Returns:
-        A list with one text for each file, table or line that could not be read.
+        A list with one message for each file, table or line that could not be read.
 
     Raises:
         ConfigError: a folder is not the output folder of a run.

@@ -37,7 +37,7 @@ class RunFiles:
         samples: tables of samples in the order of their steps.
         token_texts: list of the text of each token, indexed by the token's id; [] if the texts are unknown.
         special_ids: ids of the special tokens.
-        notes: one text for each file, table or line that could not be read.
+        notes: one message for each file, table or line that could not be read.
     """
 
     folder: Path
@@ -60,8 +60,8 @@ def read_run(folder: Path, name: str = "", *, texts: bool = True) -> RunFiles:
     Args:
         folder: output folder of the run.
         name: name of the run; if `name` is "", the run gets the name of the folder.
-        texts: whether to read the text of each token, and to add a note if no training step has ended. A report page
-            needs the texts of the tokens, and shows the note to the user.
+        texts: if True, as for the page of a report, read the text of each token, and add a note to `notes` if no
+            training step has ended.
 
     Raises:
         ConfigError: the folder does not exist, or the folder is not the output folder of a run.
@@ -160,7 +160,7 @@ def _read_token_texts(run: RunFiles) -> None:
             run.token_texts, run.special_ids = _texts_of_model(model)
         elif run.samples:
             run.notes.append(f"{TOKENS}: is missing, so tokens are shown by their ids")
-    # The readers of Parquet files and tokenizers may raise any exception for a damaged file.
+    # Reading a damaged Parquet file or a damaged tokenizer may raise any exception.
     except Exception as error:
         run.notes.append(f"{TOKENS}: cannot be read, so tokens are shown by their ids ({described(error, 120)})")
 

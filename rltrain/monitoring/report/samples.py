@@ -35,8 +35,8 @@ SMALLEST = 1e-3
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
-# If the estimated size of a run's samples exceeds the limit of the page, about 300,000 tokens are encoded first. The
-# actual size of the 300,000 tokens corrects the estimate for all samples.
+# If the estimated size of a run's samples exceeds the size limit of the page, about 300,000 tokens are encoded as a
+# trial. The size estimate for all samples is then multiplied by the trial's ratio of actual size to estimated size.
 PROBED_TOKENS = 300_000
 MISSING = -(1 << 15)  # The 16-bit integer -32768 stands for NaN and for infinity.
 # Each response token has one of three states: observed (tool output), sampled but not trained on, or trained on.
@@ -224,7 +224,7 @@ def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleF
 
     The sample files of the first and the last step are always included.
     """
-    groups = 8  # The page omits whole sample files only if the page would show fewer than one in 8 prompt groups.
+    groups = 8  # Whole sample files are omitted only if the page would show fewer than one in 8 prompt groups.
     count = len(files) if share * groups >= 1 else max(2, round(len(files) * share * groups))
     if count >= len(files):
         yield from ((file, share) for file in files)
@@ -250,8 +250,8 @@ class Chunk:
     """The samples of one table, which the method `encode` converts to one chunk of the report page.
 
     Args:
-        file: the Parquet file that contains the table.
-        table: the rows of the table that the page shows.
+        file: the Parquet file that contains the samples.
+        table: the samples in `file` that the page shows, one row per sample.
         texts: list of the text of each token, indexed by the token's id.
         special_ids: ids of the special tokens.
     """

@@ -119,8 +119,7 @@ class BackgroundSink:
     def alarms(self) -> list[str]:
         """Return the alarms that were raised since the last call of `alarms`.
 
-        Of all exceptions and dropped calls of a sink, only the first exception and the first dropped call raise an
-        alarm.
+        Only the first exception and the first dropped call of a sink raise an alarm.
         """
         return [self._alarms.get() for _ in range(self._alarms.qsize())]
 

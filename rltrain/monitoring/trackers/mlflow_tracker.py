@@ -61,7 +61,7 @@ class MlflowTracker:
             self._send()
 
     def _send(self) -> None:
-        assert self.client is not None, "`restore` is called first"
+        assert self.client is not None, "`restore` is called before metrics are sent"
         values, self.waiting, self.sent_at = self.waiting, [], time.monotonic()
         for start in range(0, len(values), METRICS_AT_ONCE):
             self.client.log_batch(self.run_id, metrics=values[start : start + METRICS_AT_ONCE])
@@ -72,7 +72,7 @@ class MlflowTracker:
 
     def log_samples(self, step: int, rows: Rows) -> None:
         """Log the samples as the MLflow artifact `samples/step_N.json`, in the `split` format of pandas tables."""
-        assert self.client is not None, "`restore` is called first"
+        assert self.client is not None, "`restore` is called before `log_samples`"
         self.client.log_dict(self.run_id, table_of(rows), f"samples/step_{step:06d}.json")
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:

@@ -87,7 +87,7 @@ def _vllm_cache(config: Config) -> Part:
 
 def _hf_cache(config: Config, shape: ModelShape) -> Part:
     rows = rows_at_once(config)
-    # When a layer's cache grows, the layer's old cache is copied into a larger one, so one layer's cache exists twice.
+    # When a layer's KV cache grows, the old tensor is copied into a larger one, so one layer's KV cache exists twice.
     size = rows * longest_row(config) * kv_token_bytes(config, shape) * (1 + 1 / shape.layers)
     most = config.rollout.max_concurrent_sequences
     return Part("KV cache", size, f"lower rollout.max_concurrent_sequences={most} below {rows}")

@@ -84,7 +84,7 @@ def _feed_forward(config: Any) -> int:
 
 
 def machine() -> Node:
-    """Return the number of GPUs and the sizes of the memories of this machine."""
+    """Return this machine as a `Node`: the size of its memory, its number of GPUs, and the size of a GPU's memory."""
     gpus = int(devices_here()["GPU"])
     return Node("this machine", memory_here(), gpus, gpu_memory_here())
 

@@ -7,8 +7,8 @@ MIB = 1 << 20  # Bytes of a mebibyte.
 # Phases of a run, in the order in which they begin. A training step consists of the phases "generate" to "sync".
 START, GENERATE, LOG_PROBS, UPDATE, SYNC, SAVE = PHASES = ("start", "generate", "log-probs", "update", "sync", "save")
 WIDTHS = {"float32": 4, "bfloat16": 2}  # Bytes of a number, by dtype.
-# Bytes per parameter: of the master weight, of the gradient, and of AdamW's two moments together. All of these numbers
-# are float32, whatever the model's dtype.
+# Bytes per parameter: of the master weight, of the gradient, and of AdamW's two moments together. Master weights,
+# gradients and moments are float32, whatever the model's dtype.
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 
 
@@ -108,9 +108,9 @@ class Node:
 
     Attributes:
         name: name of the machine, for messages.
-        memory: bytes of its memory; None if unknown.
-        gpus: number of its GPUs.
-        gpu_memory: bytes of the memory of its smallest GPU; None if it has no GPU, or if unknown.
+        memory: bytes of the machine's memory; None if unknown.
+        gpus: number of the machine's GPUs.
+        gpu_memory: bytes of memory of the machine's smallest GPU; None if the machine has no GPU, or if unknown.
     """
 
     name: str

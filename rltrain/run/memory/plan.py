@@ -1,4 +1,4 @@
-"""The memory plan of a run: the processes, the machines and GPUs on which they run, and what does not fit."""
+"""The memory plan of a run: the processes, their machines and GPUs, and whether the processes fit into memory."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -174,7 +174,7 @@ def _refusal(place: Place) -> str:
     over = place.size * (1 - TOLERANCE) - place.capacity
     lowerable = sorted((part for part in parts if part.remedy), key=lambda part: -part.size)
     enough = [part for part in lowerable if part.size >= over]
-    # The message gives the remedy for the largest part: if any part alone is large enough, the largest part is too.
+    # The message gives the remedy for the largest part that has a remedy, because this part can save the most memory.
     best = (enough or lowerable)[:1]
     what = f"; {best[0].what} take {said(best[0].size)}: {best[0].remedy}" if best else "; use a smaller model"
     when = f" in the phase {place.phase}" if len(place.needs) > 1 else ""

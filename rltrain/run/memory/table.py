@@ -60,5 +60,5 @@ def _parts(parts: Sequence[Part]) -> str:
 
 
 def _wrapped(text: str) -> Iterator[str]:
-    """Yield a text in lines of at most 80 columns, of which all but the first are indented."""
+    """Wrap a text at 80 columns, and yield the lines; all lines except the first are indented."""
     yield from textwrap.wrap(text, _WIDTH, subsequent_indent="  ")

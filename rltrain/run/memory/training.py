@@ -27,7 +27,7 @@ from rltrain.settings.schema import REWARD_MODEL, Config
 RANK_BASE = 370 * MIB
 # GPU memory in bytes that CUDA and NCCL use in each process.
 GPU_CONTEXT = 700 * MIB
-# Number of chunks of logits that exist at a time, all in float32.
+# Number of chunks of logits that exist at the same time, all in float32.
 CHUNKS = 3
 # On a CPU, `keep_freed_memory` makes glibc keep freed blocks of memory. Each step frees gradients and activations, and
 # new blocks are allocated between freed blocks. This fragmentation leaves unused holes in the process's memory. In
@@ -64,7 +64,7 @@ def training_ranks(
 ) -> list[Process]:
     """Return the memory of each kind of training rank, and the number of ranks of this kind.
 
-    With `placement.share_ranks`, one process has all roles. Otherwise, each role has processes of its own.
+    With `placement.share_ranks`, one process has all roles. Without `share_ranks`, each role has processes of its own.
     """
     count = config.placement.actor_ranks
     if config.placement.share_ranks:
@@ -168,7 +168,7 @@ class RankMemory:
         return [*states, *self.saving()] if phase == SAVE else states
 
     def states(self, phase: str) -> list[Part]:
-        """Return the memory that a rank keeps in all phases. Optimizer states exist after the first optimizer step."""
+        """Return the memory that a rank keeps permanently. In the phase `START`, there are no optimizer states yet."""
         weights = sum(role.shape.parameters * role.width + _extra(role) for role in self.roles) / self.shards
         moments = sum(role.trained for role in self.roles) * MOMENTS / self.shards
         parts = [Part("parameters", weights, self.more_ranks)]
@@ -179,7 +179,7 @@ class RankMemory:
 
     @staticmethod
     def largest(choices: Iterable[list[Part]]) -> list[Part]:
-        """Return the list of parts with the most bytes; [] if there are no lists."""
+        """Return the list in `choices` whose parts have the most bytes in total; [] if `choices` is empty."""
         return max(choices, key=total, default=[])
 
     def loading(self) -> Part:
@@ -196,7 +196,7 @@ class RankMemory:
         return Part("sample of the model", max(0, *samples))
 
     def gathered(self, role: RoleMemory) -> Part:
-        """Return the parameters that FSDP gathers at a time: all outside the layers, one layer, and the next layer."""
+        """Return the memory of gathered parameters: FSDP gathers two layers and all parameters outside the layers."""
         size = (role.shape.outside + 2 * role.shape.layer) * self.compute if self.gathers else 0
         return Part("gathered parameters", size)
 
@@ -215,7 +215,8 @@ class RankMemory:
         """Return the memory that forward and backward pass need in addition to parameters and optimizer states.
 
         At the end of the forward pass, all activations exist, and the backward pass begins with the output head. At the
-        end of the backward pass, all gradients exist. The plan counts the moment that needs more memory.
+        end of the backward pass, all gradients exist. The plan counts the memory at the end of the forward pass or at
+        the end of the backward pass, whichever is larger.
         """
         shape, full = role.shape, role.trained >= role.shape.parameters
         head = Part("gradient of the head", shape.head * self.compute if full and role.has_head else 0)
@@ -239,7 +240,7 @@ class RankMemory:
         return tokens * (role.shape.layers * role.shape.hidden * self.compute + layer + of_head)
 
     def chunk(self, role: RoleMemory) -> Part:
-        """Return the memory of the logits that exist at a time."""
+        """Return the memory of the logits that exist at the same time."""
         rollout = self.config.rollout
         share = rollout.max_response_length / (rollout.max_prompt_length + rollout.max_response_length)
         logits = self.tokens(role) * share * role.shape.vocabulary

@@ -38,8 +38,8 @@ def advantages_of(name, batch, call):
 def with_scores(batch, scores, uid, valid=None):
     """Return the batch with all tokens trained and with `scores` as the rewards.
 
-    The score of a row is the reward of its last token, and the value of all its reward components. An answer is correct
-    if its score is above 0.
+    The score of a row is the reward of the row's last token, and all reward components of the row equal the score. An
+    answer is correct if its score is above 0.
     """
     rewards = torch.zeros_like(batch["token_level_rewards"], dtype=scores.dtype)
     rewards[:, -1] = scores
@@ -98,7 +98,7 @@ def test_C1_one_group_never_moves_another(name, make_batch, call):
     other = {**batch, **{name: batch[name].clone() for name in ("token_level_rewards", "successes")}}
     group = batch["uid"] == 9
     other["successes"][group] = 1.0
-    # squares, because the advantages of some estimators do not change if all scores are scaled
+    # The scores are squared, because multiplying all scores by a factor does not change some estimators' advantages.
     other["token_level_rewards"][group] = 1e3 * other["token_level_rewards"][group].square()
     before, after = advantages_of(name, batch, call), advantages_of(name, other, call)
     assert torch.equal(before[~group], after[~group])

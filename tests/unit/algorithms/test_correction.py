@@ -14,7 +14,8 @@ from rltrain.algorithms import (
 
 LEVELS = ("token", "sequence", "geometric")
 MODES = ("truncate", "mask")
-#                  w:  in   high  low  masked    in
+# The bounds are 0.5 and 2. Row 0 has a ratio within the bounds, a ratio above, a ratio below and a masked token. All
+# ratios of row 1 are within the bounds.
 RATIOS = torch.tensor([[1.5, 4.0, 0.25, 9.0], [1.25, 1.0, 0.8, 1.0], [0.1, 0.1, 9.0, 9.0]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1], [1, 1, 0, 0]])
 
@@ -26,7 +27,7 @@ def correct(ratios=RATIOS, mask=MASK, advantages=None, *, level="token", mode="m
     )
 
 
-# products 1.5, 1.0, .01; geometric means 1.5^(1/3), 1, .1
+# The trained tokens' ratios have the products 1.5, 1.0, .01 and the geometric means 1.5^(1/3), 1, .1 in the three rows.
 EXPECTED = {
     ("token", "truncate"): ([[1.5, 2, 0.5, 0], [1.25, 1, 0.8, 1], [0.5, 0.5, 0, 0]], MASK.tolist()),
     ("token", "mask"): ([[1.5, 0, 0, 0], [1.25, 1, 0.8, 1], [0] * 4], [[1, 0, 0, 0], [1] * 4, [0] * 4]),
@@ -125,7 +126,8 @@ def test_with_advantages_only_bad_tokens_are_dropped():
 HALVES = [[1, 1, 0, 0], [1, 1, 0, 0]]
 ONE_ROW = [[1, 1, 1, 1], [0, 0, 0, 0]]
 TWO_TOKENS = [[1, 1, 1, 0], [1, 1, 1, 0]]
-# The divisor of a token's loss is 8 tokens, 1, 2 answers, 2 answers x 4 tokens, or 2 answers x the maximum length 16.
+# The number by which each aggregation mode divides the loss of a token, for 2 answers of 4 tokens and a maximum length
+# of 16 tokens.
 DENOMINATORS = {
     "token-mean": 8, "token-sum": 1, "seq-mean-token-sum": 2, "seq-mean-token-mean": 8, "seq-mean-token-sum-norm": 32,
 }  # fmt: skip
@@ -243,7 +245,8 @@ ESTIMATORS = {  # KL estimators as functions of d = log pi_rollout - log pi_old
     "k3": lambda d: math.exp(-d) - 1 + d,
     "abs": lambda d: abs(d),
 }
-#               d: sums to 0         one far token  far below and its masked token  nothing trained
+# Values of d. Row 0 sums to 0, row 1 has one distant token, row 2 is far below 0 and has a masked token, and row 3 has
+# no trained token.
 DISTANCES = torch.tensor([[0.5, -0.5, 0.0], [1.5, 0.0, 0.0], [-1.0, -1.0, 9.0], [9.0, 9.0, 9.0]], dtype=torch.float64)
 TRAINED = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 1, 0], [0, 0, 0]])
 NONE, ALL = [0, 0, 0], [1, 1, 1]
@@ -254,7 +257,8 @@ def reject(distances=DISTANCES, mask=TRAINED, advantages=None, **knobs):
     return rollout_rejection(old, old + distances, mask, advantages, **knobs)
 
 
-#  k2: .125 .125 0 | 1.125 0 0 | .5 .5           k3: e^-.5-.5=.107  e^.5-1.5=.149  0 | e^-1.5+.5=.723 | e-2=.718 .718
+# k2 of the trained tokens of each row: .125 .125 0 | 1.125 0 0 | .5 .5
+# k3 of the trained tokens of each row: e^-.5-.5=.107 e^.5-1.5=.149 0 | e^-1.5+.5=.723 0 0 | e-2=.718 .718
 REJECTIONS = [
     ("k1", "token", {"upper": 0.4}, [[0, 1, 1], [0, 1, 1], [1, 1, 0], NONE]),
     ("k1", "token", {"lower": -0.4}, [[1, 0, 1], ALL, [0, 0, 0], NONE]),
@@ -416,7 +420,10 @@ def test_the_diagnostics_are_sums_over_trained_tokens():
 
 
 def test_the_bound_of_k3_as_a_penalty_hides_nothing_from_a_measurement_and_dulls_no_threshold():
-    """One token at d = -5 nats: k3 is e^5 - 6 = 142.4, above a threshold of 100 and not cut to 10."""
+    """A token with log pi_rollout - log pi_old = -5 has k3 = e^5 - 6 = 142.4.
+
+    The KL penalty caps k3 at 10, but the diagnostics and the thresholds of rejection use the exact value.
+    """
     old, rollout, mask = torch.zeros(1, 1).double(), torch.full((1, 1), -5.0).double(), torch.ones(1, 1)
     exact = math.exp(5) - 6
     assert rollout_diagnostics(old, rollout, mask)["k3"].item() == pytest.approx(exact, rel=1e-12)
@@ -454,8 +461,8 @@ def test_the_effective_sample_size_by_hand():
     assert effective_sample_size(4.0, 10.0, 2) == pytest.approx(0.8)  # the two weights are 1 and 3
     # one sample has all the weight, and the other three have weight 0
     assert effective_sample_size(1.0, 1.0, 4) == 0.25
-    assert effective_sample_size(7.0, 7.0, 7) == 1  # all seven weights are 1
-    assert effective_sample_size(0.0, 0.0, 0) == 1  # without any samples, the result is 1
+    assert effective_sample_size(7.0, 7.0, 7) == 1  # All seven weights are 1.
+    assert effective_sample_size(0.0, 0.0, 0) == 1  # Without any samples, the result is 1.
     # a single weight cannot have the sum 3 and the sum of squares 3, but the result is still clipped to 1
     assert effective_sample_size(3.0, 3.0, 1) == 1
     four, ten = torch.tensor(4.0, dtype=torch.float64), torch.tensor(10.0, dtype=torch.float64)

@@ -21,7 +21,7 @@ def test_tokens_on_a_case_worked_by_hand():
 
 @pytest.mark.parametrize("level", ["sequence", "geometric"])
 def test_rows_on_a_case_worked_by_hand(level):
-    # Rows 0 to 2 weigh 3, 0 (dropped) and 0.5, whatever their lengths, and row 3 has no trained token.
+    # Rows 0 to 2 have the weights 3, 0 (dropped) and 0.5, regardless of their lengths. Row 3 has no trained token.
     weights = torch.tensor([[3.0, 3.0, 3.0], [0.0, 0.0, 0.0], [0.5, 0.0, 0.0], [7.0, 7.0, 7.0]])
     mask = torch.tensor([[1, 1, 1], [1, 1, 1], [1, 0, 0], [0, 0, 0]])
     found = correction_statistics(weights, weights * mask > 0, mask, level=level)
@@ -61,7 +61,8 @@ def test_the_mean_of_the_divided_weights_is_1_and_a_common_factor_has_no_effect(
     settings = {"level": level, "mode": "truncate", "lower": None, "upper": None}
     divided = []
     for shift in (0.0, 0.25):
-        # At the level "sequence", the shift is divided among the row's tokens, so that each row has the same factor.
+        # At the level "sequence", the shift is divided among the tokens of each row, so that the weights of all rows
+        # change by the same factor.
         each = shift / mask.sum(-1, keepdim=True).clamp(min=1) if level == "sequence" else shift
         weights, kept, _ = rollout_correction(old, rollout - each, mask, **settings)
         mean = correction_statistics(weights, kept, mask, level=level).weight_mean

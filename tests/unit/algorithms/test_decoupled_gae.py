@@ -11,11 +11,12 @@ gae = ADVANTAGE_ESTIMATORS.get("gae")
 decoupled_gae = ADVANTAGE_ESTIMATORS.get("decoupled_gae")
 length_adaptive_gae = ADVANTAGE_ESTIMATORS.get("length_adaptive_gae")
 
-# The second row has the trained tokens of the first, with tool text (99) between and after them.
+# Both rows have the same trained tokens. The tool tokens (99) are at the end of the first row, and between the trained
+# tokens of the second row.
 REWARDS = torch.tensor([[0.0, 0.0, 1.0, 99, 99], [0.0, 99, 0.0, 99, 1.0]], dtype=torch.float64)
 VALUES = torch.tensor([[0.5, 0.25, 0.75, 99, 99], [0.5, 99, 0.25, 99, 0.75]], dtype=torch.float64)
 MASK = torch.tensor([[1, 1, 1, 0, 0], [1, 0, 1, 0, 1]])
-# The errors are delta = (0.25 - 0.5, 0.75 - 0.25, 1 - 0.75) = (-0.25, 0.5, 0.25) if gamma is 1.
+# With gamma 1, the TD errors are delta = (0.25 - 0.5, 0.75 - 0.25, 1 - 0.75) = (-0.25, 0.5, 0.25).
 
 
 def spread(one, two, three):
@@ -24,7 +25,7 @@ def spread(one, two, three):
 
 
 def oracle(rewards, mask, values, *, gamma, lam_of, lam_critic):
-    """Write the sums of VC-PPO out token by token, with the lambda `lam_of(length)` for the advantages."""
+    """Compute the sums of VC-PPO token by token, with lambda = `lam_of(length)` for the advantages."""
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     for row in range(len(rewards)):
         trained = mask[row].nonzero()[:, 0].tolist()
@@ -50,14 +51,14 @@ def test_B7_decoupled_gae_on_a_case_worked_by_hand():
 
 def test_decoupled_gae_with_a_discount_and_a_lambda_of_the_critic_worked_by_hand():
     advantages, returns = decoupled_gae(REWARDS, MASK, VALUES, gamma=0.5, lam=0.0, lam_critic=0.5)
-    # delta = (0.5 * 0.25 - 0.5, 0.5 * 0.75 - 0.25, 1 - 0.75), and each is the advantage of its token
+    # delta = (0.5 * 0.25 - 0.5, 0.5 * 0.75 - 0.25, 1 - 0.75) are the advantages, because lam is 0
     assert torch.equal(advantages, spread(-0.375, 0.125, 0.25))
     # R_2 = 0.25 + 0.125 + 0.25 * 0.25; R_1 = 0.5 - 0.375 + 0.25 * 0.125 + 0.0625 * 0.25
     assert torch.equal(returns, spread(0.171875, 0.4375, 1))
 
 
 def test_B7_the_lambda_of_an_answer_comes_from_its_trained_tokens_alone():
-    """alpha = 1/2 and three trained tokens give lambda = 1 - 1 / 1.5 = 1/3, in the row with tool text too."""
+    """alpha = 1/2 and three trained tokens give lambda = 1 - 1 / 1.5 = 1/3. Tool tokens do not change lambda."""
     advantages, returns = length_adaptive_gae(REWARDS, MASK, VALUES, alpha=0.5)
     # A_2 = 0.5 + 0.25 / 3; A_1 = -0.25 + 0.5 / 3 + 0.25 / 9
     assert torch.allclose(advantages, spread(-1 / 18, 7 / 12, 0.25), rtol=1e-14, atol=1e-15)
@@ -77,7 +78,7 @@ def test_rows_of_different_lengths_have_lambdas_of_their_own():
     for row, length in enumerate([200, 100, 20, 1]):
         rewards[row, length - 1] = 1.0
     advantages, returns = length_adaptive_gae(rewards, mask, values)
-    # alpha * length is 10 and 5; the answers of 20 tokens and less have lambda 0
+    # alpha * length is 10 in row 0 and 5 in row 1. The answers of at most 20 tokens have lambda 0.
     assert advantages[0, [199, 198, 100]].tolist() == pytest.approx([1, 0.9, 0.9**99], rel=1e-12)
     assert advantages[1, [99, 98, 0]].tolist() == pytest.approx([1, 0.8, 0.8**99], rel=1e-12)
     assert advantages[2].nonzero()[:, 0].tolist() == [19]
@@ -113,7 +114,7 @@ def test_with_equal_lambdas_decoupled_gae_is_gae(make_batch):
 
 
 def test_the_policy_gradient_with_these_advantages_is_that_of_the_written_out_sums(make_batch):
-    """At the old policy, the gradient of the mean policy loss by a token's log-prob is -A_t / N."""
+    """At the old policy, the gradient of the mean policy loss with respect to a token's log-prob is -A_t / N."""
     batch = make_batch(length=60)
     mask, columns = batch["response_mask"], [batch[name] for name in ("token_level_rewards", "response_mask", "values")]
     log_probs = batch["old_log_probs"].clone().requires_grad_()
@@ -125,7 +126,7 @@ def test_the_policy_gradient_with_these_advantages_is_that_of_the_written_out_su
 
 
 def test_a_long_answer_in_float32_is_as_exact_as_in_float64():
-    """1 - lambda is 5e-4 in an answer of 40,000 tokens, so that a lambda rounded to float32 would be felt."""
+    """In an answer of 40,000 tokens, 1 - lambda is 5e-4, so rounding lambda to float32 would change the result."""
     generator = torch.Generator().manual_seed(0)
     rewards, values = torch.zeros(1, 40_000), 0.1 * torch.randn(1, 40_000, generator=generator)
     rewards[0, -1], mask = 1.0, torch.ones(1, 40_000, dtype=torch.bool)

@@ -43,13 +43,13 @@ def test_the_sampled_loss_is_the_weighted_log_ratio_and_pushes_towards_the_teach
 
 
 def reverse_kl(logits, teacher):
-    """Compute sum_v pi_v (log pi_v - log pi_T_v) of each context, as in the paper, with autograd's gradient."""
+    """Compute sum_v pi_v (log pi_v - log pi_T_v) of each context with operations that autograd can differentiate."""
     log_pi, log_teacher = logits.log_softmax(-1), teacher.log_softmax(-1)
     return (log_pi.exp() * (log_pi - log_teacher)).sum(-1)
 
 
 def by_enumeration(term, logits, sampler):
-    """Return the mean of a term of sampled tokens over all tokens of each context, drawn from `sampler`."""
+    """Return the exact expectation of `term` in each context, if the tokens are sampled from `sampler`."""
     contexts, words = logits.shape
     tokens = torch.arange(words).expand(contexts, words)
     return (sampler.softmax(-1) * term(tokens)).sum(-1)

@@ -1,4 +1,4 @@
-"""Estimators that weigh credit by the entropy of the policy: GTPO and GRPO-S, arXiv 2508.04349."""
+"""Tests of the estimators that weight credit by the entropy of the policy: GTPO and GRPO-S, arXiv 2508.04349."""
 
 import math
 import statistics
@@ -35,8 +35,9 @@ def flat(tensor, mask):
     return tensor[torch.as_tensor(mask, dtype=torch.bool)].tolist()
 
 
-# At t = 0, the two correct answers have the entropies 3 and 1, and at t = 1 only the first one is still running. Its
-# first token has the share 3 / 4, times 2 answers. The wrong answers have 1 / H = 0.25 and 1, so shares 0.2 and 0.8.
+# At t = 0, the two correct answers have the entropies 3 and 1, so their shares are 3 / 4 and 1 / 4, times 2 answers. At
+# t = 1, only the first correct answer has a token. The wrong answers have 1 / H = 0.25 and 1 at t = 0, so their shares
+# are 0.2 and 0.8, times 2 answers.
 ENTROPIES = [[3.0, 5.0], [1.0, 9.0], [4.0, 2.0], [1.0, 2.0]]
 MASK = [[1, 1], [1, 0], [1, 1], [1, 1]]
 SUCCESSES = [1.0, 1.0, 0.0, 0.0]
@@ -56,8 +57,8 @@ def test_separate_normalises_the_tokens_of_correct_and_of_wrong_answers_by_thems
 
 
 def test_grpo_s_on_a_case_worked_by_hand():
-    # The mean entropies are 4, 1, 3 and 1.5. The correct answers have the shares 0.8 and 0.2, times 2 answers, and the
-    # wrong ones, with 1 / H = 1/3 and 2/3, have the shares 1/3 and 2/3.
+    # The mean entropies are 4, 1, 3 and 1.5. The two correct answers have the shares 0.8 and 0.2, times 2 answers. The
+    # two wrong answers have 1 / H = 1/3 and 2/3, so their shares are 1/3 and 2/3, times 2 answers.
     rewards = [1.16, 1.04, -(1 + 0.2 / 3), -(1 + 0.4 / 3)]
     advantages, returns = grpo_s(*columns(ENTROPIES, SUCCESSES, mask=MASK))
     wanted = torch.tensor(normalized(rewards), dtype=torch.float64)[:, None] * torch.tensor(MASK)
@@ -122,7 +123,7 @@ def test_the_estimators_equal_loops_over_the_papers_equations(name, knobs, separ
 
 
 def test_the_gradient_of_gtpo_is_that_of_its_objective():
-    """On policy, eq. 7 is the mean over tokens of the advantage times the ratio."""
+    """On policy, eq. 7 of arXiv 2508.04349 is the mean over all tokens of the advantage times the ratio."""
     logits = torch.linspace(-1, 1, 4 * 2 * 3, dtype=torch.float64).view(4, 2, 3).requires_grad_()
     log_pi = logits.log_softmax(-1)
     entropies = -(log_pi.exp() * log_pi).sum(-1)
@@ -155,7 +156,7 @@ def test_an_undecided_answer_is_as_good_as_absent(estimator):
 
 @pytest.mark.parametrize("estimator", [gtpo, grpo_s])
 def test_entropies_of_zero_give_equal_shares(estimator):
-    # the entropy -1e-9 stands for one that rounding has made negative
+    # rounding can turn an entropy of 0 into a small negative number such as -1e-9
     advantages, _ = estimator(*columns([[0.0, -1e-9], [0.0, 0.0], [0.0, 0.0]], [1.0, 0.0, 0.0]))
     assert advantages[0].tolist() == [advantages[0, 0].item()] * 2
     assert torch.equal(advantages[1], advantages[2])

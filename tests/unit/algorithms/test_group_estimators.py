@@ -159,7 +159,7 @@ def test_the_gradient_of_maxrl_is_the_mean_log_likelihood_of_the_correct_answers
     log_probs = logits.log_softmax(0)
     advantages = per_row(maxrl, *rows([1.0] * correct + [0.0] * (4 - correct), [0] * 4))
     (found,) = torch.autograd.grad((advantages * log_probs).mean(), logits, retain_graph=True)
-    # arXiv 2602.02710: the mean score function of the successes, with the mean of all as the control variate
+    # arXiv 2602.02710: the mean gradient of log pi over the correct answers, minus the mean over all answers
     (wanted,) = torch.autograd.grad(log_probs[:correct].mean() - log_probs.mean(), logits)
     assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-15)
     assert found.abs().max() > 0.1

@@ -135,7 +135,7 @@ def test_gradients_of_the_plain_estimators_pass_gradcheck(name, make_batch):
     batch = make_batch()
     log_probs = batch["log_probs"].requires_grad_()
     ref, old = batch["ref_log_probs"], batch["old_log_probs"]
-    # distances are clamped, because k3 is not differentiable at its bound
+    # the log-ratios are clamped, because k3 is not differentiable at its bound
     ref = log_probs.detach() + (ref - log_probs.detach()).clamp(-2.5, 2.5)
     assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref, name), log_probs)
     assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref, name, old_log_probs=old), log_probs)

@@ -369,7 +369,7 @@ def test_three_components_of_two_groups_are_six_populations():
     found = combine_rewards(
         scores, torch.tensor([0, 0, 1, 1]), weights=[1.0, 10.0, 100.0], aggregation="normalize_then_sum"
     )
-    unit = 0.5**0.5  # two values are half their distance, which is std / sqrt(2), away from their mean
+    unit = 0.5**0.5  # each of two values differs from their mean by std / sqrt(2)
     assert torch.allclose(found, torch.tensor([-111.0, 111.0, 89.0, -89.0], dtype=torch.float64) * unit, rtol=1e-5)
 
 

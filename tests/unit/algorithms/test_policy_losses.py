@@ -9,7 +9,7 @@ from rltrain.algorithms.aggregation import LOSS_AGG_MODES
 vanilla = POLICY_LOSSES.get("vanilla")
 gspo = POLICY_LOSSES.get("gspo")
 
-# For each use of the column `selected`: the value at which every token keeps its gradient, and the reason.
+# Maps each use of the column `selected` to the column value that keeps every token's gradient, and to the reason.
 SELECTED = {
     None: (True, "no column"),
     "dropped": (False, "selects nothing, for it drops what it selects"),

@@ -1,4 +1,4 @@
-"""Tests of the language-model loss of correct answers, VAPO, arXiv 2504.05118 section 4.3."""
+"""Tests of the negative log-likelihood loss on correct answers (VAPO, arXiv 2504.05118, section 4.3)."""
 
 import torch
 
@@ -11,7 +11,7 @@ def test_the_loss_on_a_case_worked_by_hand():
     positive = torch.tensor([[1, 1, 1], [0, 0, 0], [1, 1, 1]])
     loss = positive_nll(log_probs, mask, positive)
     loss.backward()
-    assert loss.item() == 2.0  # (1 + 2 + 3) / 3 tokens of rows 0 and 2
+    assert loss.item() == 2.0  # (1 + 2 + 3) / 3, the mean over the three trained tokens of rows 0 and 2
     third = -1 / 3
     assert torch.allclose(log_probs.grad, torch.tensor([[third, 0, third], [0, 0, 0], [third, 0, 0]]), rtol=1e-6)
     assert positive_nll(log_probs, mask, positive, num_positive_tokens=12).item() == 0.5

@@ -84,8 +84,8 @@ def test_reinforce_plus_plus_with_baseline_on_a_case_worked_by_hand():
     rewards = tensor([1.0, 0, 0], [0, 0, 3], [5.0, 0, 0])
     mask = torch.tensor([[1, 0, 0], [1, 1, 1], [1, 1, 0]])
     advantages, returns = reinforce_plus_plus_baseline(rewards, mask, torch.tensor([4, 4, 7]), torch.ones(3))
-    # Group 4 has the value -1 on one token and +1 on three tokens, and the only row of group 7 has 0 on two tokens.
-    # The six tokens have mean 2/6 and variance (4 - 4/6) / 5.
+    # After the group means are subtracted, the scores are -1 on one token and +1 on three tokens of group 4, and 0 on
+    # the two tokens of group 7. The six tokens have mean 2/6 and variance (4 - 4/6) / 5.
     mean, std = 1 / 3, (2 / 3) ** 0.5 + 1e-6
     wanted = tensor([-1 - mean, 0, 0], [1 - mean] * 3, [-mean, -mean, 0]) / std
     assert torch.allclose(advantages, wanted, rtol=1e-12)

@@ -163,7 +163,8 @@ def test_C5_what_a_suppressed_row_scored_moves_no_other_under_any_normalisation(
 
 
 def test_the_length_reward_by_hand():
-    # group 1 has the lengths 10, 20 and 30, so lambda is 0.5, 0 and -0.5; group 2 has 4, 5 and 8: 0.5, 0.25 and -0.5
+    # Group 1 has the lengths 10, 20 and 30, so lambda is 0.5, 0 and -0.5.
+    # Group 2 has the lengths 4, 5 and 8, so lambda is 0.5, 0.25 and -0.5.
     lengths, uid = torch.tensor([10, 4, 20, 5, 30, 8]), torch.tensor([1, 2, 1, 2, 1, 2])
     correct, counted = torch.tensor([True, False, True, True, True, False]), torch.ones(6, dtype=torch.bool)
     assert group_length_reward(lengths, uid, correct, counted).tolist() == [0.5, 0.0, 0.0, 0.25, -0.5, -0.5]

@@ -8,7 +8,10 @@ from rltrain.algorithms import aggregate_loss, supervised_loss
 
 
 def test_the_mean_cross_entropy_of_two_answers_by_hand():
-    """The tokens of the answers have the probabilities 1/2 and 1/4, and 1/8; the third answer is not trained on."""
+    """The first answer has two tokens with the probabilities 1/2 and 1/4.
+
+    The second answer has one token with the probability 1/8. The third answer is not trained on.
+    """
     probs = torch.tensor([[0.5, 0.25], [0.125, 1.0], [0.1, 0.1]], dtype=torch.float64)
     log_probs = probs.log().requires_grad_()
     mask = torch.tensor([[True, True], [True, False], [False, False]])

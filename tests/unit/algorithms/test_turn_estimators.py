@@ -11,8 +11,8 @@ from rltrain.algorithms.advantages.turns import Turns
 
 turn_rloo, turn_gae, gigpo = (ADVANTAGE_ESTIMATORS.get(name) for name in ("turn_rloo", "turn_gae", "gigpo"))
 
-# Two trajectories of a group: three turns of one, two and one tokens, and two turns of one token. Between the turns are
-# observations of one token.
+# Two trajectories of one group. The first trajectory has three turns of 1, 2 and 1 tokens. The second trajectory has
+# two turns of 1 token each. Between two turns, there is an observation of 1 token.
 INDEX = torch.tensor([[0, -1, 1, 1, -1, 2], [0, -1, 1, -1, -1, -1]])
 MASK = INDEX >= 0
 REWARDS = torch.tensor([[1.0, 9, 0, 2, 9, 4], [3, 9, 5, 9, 9, 9]], dtype=torch.float64)
@@ -33,17 +33,18 @@ def close(actual, wanted):
 
 
 def test_turn_rloo_on_a_case_worked_by_hand():
-    # Returns to go: 7, 6, 4 and 8, 5, 0.
+    # The returns to go are 7, 6, 4 in row 0 and 8, 5 in row 1. The missing third turn of row 1 has return 0.
     advantages, returns = turn_rloo(REWARDS, MASK, SAME, VALID, INDEX)
     close(advantages, on_turns([-1, 1, 4], [1, -1]))
     close(returns, advantages)
-    # With gamma 0.5: 1 + 0.5 (2 + 0.5 * 4) = 3, 4, 4 and 3 + 0.5 * 5 = 5.5, 5.
+    # With gamma 0.5, the returns to go are 1 + 0.5 (2 + 0.5 * 4) = 3, 4, 4 in row 0 and 3 + 0.5 * 5 = 5.5, 5 in row 1.
     close(turn_rloo(REWARDS, MASK, SAME, VALID, INDEX, gamma=0.5)[0], on_turns([-2.5, -1, 4], [2.5, 1]))
 
 
 def test_turn_gae_on_a_case_worked_by_hand():
     values = torch.tensor([[2.0, 7, 1, 7, 7, 3], [4, 7, 6, 7, 7, 7]], dtype=torch.float64)
-    # delta = r + gamma V' - V: 1 + 0.5 - 2, 2 + 1.5 - 1, 4 - 3 and 3 + 3 - 4, 5 - 6; gamma lam = 0.25.
+    # The TD errors r + gamma V' - V are 1 + 0.5 - 2, 2 + 1.5 - 1, 4 - 3 in row 0 and 3 + 3 - 4, 5 - 6 in row 1. The
+    # product gamma lam is 0.25.
     wanted = on_turns([-0.5 + 0.25 * 2.75, 2.5 + 0.25, 1], [2 - 0.25, -1])
     advantages, returns = turn_gae(REWARDS, MASK, values, INDEX, gamma=0.5, lam=0.5)
     close(advantages, wanted)
@@ -62,7 +63,7 @@ def test_gigpo_on_a_case_worked_by_hand():
     close(gigpo(*columns, **plain, step_weight=0.5)[0], on_turns([-0.75, -0.25, -0.5], [0.75, 0.25]))
     half = 0.5 / (math.sqrt(0.5) + 1e-6)  # The std of two values that are 1 apart is sqrt(0.5).
     close(gigpo(*columns, gamma=1.0)[0], on_turns([-2 * half, 0, -half], [2 * half, 0]))
-    # With gamma 0.5, the returns to go are 3, 4, 4 and 5.5, 5.
+    # With gamma 0.5, the returns to go are 3, 4, 4 in row 0 and 5.5, 5 in row 1.
     discounted = gigpo(*columns, gamma=0.5, norm_by_std=False)[0]
     close(discounted, on_turns([-0.5 - 1.25, -0.5 - 0.5, -0.5], [0.5 + 1.25, 0.5 + 0.5]))
 
@@ -156,8 +157,8 @@ def test_a_batch_without_tokens_gives_empty_advantages():
 # C10: a problem whose policy decides in turn 1 whether to stop, and chooses an action in turn 2.
 GO, FIRST = 0.6, 0.3  # Probabilities of going on in turn 1, and of the first action in turn 2.
 STOP_REWARD, GO_REWARD, ACTION_REWARDS = 1.0, 0.2, (1.5, 0.9)
-# Each possible trajectory: (probability, rewards of the turns, gradients of the turns' log-probs by the logits of GO
-# and of FIRST).
+# Each possible trajectory is (probability, rewards of the turns, gradients of the turns' log-probs with respect to the
+# logits of GO and FIRST).
 WAYS = [
     (1 - GO, [STOP_REWARD], [(-GO, 0.0)]),
     (GO * FIRST, [GO_REWARD, ACTION_REWARDS[0]], [(1 - GO, 0.0), (0.0, 1 - FIRST)]),
@@ -202,9 +203,9 @@ def test_C10_turn_gae_has_the_true_gradient_with_lam_1_and_the_bias_of_the_criti
         )[0]
 
     close(expected_gradient(advantages(1.0), 2), TRUTH)
-    # With lam 0, the estimator uses the critic's value of state 2 instead of the later reward. The gradient by the
-    # logit of GO is therefore wrong by GO (1 - GO) times the critic's error. No value is used after state 2, so the
-    # gradient by the logit of FIRST is exact.
+    # With lam 0, the estimator uses the critic's value of state 2 instead of the later reward. The gradient with
+    # respect to the logit of GO is therefore wrong by GO (1 - GO) times the critic's error. No value is used after
+    # state 2, so the gradient with respect to the logit of FIRST is exact.
     error = values[1] - (FIRST * ACTION_REWARDS[0] + (1 - FIRST) * ACTION_REWARDS[1])
     wanted = TRUTH + torch.tensor([GO * (1 - GO) * error, 0.0], dtype=torch.float64)
     close(expected_gradient(advantages(0.0), 2), wanted)
@@ -228,7 +229,8 @@ def test_C10_gigpo_without_std_has_the_bias_of_its_docstring(size, weight):
 def test_C10_a_baseline_by_turn_index_has_the_wrong_sign(size):
     """If each turn's reward is centred over the trajectories that reach the turn, later rewards are worth 0 on average.
 
-    Going on is better in this problem, because of the reward of turn 2. The centred rewards teach to stop.
+    In this problem, the reward of turn 2 makes it better to go on than to stop after turn 1. The centred rewards
+    nevertheless teach the policy to stop.
     """
 
     def by_turn_index(rewards, mask, uid, valid, index, states):

@@ -11,7 +11,7 @@ CASES = [
     (1.2, 1.0, 3.0, 1.62, -1.8, 0),
     # the value moved too far towards the return, so the clipped error (1.5 - 3)^2 is larger than (2 - 3)^2
     (2.0, 1.0, 3.0, 1.125, 0.0, 1),
-    # the same downwards: the clipped error (0.5 + 2)^2 is larger than (0 + 2)^2
+    # the value moved too far down towards the return, so the clipped error (0.5 + 2)^2 is larger than (0 + 2)^2
     (0.0, 1.0, -2.0, 3.125, 0.0, 1),
     (0.0, 1.0, 3.0, 4.5, -3.0, 0),  # the value moved away from the return, so its unclipped error is larger
     # the value overshot the return, so its error (5 - 3)^2 is larger than the clipped error (1.5 - 3)^2

@@ -270,7 +270,7 @@ async def test_changes_that_follow_each_other_before_anybody_runs_are_all_seen()
             seen.append(queue.pop(0))
 
     consumers = [asyncio.create_task(consume()) for _ in range(3)]
-    # The consumers need 100 items. Then two consumers still wait, and each needs one more item to end.
+    # The consumers end after 100 items. Up to two consumers still wait at that time, and each takes one more item.
     for number in range(102):
         queue.append(number)
         changes.notify()

@@ -1,4 +1,4 @@
-"""The memory limit of a process, in processes of their own."""
+"""Tests of the memory limit of a process, each in a separate process."""
 
 import subprocess
 import sys

@@ -371,7 +371,7 @@ def test_a_received_batch_may_be_written_without_another_reader_seeing_it():
 def test_a_received_batch_does_not_alias_the_sender():
     batch = example()
     stream, buffers = sent(batch)
-    # The copy shares the sender's memory, as between threads of one process.
+    # The receiver gets the sender's own buffers, as if both were threads of one process.
     copy = pickle.loads(stream, buffers=buffers)
     for tensor in (copy.values("responses"), copy.batch["uid"], copy.offsets("prompts")):
         tensor.zero_()

@@ -1,4 +1,4 @@
-"""Tests that rows which arrive in several parts, each with some of the columns, give the rows of the whole batch."""
+"""Tests of joining rows from several partial batches, each of which has some of the columns and some of the rows."""
 
 import pickle
 
@@ -27,7 +27,7 @@ def batch_of(rows: int) -> DataProto:
 @given(count=st.integers(1, 9), data=st.data())
 @settings(deadline=None, max_examples=150)
 def test_the_joined_rows_are_those_of_the_whole_batch_however_the_parts_were_cut(count, data):
-    """Each column is cut into parts on its own, and each part can have more rows than are needed."""
+    """Each column is split into parts independently of other columns. A part can have rows that are not requested."""
     whole = batch_of(count)
     rows = sorted(data.draw(st.sets(st.integers(0, count - 1))))
     parts, rows_of_parts = [], []

@@ -186,8 +186,9 @@ def test_micro_batches_of_a_rank_have_nearly_equal_work():
 
 
 def test_a_budget_that_only_first_fit_can_keep_is_kept():
-    """Rows of 6, 5, 4, 3 and 2 tokens fit into two micro-batches of 10 tokens only as 6 + 4 and 5 + 3 + 2, even if the
-    work is then uneven.
+    """Rows of 6, 5, 4, 3 and 2 tokens fit into two micro-batches of 10 tokens only as 6 + 4 and 5 + 3 + 2.
+
+    The split must keep the token budget, even if the work of the two micro-batches is then uneven.
     """
     lengths = [6, 5, 4, 3, 2]
     found = microbatches(lengths, [0, 1, 2, 3, 4], 10, work=[1, 1, 9, 9, 9])

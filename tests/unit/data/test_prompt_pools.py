@@ -17,7 +17,7 @@ DEFAULT = DifficultyConfig(**DIFFICULTY_DEFAULTS)
 
 
 def pools_of(successes, *, seed=0, difficulty=DEFAULT):
-    """Return pools of prompts with the given numbers of correct answers of four; None stands for an unseen prompt."""
+    """Return pools of prompts with the given numbers of correct answers out of four, where None is an unseen prompt."""
     made = PromptPools(len(successes), seed, difficulty)
     state = made.state_dict()
     indices = made.next(len(successes))
@@ -42,9 +42,9 @@ def passed_through_json(pools, *, size, seed=0, difficulty=DEFAULT):
 
 
 def test_the_golden_points_choose_the_pools():
-    """The parts are normal [0, 0.5), unseen [0.5, 0.8), hard [0.8, 0.95) and easy [0.95, 1).
+    """The pools have the intervals normal [0, 0.5), unseen [0.5, 0.8), hard [0.8, 0.9) and easy [0.9, 1).
 
-    With u(0) = 0, the first points are 0, 0.618, 0.236, 0.854, 0.472, 0.090, 0.708, 0.326, 0.944, 0.562.
+    With u(0) = 0, the first points u(n) are 0, 0.618, 0.236, 0.854, 0.472, 0.090, 0.708, 0.326, 0.944, 0.562.
     """
     pools = pools_of([None] * 8 + [0] * 8 + [2] * 8 + [4] * 8)
     pools._first = 0
@@ -73,7 +73,7 @@ def test_the_thresholds_belong_to_the_outer_pools(correct, judged, name):
 @pytest.mark.parametrize(
     ("successes", "order", "fallbacks"),
     [
-        ([2] * 20, "normal", 0.5),  # half of the points are in the part of the normal pool
+        ([2] * 20, "normal", 0.5),  # half of the points are in the interval of the normal pool
         ([None] * 20, "unseen", 0.7),
         ([2] * 5 + [None] * 20, "normal unseen", None),
         ([4] * 5 + [None] * 5 + [0] * 5, "unseen hard easy", None),
@@ -91,10 +91,10 @@ def test_an_empty_pool_is_replaced_by_normal_prompts_or_else_by_unseen_ones(succ
 
 
 def test_a_worked_example_of_empty_pools():
-    """Two prompts are normal and eight unseen; the others are hard. The first draws are for these pools:
+    """Two prompts are normal, eight prompts are unseen, and eight prompts are hard.
 
-    normal, unseen, normal, hard, normal, normal, unseen, normal, easy, unseen. The draws 4, 5 and 7 find no normal
-    prompt, and draw 8 finds no easy prompt.
+    The first ten draws choose the pools normal, unseen, normal, hard, normal, normal, unseen, normal, easy and unseen.
+    Counted from 0, the draws 4, 5 and 7 find no normal prompt, and draw 8 finds no easy prompt.
     """
     pools = pools_of([2] * 2 + [None] * 8 + [0] * 8)
     pools._first = 0
@@ -108,7 +108,7 @@ def test_a_worked_example_of_empty_pools():
 
 
 def test_normal_prompts_come_before_unseen_ones_where_a_pool_is_empty():
-    """Draw 3 is for a hard prompt and draw 8 for an easy one, of which there are none."""
+    """There are no hard and no easy prompts, so draw 3 (hard) and draw 8 (easy) take normal prompts."""
     pools = pools_of([2] * 10 + [None] * 10)
     pools._first = 0
     assert ["nu"[index // 10] for index in pools.next(10)] == list("nunnnnunnu")
@@ -120,7 +120,8 @@ def test_without_normal_and_unseen_prompts_hard_and_easy_ones_are_taken_as_often
         (index,) = pools.next(1)
         counts["hard" if index < 30 else "easy"] += 1
         pools.give_back({position: (0, 4) if index < 30 else (4, 4)})
-    # A tenth of the draws is for each of the two pools, and the other 80% are three quarters hard and one quarter easy.
+    # Each of the two pools gets a tenth of the draws. The other 80% of the draws are random, and three quarters of
+    # these draws are hard.
     assert counts["hard"] == pytest.approx(100 + 800 * 0.75, abs=40)
 
 
@@ -160,7 +161,7 @@ def run(size, seed, steps, *, shuffled=None, pools=None, per_step=4, success=lam
     """Simulate training steps without staleness, and return the prompt indices of each step.
 
     Args:
-        success: function from the prompt index to the number of correct answers of four.
+        success: function from the prompt index to the number of correct answers out of four.
         shuffled: random generator that permutes the outcomes of a step, as if answers arrived in another order.
     """
     pools, found = pools or PromptPools(size, seed, DEFAULT), []
@@ -201,9 +202,9 @@ def test_restored_pools_continue_exactly_also_within_a_step(size, seed, cut, wit
 @settings(max_examples=30, deadline=None)
 @given(size=st.integers(4, 60), seed=st.integers(0, 2**32), successes=st.lists(st.integers(0, 4), min_size=60))
 def test_no_prompt_starves(size, seed, successes):
-    """A prompt of a pool with n prompts waits for at most two passes, 2 n draws of the pool.
+    """In a pool with n prompts, a prompt waits for at most two passes, which are 2 n draws from the pool.
 
-    The pool gets at least one in any ceil(2 / f) draws, and the smallest fraction is 0.1.
+    A pool with fraction f gets at least one of any ceil(2 / f) draws, and the smallest fraction is 0.1.
     """
     drawn = [index for step in run(size, seed, 25 * size, success=successes.__getitem__) for index in step]
     last = dict.fromkeys(range(size), -1)
@@ -232,7 +233,10 @@ def test_the_shares_of_the_pools_are_the_fractions_and_a_pass_uses_each_prompt_o
 
 
 def test_middle_prompts_are_sampled_more_often_than_others_by_the_ratio_of_fractions_and_sizes():
-    """100 prompts: 30 normal, 50 hard, 20 easy. The fraction of unseen prompts falls to the normal prompts."""
+    """Of 100 prompts, 30 are normal, 50 are hard and 20 are easy.
+
+    No prompt is unseen, so the draws for the unseen pool take normal prompts.
+    """
     success = lambda index: 2 if index < 30 else 0 if index < 80 else 4  # noqa: E731
     steps = run(100, 1, 3000, success=success)
     counts = Counter(index for indices in steps[1000:] for index in indices)

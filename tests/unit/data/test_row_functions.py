@@ -14,9 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def function(tmp_path):
-    """Return a helper that writes Python code to a file and returns the source name of the function `rows` in that
-    file.
-    """
+    """Return a helper that writes Python code to a file, and returns the source name of the file's function `rows`."""
 
     def function(text: str) -> str:
         (tmp_path / "made.py").write_text(text)

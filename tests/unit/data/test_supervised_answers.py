@@ -1,4 +1,4 @@
-"""Tests of supervised answers: which rows have one, its token ids and end token, and one-line errors."""
+"""Tests of which rows have supervised answers, of the answers' token ids and end tokens, and of one-line errors."""
 
 import pyarrow
 import pytest
@@ -19,7 +19,7 @@ def answers(source, chosen=None, response="solution", *, given=None, **changes):
     return [prompt.supervised_ids for prompt in prompts]
 
 
-# The token ids of answers
+# Tests of the token ids of answers
 
 
 def test_an_answer_is_its_text_and_the_end_token_and_a_row_without_a_value_has_none(tmp_path):
@@ -77,7 +77,7 @@ def test_the_end_token_is_that_of_the_template_after_chats_and_that_of_the_token
     chat = [{"role": "user", "content": "hi"}]
     path = jsonl(tmp_path, {"prompt": chat, "solution": "a"}, {"prompt": "hi", "solution": "a"})
     assert [ids[-1] for ids in answers(path, chosen, given=ends)] == [turn, text]
-    # a template whose end token does not end the model's answers, and a tokenizer whose end token does not either
+    # If `end_ids` lacks the end token of the template or of the tokenizer, the answer ends with the token in `end_ids`.
     assert [ids[-1] for ids in answers(path, chosen, given={"end_ids": [text]})] == [text, text]
     assert [ids[-1] for ids in answers(path, chosen, given={"end_ids": [turn]})] == [turn, turn]
 

@@ -1,4 +1,4 @@
-"""Tests that tokenizers which lose words or characters are told apart from tokenizers that only change the spelling."""
+"""Tests of the check that finds tokenizers that lose words or characters, and allows changes of the spelling."""
 
 import pytest
 from tokenizers import decoders, normalizers, pre_tokenizers

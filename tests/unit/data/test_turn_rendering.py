@@ -1,4 +1,4 @@
-"""Tests that prompts and observations extend a context by exactly what the chat template writes between answers."""
+"""Tests that prompts and observations add exactly the text that the chat template writes between answers."""
 
 import random
 import unicodedata
@@ -38,7 +38,7 @@ def templates():
 
 @pytest.fixture(scope="module")
 def renderer(templates):
-    """Return a function that makes the renderer of a shape, or returns the one that it made before."""
+    """Return a function that returns the renderer of a template shape, and creates each renderer only once."""
     made: dict[tuple[str, bool], TurnRenderer] = {}
 
     def get(shape, tools=True):
@@ -81,7 +81,7 @@ def test_what_an_observation_of_chatml_is(renderer):
     end, other = chatml.tokenizer.convert_tokens_to_ids(["<|im_end|>", "</s>"])
     rest = "\n<|im_start|>user\n<tool_response>\n4\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     assert says(chatml, [tool("4")], [65, end]) == rest
-    assert says(chatml, [tool("4")], [65, other]) == rest, "another end token stands for the template's"
+    assert says(chatml, [tool("4")], [65, other]) == rest, "another sampled end token replaces the template's end token"
     for cut in ([65], [], [end, 65]):
         assert says(chatml, [tool("4")], cut) == f"<|im_end|>{rest}"
     both = "<tool_response>\n4\n</tool_response>\n<tool_response>\n5\n</tool_response>"
@@ -103,7 +103,7 @@ def test_an_opener_that_the_policy_sampled_is_not_added_again(renderer):
     assert says(opener, [user("and?")], [65, asked]) == "\nand?<|assistant|>"
     assert says(opener, [tool("4")], [65, seen]) == "\n4<|assistant|>"
     assert says(opener, [user("and?")], [65]) == "<|user|>\nand?<|assistant|>"
-    assert says(opener, [tool("4")], [65, asked]) == "<|observation|>\n4<|assistant|>", "the right opener follows"
+    assert says(opener, [tool("4")], [65, asked]) == "<|observation|>\n4<|assistant|>", "the right opener is added"
     assert says(opener, [tool("4")], [65, end]) == "<|observation|>\n4<|assistant|>"
 
 
@@ -226,7 +226,7 @@ def test_a_template_that_cannot_be_extended_is_refused_in_one_line(templates, te
 
 
 class Wrong(TurnRenderer):
-    """A renderer whose observations are changed by `change`."""
+    """A renderer that applies the function `change` to the token ids of each observation."""
 
     change = staticmethod(lambda renderer, ids: ids)
 
@@ -355,7 +355,7 @@ def messages_of(turn):
 
 
 def answer_to(messages, number):
-    """Return an assistant's message for the reference, whose text marks the place of the sampled ids."""
+    """Return an assistant's message for the reference rendering, in which a marker replaces the sampled ids."""
     if messages[0]["role"] == "user":
         return {"role": "assistant", "content": f"XQ{number}"}
     call = {"id": "call00000", "function": {"name": "add", "arguments": {"a": f"XQ{number}"}}}
@@ -391,7 +391,7 @@ def test_a_row_is_what_the_template_writes_around_the_sampled_ids(renderer, shap
         tokenizer.apply_chat_template(made, tools=TOOLS if tools else None, add_generation_prompt=True, tokenize=False)
         for made in (chat, safe_chat)
     )
-    assert skeleton(chosen, final) == skeleton(chosen, chosen.encoded(safe)), "the template's control tokens, in order"
+    assert skeleton(chosen, final) == skeleton(chosen, chosen.encoded(safe)), "same control tokens in the same order"
     expected = whole
     texts, at = [], 0
     for start, action in sampled:
@@ -404,14 +404,14 @@ def test_a_row_is_what_the_template_writes_around_the_sampled_ids(renderer, shap
         found = rest.find(text)
         gap = rest[:found]
         assert found >= 0, (text, rest)
-        assert not number or f"XQ{number - 1}" in gap, "only the answer stands between what the template writes"
+        assert not number or f"XQ{number - 1}" in gap, "only the answer may stand between two texts of the template"
         assert number or not gap
         rest = rest[found + len(text) :]
     assert rest == ""
 
 
 def ordinary_ids(renderer):
-    """Return the ids that are no control tokens; a policy may sample any sequence of them."""
+    """Return all token ids except the control tokens, because a policy may sample any sequence of such ids."""
     return sorted({*range(len(renderer.tokenizer))} - renderer.special_ids)
 
 

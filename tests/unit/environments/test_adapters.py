@@ -1,6 +1,7 @@
-"""Tests of the adapters for environments of other libraries, with these libraries where they are installed.
+"""Tests of the adapters for environments of other libraries.
 
-`make environment-test` installs the libraries, and lets these tests fail if a library is missing.
+Tests that need a library are skipped if the library is not installed. `make environment-test` installs the libraries,
+and lets the tests fail if a library is missing.
 """
 
 import importlib
@@ -19,7 +20,7 @@ def library(name):
 
 
 class Echo:
-    """An environment with Gymnasium's methods: the observation is the action, and the third step truncates."""
+    """An environment with Gymnasium's methods: the observation is the action, and the third step is truncated."""
 
     closed = False
 
@@ -46,7 +47,7 @@ def test_a_gymnasium_environment_ends_if_it_terminates_or_is_truncated():
 
 
 class Countdown:
-    """A game with TextArena's methods, which shows the whole game after each move."""
+    """A game with TextArena's methods, whose observation after each move is the text of the whole game."""
 
     def reset(self, *, num_players, seed):
         assert num_players == 1

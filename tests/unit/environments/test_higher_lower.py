@@ -64,10 +64,10 @@ def test_a_number_that_is_no_digit_is_refused(number):
 
 
 def accuracy(strategy: Strategy) -> Fraction:
-    """Return the exact probability that a strategy finds a uniformly random digit, by walking through all games.
+    """Return the exact probability that a strategy finds a uniformly random digit, by enumerating all games.
 
     A strategy maps (lowest possible digit, highest possible digit, guesses so far) to the probabilities of the next
-    guess. Observations come from the environment, which is played again from its start.
+    guess. Each observation comes from a new game in which the earlier guesses are repeated.
     """
 
     def won(number: int, low: int, high: int, guesses: tuple[int, ...]) -> Fraction:
@@ -97,7 +97,10 @@ def consistent(low: int, high: int, guesses: tuple[int, ...]) -> dict[int, Fract
 
 
 def blind(low: int, high: int, guesses: tuple[int, ...]) -> dict[int, Fraction]:
-    """Guess 0, 1, 2, ... Each order without repetitions finds as many digits, because all digits are equally likely."""
+    """Guess 0, 1, 2 and so on.
+
+    Every order of guesses without repetitions has the same accuracy, because all digits are equally likely.
+    """
     return {len(guesses): Fraction(1)}
 
 

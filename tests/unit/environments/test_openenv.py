@@ -49,7 +49,7 @@ async def test_conversations_have_connections_of_their_own():
     async with recorded_server() as (url, connections):
         made = [from_openenv(url, action="message")() for _ in range(3)]
         for environment in made:
-            await environment.reset(seed=(1 << 31) + 5, **COLUMNS)  # A seed of OpenEnv has 31 bits here.
+            await environment.reset(seed=(1 << 31) + 5, **COLUMNS)  # The server gets the seed modulo 2**31, which is 5.
         assert len(connections) == 3
         for environment in made:
             await environment.close()

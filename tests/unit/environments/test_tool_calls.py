@@ -1,4 +1,4 @@
-"""Tests of the parsers of tool calls: good calls, malformed, cut and parallel ones, and text that is no call."""
+"""Tests of the parsers of tool calls: valid, malformed, truncated and parallel calls, and text without a call."""
 
 import json
 import subprocess
@@ -73,7 +73,7 @@ def test_a_text_cut_anywhere_gives_no_call_that_is_not_in_it_and_never_raises(ki
         found = read(parse(kind, text[:end]))
         good = [call for call in found if isinstance(call, tuple)]
         assert good == [ADD, SUB][: len(good)]
-        assert found[: len(good)] == good, "a malformed call comes last"
+        assert found[: len(good)] == good, "only the last call may be malformed"
         assert len(found) - len(good) <= 1
 
 

@@ -30,7 +30,7 @@ BROKEN = [
 
 @contextlib.asynccontextmanager
 async def recorded_server(exchange):
-    """Yield the address of a server that answers each request with an exchange, and the list of its requests."""
+    """Yield the address of a server that answers each request with `exchange`, and the list of received requests."""
     socket, requests = zmq.asyncio.Context.instance().socket(zmq.ROUTER), []
     port = socket.bind_to_random_port("tcp://127.0.0.1")
 
@@ -87,7 +87,7 @@ async def test_an_error_of_the_server_fails_the_conversation(exchange, said):
         found = await trajectory_of(address)
     assert found.stop_reason == "error"
     assert said in found.error
-    assert len(requests) == 2  # A conversation that fails starts again once.
+    assert len(requests) == 2  # A failed conversation is tried a second time.
 
 
 async def test_a_conversation_that_takes_too_long_is_cancelled_on_the_server():

@@ -57,7 +57,10 @@ TEACHER = "algorithm.distillation.teachers=[m]"
 
 
 def test_answers_without_a_distillation_term_are_told_and_what_becomes_of_them():
-    for name, effect in (("mopd", "are trained on rewards alone"), ("distill", "are not trained on")):
+    for name, effect in (
+        ("mopd", "the step trains on these answers with rewards alone"),
+        ("distill", "the step does not train on these answers"),
+    ):
         found = looks(alarms(f"algorithm={name}", TEACHER), "actor/teacher_missing_fraction", [0.0, 0.05, 0.25, 1.0, 0])
         assert steps_with(found) == [3]
         assert found[2][0].startswith(f"step 3: 25% of the answers have no distillation term, above 5%, and {effect}: ")

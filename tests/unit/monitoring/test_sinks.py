@@ -77,7 +77,7 @@ def test_a_run_that_goes_on_in_another_folder_has_its_earlier_curves_in_tensorbo
 def sink_of_the_page():
     """Return the sink class from the example file on the documentation page."""
     ((path, code),) = re.findall(r"^`([\w/.]+)`\n\n```python\n(.*?)^```$", SECTION, re.S | re.M)
-    assert not (ROOT / path).exists(), f"{path} is part of the project now: show another sink"
+    assert not (ROOT / path).exists(), f"{path} exists in the project, so the page must show another sink"
     names = {"__name__": "sink_of_the_page"}
     exec(compile(code, PAGE, "exec"), names)
     return names["CsvFile"]

@@ -331,7 +331,7 @@ def test_a_batch_that_is_kept_can_be_loaded_and_one_that_cannot_be_kept_says_why
     assert back.values("rollout_log_probs").tolist() == made.values("rollout_log_probs").tolist()
     assert back.non_tensor_batch["reward_error"].tolist() == made.non_tensor_batch["reward_error"].tolist()
     (tmp_path / "failed" / "step_000004.pt").mkdir()
-    assert tracker.save_batch(4, made).startswith("could not be kept (")
+    assert tracker.save_batch(4, made).startswith("the batch could not be saved (")
     tracker.warn("look out")
     assert tracker.display.shown == [("warning", "look out")]
     tracker.close()

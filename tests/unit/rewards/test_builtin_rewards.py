@@ -1,4 +1,4 @@
-"""Tests of the built-in reward functions: golden sets in two kinds of thread, options, errors, and run time."""
+"""Tests of the built-in reward functions: golden sets in the main and another thread, options, errors, and run time."""
 
 import json
 import signal
@@ -309,7 +309,7 @@ def test_a_number_beyond_a_float_cannot_make_a_sample_failed():
     ],
 )  # fmt: skip
 def test_what_would_take_for_ever_is_right_only_as_it_is_written(text, monkeypatch):
-    monkeypatch.setattr(answers, "_library", lambda: pytest.fail("it is parsed"))
+    monkeypatch.setattr(answers, "_library", lambda: pytest.fail("the math library must not parse it"))
     monkeypatch.setattr(answers, "_right", lambda *_: ())
     assert math_answer("p", rf"\boxed{{{text}}}", answer="5") == 0.0
     assert math_answer("p", rf"\boxed{{{text} }}", answer=text) == 1.0

@@ -22,7 +22,7 @@ from workers.reward.worker import RewardWorker
 
 GOLDEN = [json.loads(line) for line in (Path(__file__).parent / "golden/code_tests.jsonl").read_text().splitlines()]
 WHY_NOT = sandbox.why_not_strong()
-needs_strong = pytest.mark.skipif(bool(WHY_NOT), reason=f"no strong form here: {WHY_NOT}")
+needs_strong = pytest.mark.skipif(bool(WHY_NOT), reason=f"the strong form of the sandbox does not work: {WHY_NOT}")
 BOTH = [pytest.param("required", marks=needs_strong), "limits"]
 TESTS = "assert add(1, 2) == 3\nassert add(0, 0) == 0\nassert add(-1, -1) == -2\nassert add(2, 2) == 4"
 MORE = """
@@ -150,7 +150,7 @@ STRONG_ONLY = ("kills whoever it can",)
 @pytest.mark.parametrize("level", BOTH)
 def test_a_cheat_passes_nothing(level, name):
     if level == "limits" and name in STRONG_ONLY:
-        pytest.skip("only the strong form protects other processes")
+        pytest.skip("only the strong form of the sandbox protects other processes")
     assert score(CHEATS[name], TESTS + MORE, sandbox=level, timeout_s=10.0) == 0.0
 
 

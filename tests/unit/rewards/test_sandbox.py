@@ -20,7 +20,7 @@ from rltrain.rewards import sandbox
 from rltrain.rewards.sandbox import SandboxError, SandboxResult, run
 
 WHY_NOT = sandbox.why_not_strong()
-needs_strong = pytest.mark.skipif(bool(WHY_NOT), reason=f"no strong form here: {WHY_NOT}")
+needs_strong = pytest.mark.skipif(bool(WHY_NOT), reason=f"the strong form of the sandbox does not work: {WHY_NOT}")
 BOTH = [pytest.param("required", marks=needs_strong), "limits"]
 SOON_S = 20.0  # Even on a slow machine, a program with a time limit of 1 s ends within this number of seconds.
 

@@ -17,7 +17,7 @@ from rltrain.settings.command_line import Args
 from rltrain.settings.compose import compose
 
 WHY_NOT = sandbox.why_not_strong()
-needs_strong = pytest.mark.skipif(bool(WHY_NOT), reason=f"no strong form here: {WHY_NOT}")
+needs_strong = pytest.mark.skipif(bool(WHY_NOT), reason=f"the strong form of the sandbox does not work: {WHY_NOT}")
 BOTH = [pytest.param("required", marks=needs_strong), "limits"]
 CODE = "reward.functions=[{name: code, path: code_tests, weight: 1.0, gate: false, kwargs: {tests: f}}]"
 
@@ -154,7 +154,7 @@ def test_required_is_refused_before_any_worker_where_only_the_weak_form_works(wi
 
 def test_a_run_without_model_written_code_asks_for_no_sandbox(without_bubblewrap):
     assert checks.sandbox_warning(compose(["reward.sandbox=required"])[0]) == ""
-    assert sandbox._why_not == []  # No code has tested whether the strong form of the sandbox works.
+    assert sandbox._why_not == []  # The check of the strong form has not run.
 
 
 @pytest.mark.parametrize("placement", ["local", "inprocess"])

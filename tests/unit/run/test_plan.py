@@ -70,8 +70,8 @@ def test_the_algorithm_shows_knobs_kl_and_entropy():
     overrides = ["algorithm=ppo", "algorithm.kl_in_reward.kl_coef=0.01", "algorithm.kl_loss.kl_loss_coef=0.1"]
     assert row("algorithm", *overrides, "algorithm.entropy_coef=0.02", "algorithm.old_log_probs=rollout") == (
         "gae advantages (gamma 1.0, lam 0.95); vanilla loss (clip_ratio_c inf), token-mean; KL in reward 0.01 (k1), "
-        "KL in loss 0.1 (k3); advantages normalised (batch mean, batch std); entropy bonus 0.02; old log-probs of the "
-        "engine; AdamW, lr 0.0004 linear"
+        "KL in loss 0.1 (k3); advantages normalised (batch mean, batch std); entropy bonus 0.02; the engine's "
+        "log-probs used as old log-probs; AdamW, lr 0.0004 linear"
     )
     assert "; advantages limited to +-5; " in row("algorithm", "algorithm.advantage_clip=5")
     squares = row("algorithm", "algorithm.squared_log_ratio_coef=0.001")
@@ -182,8 +182,8 @@ def facts_of(loss_mode):
 def test_it_says_where_a_loss_of_whole_answers_is_not_aggregated_as_it_is_defined(loss, mode, defined):
     settings = [f"algorithm.loss_mode={loss}", f"algorithm.loss_agg_mode={mode}"]
     assert row("note", *settings, facts=facts_of(loss)) == (
-        f"the {loss} loss is defined for algorithm.loss_agg_mode={defined}; under {mode} an answer weighs in "
-        "proportion to its length"
+        f"the {loss} loss is defined for algorithm.loss_agg_mode={defined}; with {mode}, the weight of an "
+        "answer in the loss is proportional to its length"
     )
 
 

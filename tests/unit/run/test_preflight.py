@@ -1,4 +1,4 @@
-"""The judgement of facts about nodes; `tests/cluster` checks real nodes."""
+"""Tests of the checks of given facts about nodes. The tests in `tests/cluster` collect facts of real nodes."""
 
 from dataclasses import replace
 
@@ -56,7 +56,7 @@ def test_a_healthy_cluster_passes(config):
             {"shm_free": 64 << 20},
             "/dev/shm: 64 MiB free, and weight syncs need 128 MiB; remove old files from /dev/shm",
         ),
-        ({"contents": {"model.path=/m": None}}, "model.path=/m: is missing; copy it to the same path on every node"),
+        ({"contents": {"model.path=/m": None}}, "model.path=/m: is missing; copy the file or folder to the same"),
         ({"contents": {"model.path=/m": 8}}, "model.path=/m: differs from the copy on the driver's node one"),
         (
             {"sees": []},

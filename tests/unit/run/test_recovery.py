@@ -52,7 +52,7 @@ async def test_ranks_that_die_while_they_start_count_too_and_the_end_is_one_line
     ) as told:
         await Restarts(restart, 3).after(LOST, 0)
     assert len(tried) == 3
-    # The error must not be a WorkerLost, because the trainer answers a WorkerLost with another restart.
+    # The error must not be a WorkerLost, because the trainer restarts the ranks again after a WorkerLost.
     assert not isinstance(told.value, WorkerLost)
 
 

@@ -209,7 +209,7 @@ async def test_a_path_never_writes_over_another_run(tmp_path):
     (tmp_path / "new").mkdir()
     (tmp_path / "new" / "metrics.jsonl").write_text("")
     said = refusal(tmp_path / "new", f"trainer.resume={tmp_path}/old")
-    assert "holds metrics.jsonl of another run than the resumed run" in said
+    assert "holds metrics.jsonl of a run other than the resumed run" in said
     shutil.copytree(tmp_path / "old/checkpoints", tmp_path / "third/checkpoints")
     assert "holds checkpoints of another run" in refusal(tmp_path / "third", f"trainer.resume={tmp_path}/old")
 

@@ -1,6 +1,6 @@
 """Tests of sweeps without training.
 
-A fake function starts no jobs and only records the command of each job.
+Instead of starting a job, a fake function records the job's command and writes the job's metrics.
 """
 
 import json

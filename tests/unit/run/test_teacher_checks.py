@@ -1,4 +1,4 @@
-"""Tests that teachers which cannot teach are refused in one line before any worker starts."""
+"""Tests that unsuitable teachers are refused with a one-line error before any worker starts."""
 
 import json
 import shutil

@@ -62,15 +62,15 @@ def algorithm(*overrides):
         ),
         (
             ["correction.upper=2.0"],
-            "algorithm.correction.lower=None, upper=2.0 with level=null: there is no correction; set level=token, "
-            "for example",
+            "algorithm.correction.lower=None, upper=2.0 with level=null: there are no importance weights; set "
+            "level=token, for example",
         ),
         (
             ["correction.lower=0.5"],
-            "algorithm.correction.lower=0.5, upper=None with level=null: there is no correction",
+            "algorithm.correction.lower=0.5, upper=None with level=null: there are no importance weights",
         ),
-        (["correction.lower=0"], "algorithm.correction.lower=0.0, upper=None with level=null: there is no correction"),
-        (["correction.mode=mask", "correction.upper=2"], "upper=2.0 with level=null: there is no correction"),
+        (["correction.lower=0"], "correction.lower=0.0, upper=None with level=null: there are no importance weights"),
+        (["correction.mode=mask", "correction.upper=2"], "upper=2.0 with level=null: there are no importance weights"),
         (
             ["rejection.upper=0.1"],
             "algorithm.rejection.lower=None, upper=0.1, only_negative=False with kl_estimator=null: nothing is "
@@ -94,11 +94,11 @@ def algorithm(*overrides):
         (["reference.refresh_every=1", "reference.refresh_coef=1.5"], "refresh_coef must be in (0, 1], got 1.5"),
         (
             ["correction.batch_normalize=true"],
-            "algorithm.correction.batch_normalize=true with level=null: there is no correction; set level=token, for",
+            "algorithm.correction.batch_normalize=true with level=null: there are no importance weights; set",
         ),
         (
             ["correction.normalize=kept", "correction.mode=mask"],
-            "algorithm.correction.normalize=kept with level=null: there is no correction; set level=token, for example",
+            "algorithm.correction.normalize=kept with level=null: there are no importance weights; set level=token",
         ),
         (
             ["correction.normalize=kept", "correction.level=token", "correction.upper=2"],
@@ -107,7 +107,7 @@ def algorithm(*overrides):
         ),
         (
             [*KEPT, "correction.batch_normalize=true"],
-            "algorithm.correction.normalize=kept with batch_normalize=true: both make up for the dropped tokens; use "
+            "algorithm.correction.normalize=kept with batch_normalize=true: both compensate for dropped tokens; use "
             "only one of them",
         ),
         (

@@ -246,7 +246,7 @@ def test_rewards_that_are_normalised_in_their_group_need_a_group(estimator):
     with pytest.raises(ConfigError, match=message):
         check_algorithm(compose([*settings, "rollout.samples_per_prompt=1"])[0])
     if estimator == "remax":
-        with pytest.raises(ConfigError, match=r"normalize_then_sum with remax: the greedy answer has no group"):
+        with pytest.raises(ConfigError, match=r"normalize_then_sum with remax: the baseline is the score of a single"):
             check_algorithm(compose(settings)[0])
     else:
         check_algorithm(compose(settings)[0])
@@ -305,8 +305,8 @@ def test_the_reference_of_adapters_is_not_updated():
 def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
     gdpo = "advantage_estimator=gdpo"
     assert refusal(gdpo, "kl_in_reward.kl_coef=0.1") == (
-        "algorithm.kl_in_reward.kl_coef=0.1: gdpo reads the score of each reward function and not the token rewards; "
-        "use algorithm.kl_loss"
+        "algorithm.kl_in_reward.kl_coef=0.1: gdpo reads the score of each reward function and not the token rewards, "
+        "which contain the KL penalty; use algorithm.kl_loss"
     )
     accepted(gdpo, "kl_loss.kl_loss_coef=0.1")
     for setting in (
@@ -343,7 +343,7 @@ def test_gdpo_reads_no_token_rewards_so_none_may_be_changed():
 def test_an_estimator_that_reads_only_successes_takes_no_change_of_scores(name, setting):
     assert refusal(f"advantage_estimator={name}", setting) == (
         f"algorithm.reward_shaping or reward_normalization with {name}: this estimator reads only whether an "
-        "answer is correct, so they would have no effect; remove them"
+        "answer is correct, so these settings would have no effect; remove them"
     )
     accepted(f"advantage_estimator={name}", "advantage_normalization.std_level=batch")
 
@@ -354,15 +354,16 @@ def test_a_length_reward_needs_other_answers_to_the_same_prompt_to_compare_with(
     message = "algorithm.reward_shaping.group_length_weight compares the answers to one prompt"
     assert message in refusal(weight, "advantage_estimator=reinforce", "rollout.samples_per_prompt=1")
     assert refusal(weight, "advantage_estimator=remax") == (
-        "algorithm.reward_shaping.group_length_weight=0.1 with remax: the greedy answer has no group whose lengths it "
-        "could be compared with; use algorithm.reward_shaping.overlong_buffer"
+        "algorithm.reward_shaping.group_length_weight=0.1 with remax: the length reward compares several answers "
+        "to a prompt, but the baseline is the score of a single greedy answer; use "
+        "algorithm.reward_shaping.overlong_buffer"
     )
 
 
 def test_an_estimator_that_reads_only_successes_takes_no_kl_penalty_in_the_reward():
     assert refusal("advantage_estimator=w_reinforce", "kl_in_reward.kl_coef=0.1") == (
         "algorithm.kl_in_reward.kl_coef=0.1: w_reinforce reads only whether an answer is correct and not the token "
-        "rewards; use algorithm.kl_loss"
+        "rewards, which contain the KL penalty; use algorithm.kl_loss"
     )
     accepted("advantage_estimator=w_reinforce", "kl_loss.kl_loss_coef=0.1")
 
@@ -446,7 +447,7 @@ def test_H1_the_loss_of_correct_answers_is_refused_if_nothing_can_say_which_answ
         [],
         ["reward.functions=[exact_answer,length_penalty]"],
         ["reward.functions=[{path: json_schema, success: 1}]"],
-        ["reward.functions=[my.py:score]"],  # this function may return RewardResult.success
+        ["reward.functions=[my.py:score]"],  # a user's function may return RewardResult.success
         ["reward.functions=[]", "reward.models=[{path: rm, success: 0.5}]"],
     ],
 )
@@ -545,8 +546,8 @@ def test_a_greedy_baseline_and_normalised_scores_would_be_on_two_scales():
     remax = "advantage_estimator=remax"
     for level in ("mean_level=batch", "std_level=batch"):
         assert refusal(remax, f"reward_normalization.{level}") == (
-            "algorithm.reward_normalization with remax: the greedy answer's score is not in the statistics, so scores "
-            "and baseline would be on different scales; use algorithm.advantage_normalization"
+            "algorithm.reward_normalization with remax: the baseline (the score of a greedy answer) is not normalised, "
+            "so scores and baseline would be on different scales; use algorithm.advantage_normalization"
         )
         accepted(remax, f"advantage_normalization.{level}")
     accepted(remax, "reward_shaping.scale=2")
@@ -562,8 +563,8 @@ def test_suppressing_and_excluding_say_the_same_twice():
 def test_excluding_needs_a_statistic_to_be_excluded_from():
     gae = ["advantage_estimator=gae", "exclude_truncated=true"]
     assert refusal(*gae) == (
-        "algorithm.exclude_truncated=true with gae and no normalisation: there are no statistics to exclude answers "
-        "from; use suppress_truncated or mask_truncated"
+        "algorithm.exclude_truncated=true with gae and no normalisation: no statistics are computed from which "
+        "answers could be excluded; use suppress_truncated or mask_truncated"
     )
     accepted(*gae, "advantage_normalization.std_level=batch")
     accepted(*gae, "reward_normalization.mean_level=batch")
@@ -596,8 +597,8 @@ def test_a_loss_that_reads_the_engines_log_probs_is_refused_with_top_p_or_top_k(
 def test_a_selector_that_compares_actor_and_engine_needs_the_actors_old_log_probs():
     accepted("loss_mode=m2po")
     assert refusal("loss_mode=m2po", "old_log_probs=rollout") == (
-        "algorithm.old_log_probs=rollout with loss_mode=m2po: the loss selects tokens by the ratio of actor and "
-        "engine, which would always be 1; use algorithm.old_log_probs=actor"
+        "algorithm.old_log_probs=rollout with loss_mode=m2po: the loss selects tokens by the ratio of the "
+        "actor's to the engine's probability, which would always be 1; use algorithm.old_log_probs=actor"
     )
     accepted("loss_mode=kl_cov", "old_log_probs=rollout")
 

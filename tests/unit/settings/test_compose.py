@@ -242,7 +242,7 @@ def test_an_algorithm_opens_with_its_paper(name):
 
 def test_every_yaml_file_says_what_it_is():
     for file in config_dir().rglob("*.yaml"):
-        assert file.read_text().startswith("# "), f"{file} says nothing about itself"
+        assert file.read_text().startswith("# "), f"{file} does not begin with a comment"
 
 
 OFF = CorrectionConfig(
@@ -645,7 +645,7 @@ def test_yaml_names_no_path_of_one_machine():
         (["rollout.agent=a.py:run", "rollout.environment=b.py:Game"], "an agent program brings its own tools"),
         (["rollout.agent=a.py:run", "rollout.tools=[t.py:f]"], "an agent program brings its own tools"),
         (['rollout.agent=""'], "agent='': must be the path of a function or a command"),
-        (["rollout.agent=a.py:run", "rollout=stored", "rollout.run=x"], "do not fit new messages"),
+        (["rollout.agent=a.py:run", "rollout=stored", "rollout.run=x"], "cannot reply to the messages of a new"),
         (["rollout.agent=a.py:run", "rollout.stop=x"], "conversations do not support stop strings"),
     ],
 )

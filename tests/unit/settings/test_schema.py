@@ -300,7 +300,7 @@ def test_a_range_of_replicas_is_the_minimum_and_the_maximum():
         ([*cluster, "placement.rollout_replicas=4-2"], "max_rollout_replicas=2 is below rollout_replicas=4"),
         ([*cluster, "placement.rollout_replicas=0-2"], "rollout_replicas must be >= 1, got 0"),
         (["placement.rollout_replicas=1-2"], "max_rollout_replicas=2 with a run on this machine"),
-        (["placement=colocated", cluster[1], "placement.rollout_replicas=1-2"], "the number of devices is fixed"),
+        (["placement=colocated", cluster[1], "placement.rollout_replicas=1-2"], "there are no devices for additional"),
         ([*cluster, "placement.rollout_replicas=two"], "rollout_replicas"),
         ([*cluster, "placement.rollout_replicas=2-4", "placement.max_rollout_replicas=3"], "give only one of them"),
     ):

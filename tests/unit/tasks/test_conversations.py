@@ -78,7 +78,7 @@ def test_the_answer_of_a_row_is_what_the_tool_shows_after_the_last_hop():
 
 
 def test_before_the_last_call_each_digit_is_the_answer_with_probability_one_tenth():
-    """No key is looked up twice, so for what was seen before the last call, the last entry can be any digit."""
+    """No key is looked up twice, so the earlier calls do not restrict the entry that the last call returns."""
     for row in LOOKUP.prompts("train", 0, 300):
         *keys, _ = path(row["table"], row["start"], row["hops"])
         assert len(set(keys)) == row["hops"]
@@ -130,7 +130,7 @@ def test_the_environment_of_a_task_exists(task):
     assert getattr(importlib.import_module(module), name) in (Lookup, HigherLower)
 
 
-# the chat template and its tokens
+# Tests of the chat template and its tokens
 
 
 def test_a_conversation_with_a_tool_is_chatml_with_calls_in_the_form_of_hermes():

@@ -99,7 +99,7 @@ def test_supervised_rows_are_prompt_answer_and_end() -> None:
     for ids, labels in pairs:
         assert (labels[:, :8] == IGNORED).all()
         assert torch.equal(labels[:, 8:], ids[:, 8:])
-    # the lengths belong to a guess, an answer with a scratch pad, and an answer that never ends
+    # the three answers are a guess, an answer with a scratch pad, and an answer that never ends
     assert [ids.shape[1] for ids in batch] == [11, 18, 24]
     for ids in batch:
         assert (ids[:, 7] == ord("=")).all()

@@ -16,7 +16,7 @@ def tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathF
     if request.param == "built":
         return char_tokenizer()
     folder: Path = tmp_path_factory.mktemp("model")
-    # The model's type decides which tokenizer class is loaded, so the round trip goes through a whole directory.
+    # The type of the model decides which tokenizer class is loaded, so the model's config is saved too.
     tiny_model().config.save_pretrained(folder)
     char_tokenizer().save_pretrained(folder)
     return AutoTokenizer.from_pretrained(folder)

@@ -107,7 +107,7 @@ def at_once(coroutine):
     return end.value.value
 
 
-# Tests of paths through the engines and the reward workers
+# Tests of how samples pass through the engines and the reward workers
 
 
 async def test_G3_a_batch_holds_each_answer_with_its_own_score_sorted_by_group_and_sample(collector):

@@ -44,7 +44,7 @@ class Life(RuleBasedStateMachine):
         self.groups.add(prompt(self.added + n) for n in range(count))
         self.added += count
         for group in self.groups.ship(self.version):
-            assert self.age(group) <= self.staleness, "will be older than max_staleness when its step comes"
+            assert self.age(group) <= self.staleness, "the group will be older than max_staleness in its step"
             missing = [number for number in range(group.size) if number not in group.trajectories]
             self.generating += [(group.uid, number, self.version) for number in missing]
 
@@ -121,7 +121,7 @@ class Life(RuleBasedStateMachine):
         assert self.groups.used == len(self.used) + self.empty_places + self.filled
         assert self.groups.dropped == len(self.dropped)
         assert len(self.groups.groups) <= (self.staleness + 1) * self.per_step
-        assert len(self.groups.groups) + self.groups.used <= self.steps * self.per_step, "no step would use it"
+        assert len(self.groups.groups) + self.groups.used <= self.steps * self.per_step, "no step would use a group"
 
     def teardown(self):
         """Check that with working engines, the run can complete another step after any order of actions."""

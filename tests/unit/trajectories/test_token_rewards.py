@@ -312,7 +312,7 @@ def test_advantages_are_clipped_after_they_are_normalised():
         estimate_advantages(made, algorithm(*levels, f"algorithm.advantage_clip={clip}"))[0].padded("advantages")[:, 0]
         for clip in ("null", 0.5, 8)
     ]
-    assert found[0].tolist() == found[2].tolist()  # the normalised advantages are below 8, those before are +-10
+    assert found[0].tolist() == found[2].tolist()  # advantages are +-10 before normalisation, and below 8 after it
     assert 0.5 < float(found[0][0]) < 8
     assert found[1].tolist() == [0.5, -0.5]
 

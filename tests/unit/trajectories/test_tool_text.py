@@ -41,8 +41,8 @@ CRITIC = ["algorithm=ppo", "algorithm.bootstrap_truncated=true"]
 
 turns = st.lists(
     st.tuples(
-        st.integers(0, 5),  # sampled tokens
-        st.integers(0, 4),  # number of tokens in the tool's reply to the sampled tokens
+        st.integers(0, 5),  # Number of sampled tokens.
+        st.integers(0, 4),  # Number of tokens in the tool's reply to the sampled tokens.
     ),
     min_size=1,
     max_size=3,

@@ -33,7 +33,7 @@ def against(make_batch):
 
     The oracle gets log pi, log pi_old and the advantage A of one token, and whether the token is selected. The argument
     `row` lists the pairs (log-ratio, advantage) of all trained tokens of the token's row. The oracle returns the loss,
-    the gradient and a name of the branch that the token took. The fixture returns the set of the names of all branches.
+    the gradient and the name of the branch that applies to the token. The fixture returns the names of all branches.
     """
 
     def run(name, oracle, *, selected=False, spread=1.0, length=16, **knobs):

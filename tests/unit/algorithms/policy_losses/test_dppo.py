@@ -18,7 +18,7 @@ TV = [
     (0.5, 0.71, 0.0, False),
     (0.01, 0.2, 1.0, False),  # the ratio is 20, but the total variation is below 0.2
 ]
-# each KL case is (pi_old, pi, advantage, whether the token is dropped), with both deltas at 0.1
+# each KL case is (pi_old, pi, advantage, whether the token is dropped), with both deltas at 0.1.
 # KL(0.5 || 0.71) = KL(0.5 || 0.29) = 0.097 is below the deltas, and KL(0.5 || 0.72) = KL(0.5 || 0.28) = 0.107 is above
 KL = [
     (0.5, 0.71, 1.0, False),

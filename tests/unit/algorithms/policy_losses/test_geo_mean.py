@@ -7,8 +7,10 @@ from rltrain.algorithms import POLICY_LOSSES, aggregate_loss
 
 
 def test_a_case_worked_by_hand(by_hand):
-    # row 0, A = 1: log-ratios 0.1 and 0.9, the second clipped to 0.3: mean 0.2. Row 1, A = -2: -0.1, masked.
-    # Row 2, A = -1: -0.9 clipped to -0.5, and 0.7 left: mean 0.1. Row 3, A = 1: -0.9 is not clipped from below.
+    # Row 0, A = 1: the log-ratios are 0.1 and 0.9, and 0.9 is clipped to 0.3, so the mean is 0.2.
+    # Row 1, A = -2: the log-ratio of the only trained token is -0.1.
+    # Row 2, A = -1: the log-ratio -0.9 is clipped to -0.5, and 0.7 is not clipped, so the mean is 0.1.
+    # Row 3, A = 1: the log-ratios -0.9 are not clipped, because only ratios above 1 are clipped if A is positive.
     ratios = [[math.exp(x) for x in row] for row in ([0.1, 0.9], [-0.1, 5.0], [-0.9, 0.7], [-0.9, -0.9])]
     advantages, mask = [[1.0, 1.0], [-2.0, -2.0], [-1.0, -1.0], [1.0, 1.0]], [[1, 1], [1, 0], [1, 1], [1, 1]]
     knobs = {"clip_ratio_low": 0.5, "clip_ratio_high": 0.3}

@@ -1,4 +1,4 @@
-"""The loss and the selector of M2PO, which limits the second moment of log importance weights."""
+"""Tests of the loss and the selector of M2PO, which limits the second moment of log importance weights."""
 
 import math
 
@@ -11,7 +11,7 @@ select = TOKEN_SELECTORS.get("m2po")
 
 
 def selected(log_ratios, advantages, mask=None, **knobs):
-    """Return the dropped tokens where log(pi_old / pi_rollout) is `log_ratios`."""
+    """Return which tokens M2PO drops if log(pi_old / pi_rollout) is `log_ratios`."""
     log_ratios, advantages = (torch.tensor(values, dtype=torch.float64) for values in (log_ratios, advantages))
     mask = torch.ones_like(log_ratios) if mask is None else torch.tensor(mask)
     rollout = torch.full_like(log_ratios, -2.0)
@@ -19,8 +19,9 @@ def selected(log_ratios, advantages, mask=None, **knobs):
 
 
 def test_the_selection_worked_by_hand():
-    # Candidates (sign of the log-ratio = sign of the advantage), squared: 0.01, 0.04 and 0.25 in row 0, 0.09 in row 1.
-    # Sorted, their running means are 0.01, 0.025, 0.14 / 3 and 0.39 / 4.
+    # The candidates are the tokens whose log-ratio and advantage have the same sign. The squared log-ratios of the
+    # candidates are 0.01, 0.04 and 0.25 in row 0, and 0.09 in row 1. In sorted order, the running means of the squares
+    # are 0.01, 0.025, 0.14 / 3 and 0.39 / 4.
     log_ratios = [[0.1, -0.2, 0.5, -3.0], [-0.3, 2.0, 9.0, 0.0]]
     advantages = [[1.0, -1.0, 2.0, 1.0], [-1.0, -1.0, 1.0, 1.0]]
     mask = [[1, 1, 1, 1], [1, 1, 0, 1]]

@@ -1,4 +1,4 @@
-"""The losses that read the column `selected`: clip_cov, kl_cov, top_entropy."""
+"""Tests of the losses that read the column `selected`: clip_cov, kl_cov, top_entropy."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Selectors: which tokens of a mini-batch the column `selected` marks."""
+"""Tests of the selectors, which choose the tokens of a mini-batch that the column `selected` marks."""
 
 import pytest
 import torch
@@ -40,8 +40,8 @@ def picked(selected):
 @pytest.mark.parametrize(
     ("knobs", "expected"),
     [
-        # the count floor(2e-4 * 5) = 0 is raised to 1
-        # of the four tokens with covariance in the interval [1, 5], token (1, 0) has the smallest draw
+        # The count floor(2e-4 * 5) = 0 is raised to 1.
+        # Of the four tokens with covariance in the interval [1, 5], token (1, 0) has the smallest draw.
         ({}, [(1, 0)]),
         ({"clip_cov_ratio": 0.4}, [(0, 0), (1, 0)]),
         ({"clip_cov_ratio": 0.59}, [(0, 0), (1, 0)]),  # floor(2.95)
@@ -69,7 +69,8 @@ def test_clip_cov_draws_two_in_ten_thousand_by_default(make_batch):
 
 @pytest.mark.parametrize(("covariance", "inside"), [(0.99, False), (1.0, True), (5.0, True), (5.01, False)])
 def test_clip_cov_looks_at_covariances_from_one_to_five_by_default(covariance, inside):
-    # both tokens differ by 2 from the mean log-prob, and by covariance / 2 from the mean advantage
+    # Each token differs by 2 from the mean log-prob and by covariance / 2 from the mean advantage, so the product of
+    # the two differences is `covariance`.
     log_probs, advantages = table([-4, 0]), table([-covariance, 0])
     selected = TOKEN_SELECTORS.get("clip_cov")(log_probs, advantages, torch.ones(1, 2), torch.zeros(1, 2))
     assert selected.tolist() == [[inside, inside]]
@@ -183,8 +184,8 @@ def test_B2_what_masked_slots_hold_changes_nothing_and_they_are_never_selected(n
 def test_A6_nothing_is_selected_where_nothing_is_trained_and_one_token_at_least_elsewhere(name, select, make_batch):
     """With a single trained token, kl_cov selects nothing, because the token's covariance is 0.
 
-    m2po selects by a limit and not by a share. The token (2, 1) is not a candidate of m2po, and a small limit selects
-    all candidates.
+    m2po has no fraction of tokens to select, but a limit on the second moment. The token (2, 1) is not a candidate of
+    m2po. With a small limit, m2po selects all candidates.
     """
     batch = make_batch()
     nothing = torch.zeros_like(batch["response_mask"])
@@ -211,7 +212,7 @@ def test_selections_carry_no_gradient_and_work_in_bfloat16(name, select, make_ba
 
 CHANGES = [
     ("clip_cov", {}, {"clip_cov_ratio": 0.1}),
-    # the bounds of the covariance only matter if the ratio selects every token within the bounds
+    # With ratio 1, every token within the covariance bounds is selected, so other bounds select other tokens.
     ("clip_cov", {"clip_cov_ratio": 1.0}, {"clip_cov_lb": 0.5}),
     ("clip_cov", {"clip_cov_ratio": 1.0}, {"clip_cov_ub": 0.6}),
     ("kl_cov", {}, {"kl_cov_ratio": 0.1}),

@@ -7,8 +7,9 @@ from rltrain.algorithms import POLICY_LOSSES
 
 
 def test_a_case_worked_by_hand(by_hand):
-    # products of the trained tokens: row 0: 0.5 * 3 = 1.5, bad; row 1: 0.5, bad, the second token masked;
-    # row 2: 0.2 * 0.5 = 0.1, good; row 3: 0.5 * 0.5 = 0.25, bad
+    # The answers of rows 0, 1 and 3 are bad (advantage below 0), and the answer of row 2 is good.
+    # The products of the ratios of the trained tokens are 0.5 * 3 = 1.5 in row 0, 0.5 in row 1 (the second token is
+    # masked), 0.2 * 0.5 = 0.1 in row 2 and 0.5 * 0.5 = 0.25 in row 3.
     ratios, mask = [[0.5, 3.0], [0.5, 7.0], [0.2, 0.5], [0.5, 0.5]], [[1, 1], [1, 0], [1, 1], [1, 1]]
     advantages = [[-2.0, -2.0], [-2.0, -2.0], [2.0, 2.0], [-2.0, -2.0]]
     losses, gradient, metrics = by_hand("topr", ratios, advantages, mask)
@@ -36,7 +37,10 @@ def test_topr_equals_an_oracle_token_by_token(bound, against):
 
 
 def test_the_gradient_of_a_row_is_that_of_the_papers_sequence_loss(make_batch):
-    """The gradient of minus clip(pi(y) / mu(y), 0, 1) R log pi(y), with the weight held constant, for one row."""
+    """The paper's loss of an answer y with reward R < 0 is -clip(pi(y) / mu(y), 0, 1) R log pi(y).
+
+    The clipped weight is held constant. If R > 0, the weight is 1.
+    """
     batch = make_batch(spread=0.3)
     old, mask = batch["old_log_probs"], batch["response_mask"]
     for reward in (1.0, -1.0):

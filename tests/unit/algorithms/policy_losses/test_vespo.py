@@ -7,7 +7,9 @@ from rltrain.algorithms import POLICY_LOSSES
 
 
 def test_a_case_worked_by_hand(by_hand):
-    # products of trained tokens: row 0: 0.5 * 3 = 1.5, bad; row 1: 0.5, good, its second token masked; row 2: 1, bad
+    # The answers of rows 0 and 2 are bad (advantage below 0), and the answer of row 1 is good.
+    # The products of the ratios of the trained tokens are 0.5 * 3 = 1.5 in row 0, 0.5 in row 1 (the second token is
+    # masked) and 2 * 0.5 = 1 in row 2.
     ratios, mask = [[0.5, 3.0], [0.5, 7.0], [2.0, 0.5]], [[1, 1], [1, 0], [1, 1]]
     losses, gradient, metrics = by_hand("vespo", ratios, [[-2.0, -2.0], [2.0, 2.0], [-1.0, -1.0]], mask)
     bad, good = 1.5**3 * math.exp(-1.0), 0.5**2 * math.exp(1.5)  # 1.2416 and 1.1204
@@ -35,7 +37,7 @@ def test_vespo_equals_an_oracle_token_by_token(knobs, against):
 
 
 def test_the_gradient_of_a_row_is_that_of_the_papers_sequence_loss(make_batch):
-    """The gradient of minus phi(pi(y) / mu(y)) A log pi(y), with phi held constant, for one row."""
+    """The paper's loss of an answer y is -phi(pi(y) / mu(y)) A log pi(y), where the weight phi is held constant."""
     batch = make_batch(spread=0.3)
     old, mask = batch["old_log_probs"], batch["response_mask"]
     for advantage, k, rate in ((1.0, 2.0, 3.0), (-1.0, 3.0, 2.0)):

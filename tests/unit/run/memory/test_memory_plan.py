@@ -1,4 +1,4 @@
-"""The memory plan of a model so small that each figure can be computed by hand."""
+"""Tests of the memory plan, with a model so small that each figure can be computed by hand."""
 
 from dataclasses import replace
 
@@ -65,7 +65,8 @@ def plan_of(*overrides, shape=SHAPE, nodes=HERE):
 @pytest.mark.parametrize(
     ("shape", "width", "kernel", "size"),
     [
-        # Norms: 2 x 4 x 3 numbers. Attention: queries, output and projection 3 x 4, keys and values 2 x 2. Gate: 4 x 8.
+        # Numbers for each token: 2 x 4 x 3 in the norms, 3 x 4 (queries, output, input of the projection) and 2 x 2
+        # (keys, values) in the attention, and 4 x 8 in the feed-forward part with a gate.
         (SHAPE, 4, False, (24 + 16 + 32) * 4),
         # The norms keep their input in float32.
         (SHAPE, 2, False, 2 * 4 * (4 + 2 + 2) + (16 + 32) * 2),
@@ -86,7 +87,7 @@ def test_a_rank_keeps_sixteen_bytes_a_parameter_while_it_updates():
         "optimizer states": 1920,
         "gradients": 960,
         "gradient of the head": 160,
-        # Two layers of 288 bytes a token, and 64 bytes for the last norm and the head's input.
+        # Each of the 8 tokens takes 288 bytes in each layer, and 64 bytes for the last norm and the head's input.
         "activations": 8 * (2 * 288 + 64),
         "logits of a chunk": 3 * 8 / 2 * 10 * 4,
         "freed memory that glibc keeps": 960 + 8 * (2 * 288 + 64) / 4,
@@ -184,7 +185,7 @@ def test_ranks_of_separate_roles_are_separate_processes():
 def test_an_engine_of_transformers_keeps_the_cache_of_the_rows_that_it_generates_at_once():
     config = config_of(*SMALL)
     assert rows_at_once(config) == 4
-    assert kv_token_bytes(config, SHAPE) == 2 * 2 * 2 * 4  # Keys and values of two layers.
+    assert kv_token_bytes(config, SHAPE) == 2 * 2 * 2 * 4  # 2 layers x 2 (key and value) x 2 numbers x 4 bytes
     made = engine(config, SHAPE, LIMITS, gpu_memory=None, on_gpu=False)
     parts = sizes(made.host["generate"])
     assert parts["engine weights"] == 960
@@ -265,7 +266,7 @@ def test_a_cache_without_room_for_one_answer_is_refused():
     config, plan = plan_of("rollout.vllm.kv_cache_mb=100", "rollout.max_response_length=4096",
                            "actor.max_tokens_per_microbatch=8192", shape=large,
                            nodes=[Node("this machine", 1 << 50)])  # fmt: skip
-    # A token takes 2 x 36 layers x 1024 numbers x 4 bytes = 288 KiB, so the cache has room for 355 tokens.
+    # A token takes 2 x 36 layers x 1024 numbers x 4 bytes = 288 KiB, so 100 MiB hold 355.6 tokens.
     with pytest.raises(
         ConfigError, match=r"room for only 356 tokens.*up to 4,112 tokens; use rollout.vllm.kv_cache_mb=1157"
     ):
@@ -312,5 +313,5 @@ def test_the_shape_of_a_model_is_read_from_its_config():
     assert (shape.layers, shape.hidden, shape.queries, shape.keys) == (2, 128, 128, 64)
     assert (shape.feed_forward, shape.gated, shape.tied, shape.norms_heads) == (384, True, True, False)
     assert shape.parameters == 2 * shape.layer + shape.outside
-    assert shape.head == shape.outside - 128  # The last norm is outside the layers too.
+    assert shape.head == shape.outside - 128  # The last norm has 128 parameters outside the layers.
     assert shape.largest == 128 * 384

@@ -1,4 +1,4 @@
-"""`--plan` and the refusal, through the program's own entry point."""
+"""Tests of the option `--plan`, and of the refusal of runs that need too much memory, through `main`."""
 
 import pytest
 

@@ -37,7 +37,7 @@ class Greeter:
 
 
 class Owner:
-    """A role that owns values."""
+    """A role that stores values, and returns the value at a given place."""
 
     def __init__(self, values):
         self.values = values
@@ -100,7 +100,7 @@ async def test_the_result_of_another_role_in_the_same_process_is_an_argument_wit
     process.host.roles |= {"owner": Owner(values), "greeter": Greeter()}
     owner, greeter = Role(process, "owner"), Role(process, "greeter")
     argument = owner.argument_for(greeter, Owner.value, 0)
-    values[0] = "you"  # the other role is called only when its result is needed
+    values[0] = "you"  # the owner is called only when the greeter runs
     assert await greeter.call(Greeter.greet, argument) == "hello you."
     values[0] = object()
     assert await greeter.call(Greeter.same, argument) is values[0]
@@ -337,7 +337,7 @@ async def test_without_its_daemons_ray_is_asked_nothing(liveness, monkeypatch):
 
     process = RayProcess(Remote(), "training rank 0", liveness)
     monkeypatch.setattr(liveness.daemons, "check", check)
-    monkeypatch.setattr(ray, "put", lambda value: pytest.fail("asks Ray"))
+    monkeypatch.setattr(ray, "put", lambda value: pytest.fail("Ray was called"))
     with pytest.raises(errors.ClusterLost):
         Role(process, "greeter").start(Greeter.greet, "you")
     with pytest.raises(errors.ClusterLost):

@@ -58,11 +58,11 @@ async def call_and_result(client, messages):
     return [made, {"role": "tool", "tool_call_id": made.tool_calls[0].id, "content": "4"}]
 
 
-# One program in the forms of the APIs
+# Tests of one program that is written for each API
 
 
 async def shop(base_url, api_key, messages):
-    """Ask for a price with chat completions, and answer the model's call."""
+    """Ask for a price with the API chat completions, and return a result for each tool call of the model."""
     async with client_of(base_url, api_key) as client:
         while True:
             done = await client.chat.completions.create(model="any", messages=messages, tools=[PRICE])
@@ -259,7 +259,7 @@ def test_a_reward_that_is_no_number_is_a_failure(returned):
 
 
 async def talk(base_url, api_key, messages):
-    """Ask on and on."""
+    """Send requests without end."""
     async with client_of(base_url, api_key) as client:
         while True:
             done = await client.chat.completions.create(model="any", messages=messages)
@@ -372,7 +372,7 @@ def test_without_tool_calls_an_answer_is_text():
 
 
 def test_a_late_answer_to_an_earlier_attempt_is_not_taken_for_the_answer_of_this_attempt():
-    """The first attempt gives up while its second turn is sampled; the second attempt asks for the same turn."""
+    """The first attempt gives up while its second turn is sampled. The second attempt asks for the same turn."""
 
     class Slow(Script):
         def __init__(self, *actions):
@@ -439,7 +439,10 @@ def test_a_program_that_raises_or_never_asks_is_started_again_and_then_given_up(
         await task
 
     assert failure_of(leaves) == "the agent failed: RuntimeError: OwnExit: now"
-    assert failure_of(cancels_itself) == "the agent failed: RuntimeError: the code was cancelled by itself"
+    assert (
+        failure_of(cancels_itself)
+        == "the agent failed: RuntimeError: the code raised CancelledError, although the trajectory was not cancelled"
+    )
     assert failure_of(lambda seed: 1.0) == "the agent got no answer: it made no request"
 
 
@@ -714,7 +717,7 @@ def test_a_command_ends_with_a_worker_that_is_killed():
     assert not psutil.wait_procs([command], timeout=10)[1] or command.status() == "zombie"
 
 
-# Checks before the run
+# Tests of the checks before a run
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def run(engine, environment=None, tools=None, **changed):
 
 
 class Countdown:
-    """A game that ends at the third step and remembers what it was given."""
+    """A game that ends at the third step and stores the arguments of its methods."""
 
     made: ClassVar[list] = []
 
@@ -186,7 +186,7 @@ def test_a_cut_answer_without_a_tool_call_is_no_final_answer():
 
 
 class Fails:
-    """An environment that fails in the given method of its first objects."""
+    """An environment whose first `failures` objects raise an error in the method named `method`."""
 
     failures, method, made = 0, "reset", 0
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[4]
-# A new process, because a process cannot raise its memory limit again.
+# The test runs in a new process, because a process cannot raise its own memory limit again.
 RUN = """
 import asyncio, json
 from tests.scripted_turns import REQUEST, Script, call, limits, say

@@ -71,13 +71,13 @@ def test_layers_are_compiled_once_for_packs_of_all_shapes(kernel, checkpointing,
         for count in range(2, 14):
             packed = of_lengths([2**row + count for row in range(count // 2)] + [3] * count)
             found = gradients(model, packed)
-            assert ("attention_batches" in vars(packed.contexts)) is not kernel, "they cost copies to the device"
+            assert ("attention_batches" in vars(packed.contexts)) is not kernel, "the kernel needs no batches"
             graphs.add(counter.frame_count)
             for gradient, wanted in zip(found, gradients(plain, packed), strict=True):
                 assert torch.allclose(gradient, wanted, atol=1e-5)
-    assert len(graphs) == 1, "something was compiled again"
+    assert len(graphs) == 1, "a layer was compiled again"
     (count,) = graphs
-    assert count == 1 or (count > 1 and not kernel), "all of a layer is one graph, but for attention batches"
+    assert count == 1 or (count > 1 and not kernel), "with the kernel, a layer is one graph"
 
 
 def test_attention_batches_are_made_once_for_all_layers_of_a_sharded_model():

@@ -292,7 +292,7 @@ def test_the_exact_kl_to_another_model_comes_from_the_same_pass(monkeypatch):
     assert bool((same == 0).all())
 
 
-# Tests of models that are sharded over ranks; each rank runs this test file as a program
+# Tests of models that are sharded over ranks, where each rank runs this test file as a program
 
 
 def sharded_gradients(name, batch, plan):

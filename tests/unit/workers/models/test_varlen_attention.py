@@ -29,7 +29,7 @@ def slow(query, key, value, offsets, longest, scale):
     assert offsets.dtype == torch.int32, "kernels take 32-bit offsets"
     bounds = offsets.tolist()
     assert longest == max(end - begin for begin, end in itertools.pairwise(bounds))
-    assert bounds[-1] == len(query), "every token is in a row"
+    assert bounds[-1] == len(query), "every token must be in a row"
     rows = []
     for begin, end in itertools.pairwise(bounds):
         q, k, v = (tensor[begin:end].transpose(0, 1) for tensor in (query, key, value))
@@ -50,7 +50,7 @@ def flash_attn_varlen_func(q, k, v, cu_q, cu_k, max_q, max_k, *, softmax_scale=N
 def new_varlen_attn(
     query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1), enable_gqa=False
 ):
-    assert enable_gqa == (query.size(1) != key.size(1)), "torch refuses fewer heads of keys unless it is told"
+    assert enable_gqa == (query.size(1) != key.size(1)), "torch needs enable_gqa for fewer key heads"
     copies = query.size(1) // key.size(1)
     key, value = key.repeat_interleave(copies, 1), value.repeat_interleave(copies, 1)
     return old_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)

@@ -60,7 +60,7 @@ class ScriptedWorkers:
 
     async def events(self) -> list[Answer | Held | Lost]:
         self.rounds += 1
-        assert self.rounds < ROUNDS, "the pool does not finish"
+        assert self.rounds < ROUNDS, "the pool did not finish in time"
         await asyncio.sleep(0)
         return self._next()
 
@@ -269,7 +269,7 @@ async def test_G3_a_call_that_takes_long_gives_back_the_samples_behind_it_and_fa
     pool = RewardPool(workers, reward(functions))
     pool.submit(request(n) for n in range(12))
     results = await finish(pool)
-    assert [r.key for r in results[-1:]] == [(0, 3)], "the others wait for it"
+    assert [r.key for r in results[-1:]] == [(0, 3)], "other samples wait for the slow one"
     assert sorted(r.key for r in results) == [request(n).key for n in range(12)]
     assert [(r.key, r.error, r.failed_function) for r in results if r.failed] == [
         ((0, 3), f"reward function '{functions[-1].name}' did not return within 2 s", len(functions) - 1)

@@ -82,7 +82,7 @@ def test_E8_answers_that_join_others_under_way_are_those_of_a_batch_of_their_own
     for number in range(0, 20, 5):
         made.add(asked[number : number + 5])
         found += made.step() + made.step()
-    assert len(made.batch.requests) > 5, "the next ones did not wait for the first to end"
+    assert len(made.batch.requests) > 5, "new requests must join unfinished ones"
     while made.busy:
         found += made.step()
     assert alone({answer.key: answer for answer in found}) == alone(answers(engine(start), asked))
@@ -218,7 +218,7 @@ def test_with_a_kept_cache_the_rest_of_an_answer_attends_to_keys_and_values_of_t
         assert answer.log_probs == pytest.approx(log_probs, abs=1e-4)
         if len(set(answer.versions)) > 1:
             differs = max(differs, abs(sum(one_by_one(weights, request)[1]) - sum(log_probs)))
-    assert differs > 1e-2, "a recomputed cache would have given the same"
+    assert differs > 1e-2, "a recomputed cache would give the same log-probs"
     assert any(set(answer.versions) == {3} for answer in found)
     assert any(set(answer.versions) == {0, 3} for answer in found)
 

@@ -14,7 +14,7 @@ from workers.rollout.replica import Replica, ReplicaState
 
 
 class Room:
-    """Stand-in for the free resources of a cluster, which a test grants."""
+    """A fake of the cluster's free resources, which an optional replica waits for until a test sets `free`."""
 
     def __init__(self):
         self.free, self.asked = asyncio.Event(), 0
@@ -26,7 +26,7 @@ class Room:
 
 @pytest.fixture
 async def made(monkeypatch, tasks):
-    """Return a pool of one replica that the run needs and one optional replica, the fake replicas, and the room."""
+    """Return a pool of a needed and an optional replica, the fake replicas, and the fake of the free resources."""
     monkeypatch.setattr(pool_module, "sync", give_fake_weights)
     monkeypatch.setattr(replica_module, "RETRY_S", 0.0)
     replicas, room = Replicas(1, tasks), Room()
@@ -78,7 +78,7 @@ async def test_no_optional_replica_starts_while_weights_change_because_ranks_may
 
 
 async def test_a_lost_optional_replica_takes_nothing_with_it_and_joins_again(made, caplog):
-    """Its unfinished prompt groups are submitted again, and its deaths do not count towards the limit of the pool."""
+    """The lost replica's unfinished prompt groups are submitted again, and the pool does not count its deaths."""
     pool, replicas, room = made
     await pool.start()
     await pool.load(RANKS, 0, check=True)
@@ -119,7 +119,7 @@ async def test_optional_replicas_end_if_a_process_that_the_run_needs_is_replaced
     assert pool.take_lost() == {0, 1}
     room.free.set()
     await settled()
-    assert replicas.states == [ReplicaState.STARTING, ReplicaState.DEAD]  # the needed replica comes first
+    assert replicas.states == [ReplicaState.STARTING, ReplicaState.DEAD]  # the replica that the run needs starts first
     replicas.processes[0].built.give()
     replicas.hold_builds = False
     for _ in range(3):

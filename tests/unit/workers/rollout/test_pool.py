@@ -226,7 +226,7 @@ class Traffic(RuleBasedStateMachine):
     @rule()
     def look(self):
         found = self.run(keys_of(self.pool))
-        assert set(found) <= self.wanted - set(self.got), "not asked for, or passed on before"
+        assert set(found) <= self.wanted - set(self.got), "an answer was not requested, or arrived twice"
         assert len(found) == len(set(found))
         self.got += found
 

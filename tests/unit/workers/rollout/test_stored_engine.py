@@ -32,7 +32,7 @@ def answers(engine, *requests):
 
 def test_each_request_gets_the_tokens_log_probs_and_versions_of_its_own_answer(folder):
     engine = StoredEngine(folder)
-    third, first = answers(engine, request(3, 1), request(0, 0))  # of two tables, in another order
+    third, first = answers(engine, request(3, 1), request(0, 0))  # the answers are in two tables, and in another order
     assert (third.key, first.key) == ((3, 1), (0, 0))
     assert third.token_ids[:-1] == list(map(ord, "8888"))
     assert first.token_ids[:-1] == [ord("1")]

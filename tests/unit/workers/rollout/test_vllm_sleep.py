@@ -26,9 +26,9 @@ class Core:
     def note(self, what):
         self.log.append(what)
         if what in LOAD:
-            assert "weights" not in self.asleep, f"{what} without room for weights"
+            assert "weights" not in self.asleep, f"{what} while the memory of the weights is released"
         if what == "resume":
-            assert not self.asleep, "goes on while something sleeps"
+            assert not self.asleep, "resumes while some memory is released"
             self.paused = False
 
     def sleep(self, level):
@@ -36,7 +36,7 @@ class Core:
         self.asleep, self.paused = {"weights", "kv_cache"}, True
 
     def wake_up(self, tags):
-        assert set(tags) <= self.asleep, "wakes what is awake"
+        assert set(tags) <= self.asleep, "wakes memory that is awake"
         self.note(f"wake {tags[0]}")
         self.asleep -= set(tags)
         self.paused = bool(self.asleep)

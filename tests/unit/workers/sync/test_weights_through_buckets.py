@@ -82,7 +82,7 @@ def test_the_file_holds_two_buckets_in_turn(folder, monkeypatch):
     path = new_path()
     sender = Sender(Model(), version=3, dtype="float32", check=True)
     assert len(sender.offer(path).takes_part) == 3
-    # a slot has room for the largest tensor, 7 x 5 numbers of 4 bytes, rounded up to 192 bytes
+    # a slot holds the largest tensor, 7 x 5 numbers of 4 bytes, rounded up to 192 bytes
     assert os.path.getsize(path) == 2 * sender.slot == 2 * 192
     written = [sender.write(number, path) for number in range(2)]
     assert [bucket.offset for bucket in written] == [0, 192]

@@ -39,7 +39,7 @@ def batch_of():
         ([*TOKEN, DIVIDED], [0, 1, 2], (10.5 / 5, 5, 3)),
         ([*TOKEN, DIVIDED], [2, 0], (9.5 / 4, 4, 2)),
         ([*TOKEN, DIVIDED, "algorithm.correction.upper=2"], [0, 1, 2], (7.5 / 5, 5, 3)),
-        ([*ROW, DIVIDED], [0, 1, 2], (10.5 / 3, 5, 3)),  # the rows weigh 8, 1 and 1.5
+        ([*ROW, DIVIDED], [0, 1, 2], (10.5 / 3, 5, 3)),  # the rows have the weights 8, 1 and 1.5
         ([*TOKEN, *KEPT], [0, 1, 2], (3.5 / 5, 3, 3)),  # the weights 4 and 3 are dropped
         ([*ROW, *KEPT], [0, 1, 2], (2.5 / 3, 3, 2)),  # row 0 is dropped
         ([*ROW, *KEPT], [0], (1.0, 0, 0)),
@@ -59,7 +59,7 @@ def test_without_an_option_that_needs_statistics_none_are_computed():
 
 
 async def test_the_loss_of_an_update_is_divided_by_the_mean_weight_of_each_mini_batch(start, sampled_batch):
-    """At a learning rate near 0, both mini-batches see the same policy, so each loss is known from the plain run."""
+    """At a learning rate near 0, both mini-batches see the same policy, so the plain run gives each expected loss."""
     slow, found = [*TOKEN, "actor.lr=1e-30"], {}
     plans = {"first": [list(range(6))], "second": [list(range(6, 12))], "both": [list(range(6)), list(range(6, 12))]}
     for name, options in (("plain", []), ("divided", [DIVIDED])):

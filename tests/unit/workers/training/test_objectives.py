@@ -1,4 +1,4 @@
-"""Whole objectives, from the scores of answers to gradients, against loops over the papers' formulas in float64.
+"""Compare whole objectives, from the scores of answers to gradients, with loops over papers' formulas in float64.
 
 The loops use torch only to differentiate: means, ratios, masks, selections and advantages are computed token by token.
 """
@@ -108,7 +108,7 @@ def clipped(ratio, advantage, low=0.2, high=0.2):
     return torch.min(ratio * advantage, ratio.clip(1 - low, 1 + high) * advantage)
 
 
-# Off-policy sequence masking, DeepSeek-V3.2
+# Tests of off-policy sequence masking, DeepSeek-V3.2
 
 
 @pytest.mark.parametrize("seed", [1, 4, 5, 7])
@@ -147,7 +147,7 @@ def test_sequence_masking_is_the_grpo_objective_of_deepseek_v3_2_with_its_mask(s
     assert beta or sum(bool((wanted[i] == 0).all()) for i in given.rows) >= dropped
 
 
-# The squared log-ratio of Kimi K2.5
+# Tests of the squared log-ratio of Kimi K2.5
 
 
 @pytest.mark.parametrize("mode", ["token-mean", "seq-mean-token-mean"])
@@ -176,7 +176,7 @@ def test_the_squared_log_ratio_is_subtracted_from_the_objective_of_each_sampled_
     )  # fmt: skip
 
 
-# Limits and length rewards, which change advantages
+# Tests of limits and length rewards, which change advantages
 
 
 @pytest.mark.parametrize("normalised", [False, True])
@@ -229,7 +229,7 @@ def test_the_length_reward_of_kimi_k1_5_changes_the_gradient_through_the_groups_
     )  # fmt: skip
 
 
-# Presets whose advantage, weight and loss work together
+# Tests of presets whose advantage, weight and loss work together
 
 
 def group_advantages(given, *, std=True):
@@ -290,7 +290,7 @@ def test_vespo_weighs_an_answer_by_the_gamma_kernel_of_its_sequence_ratio(seed):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_ce_gppo_gives_clipped_tokens_the_bound_as_the_size_of_their_gradient(seed):
-    """arXiv 2509.20712: beta (1 -+ epsilon) / sg(r) r A beyond a bound, and r A within, by autograd."""
+    """arXiv 2509.20712: beta (1 -+ epsilon) / sg(r) r A beyond a bound, and r A within the bounds, by autograd."""
     given, branches = Reference(batch_of(seed, 0.4)), set()
     losses = []
     for i, advantage in group_advantages(given).items():

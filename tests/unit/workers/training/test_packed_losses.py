@@ -73,8 +73,8 @@ def alone(model, row):
         return model(torch.tensor([prompt + response]), use_cache=False).logits[0][len(prompt) - 1 : -1]
     contexts = prompt + response[:SECOND_CONTEXT], response[SECOND_CONTEXT:]
     first, second = (model(torch.tensor([ids]), use_cache=False).logits[0] for ids in contexts)
-    # No loss reads the logits for the first token of the second context, because this token is not trained on. The last
-    # logits of the first context are returned for it.
+    # The first token of the second context is not trained on, so no loss reads the logits for this token. In their
+    # place, the function returns the last logits of the first context.
     return torch.cat([first[len(prompt) - 1 :], second[:-1]])
 
 

@@ -139,8 +139,8 @@ def scaled_gradients(columns, algorithm):
 
 
 # Tokens whose log(engine / actor) is -2 are dropped. HALVES keeps two tokens of each row. ONE_ROW keeps three tokens of
-# row 0 and none of row 1. The gradient of a kept token is one divided by the number of kept tokens, kept rows, kept
-# tokens of the row times kept rows, or kept rows times the maximum length of 16.
+# row 0 and none of row 1. Depending on the loss aggregation, the gradient of a kept token is 1 divided by the number of
+# kept tokens, of kept rows, of kept tokens of the row times kept rows, or of kept rows times the maximum length of 16.
 HALVES, ONE_ROW = [[0, 0, -2, -2], [0, 0, -2, -2]], [[0, 0, 0, -2], [-2, -2, -2, -2]]
 SHARE_OF_KEPT = {
     "token-mean": (1 / 4, 1 / 3), "seq-mean-token-sum": (1 / 2, 1.0), "seq-mean-token-mean": (1 / 4, 1 / 3),
@@ -171,13 +171,13 @@ def test_A6_with_kept_tokens_alone_in_the_mean_and_none_kept_the_policy_loss_is_
 
 
 def test_weights_divided_by_their_mean_on_a_case_worked_by_hand():
-    """The weights are 1, 1/2, 1/4, 1 and 1, 2, 2 (from 4), 1, so their mean is 8.75 / 8."""
+    """The weights are 1, 1/2, 1/4, 1 and 1, 2, 2 (truncated from 4), 1, so their mean is 8.75 / 8."""
     columns = columns_of_batch([[0, math.log(2), math.log(4), 0], [0, -math.log(2), -math.log(4), 0]])
     algorithm = algorithm_of("tis", "correction.batch_normalize=true")
     (gradient, _), sums = scaled_gradients(columns, algorithm)
     weights = torch.tensor([[1, 0.5, 0.25, 1], [1, 2, 2, 1]], dtype=torch.float64)
     assert torch.allclose(gradient, -weights / 8.75, rtol=1e-12)
-    assert sums["correction_weight_mean"].item() == 8.75  # the metric is that of the weights before the division
+    assert sums["correction_weight_mean"].item() == 8.75  # the metric uses the weights before the division
 
 
 def test_rows_of_a_dropped_row_count_with_weight_0_in_the_mean_over_rows():

@@ -32,7 +32,7 @@ def batch_of(seed=0):
 
 
 def oracle(log_probs, mask, correct):
-    """Compute -sum over correct answers and their trained tokens of log pi / number of these tokens, token by token."""
+    """Compute, token by token, the mean of -log pi over all trained tokens of correct answers."""
     total, count = torch.zeros((), dtype=torch.float64), 0
     for row in range(len(mask)):
         for t in range(mask.shape[1]):
@@ -173,7 +173,7 @@ async def test_without_the_coefficient_correct_answers_change_nothing(start, sam
 
 @pytest.mark.usefixtures("process_group")
 async def test_A7_the_term_of_a_mini_batch_is_divided_by_its_own_correct_tokens(start, sampled_batch):
-    """The first mini-batch has the correct answers 0 and 4, the second none, so the update is that of the first."""
+    """Only the first mini-batch has correct answers (0 and 4), so the second mini-batch does not change the update."""
     batch = marked(sampled_batch, [0, 4])
     run = Run(start, "algorithm.positive_nll_coef=0.1")
     halves = await run.update(batch, plan=[list(range(6)), list(range(6, 12))])

@@ -221,9 +221,9 @@ def small_disk(tmp_path):
     try:
         done = subprocess.run(mount, capture_output=True, text=True, check=False)
     except OSError as error:
-        pytest.skip(f"no mount here: {error}")
+        pytest.skip(f"cannot mount a disk: {error}")
     if done.returncode:
-        pytest.skip(f"no mount here: {done.stderr.strip()}")
+        pytest.skip(f"cannot mount a disk: {done.stderr.strip()}")
     yield folder
     subprocess.run(["umount", str(folder)], check=True)
 

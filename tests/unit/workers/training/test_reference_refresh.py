@@ -85,7 +85,7 @@ async def test_an_average_is_kept_in_float32_and_a_copy_in_the_dtype_of_the_mode
     assert {p.dtype for p in reference_of(average).model.parameters()} == {torch.float32}
     assert {p.dtype for p in reference_of(copy).model.parameters()} == {dtype}
     assert not any(p.requires_grad for p in reference_of(average).model.parameters())
-    batch = await average.prepared(sampled_batch)  # the average computes in the dtype of the model, as the actor does
+    batch = await average.prepared(sampled_batch)  # the average computes in the model's dtype, like the actor
     assert torch.equal(batch.values("ref_log_probs"), batch.values("old_log_probs"))
 
 
@@ -164,7 +164,7 @@ async def test_a_reference_in_its_own_process_takes_a_group_before_the_actor_sen
     groups = len(reference_of(apart).groups)
     assert groups > 3
     assert [args[0] for method, args in theirs.calls if method == "refresh"] == list(range(groups))
-    # After the first two groups, the actor's call has the result of the call that took the group before the last one.
+    # From group 2 on, the actor's call for group n waits for the reference's call that took group n - 2.
     sent = [args for method, args in ours.calls if method == "shards"]
     assert sent == [(number, True, *[None] * (number >= 2)) for number in range(groups)]
 
@@ -199,4 +199,4 @@ async def test_weights_of_the_actor_are_exported_and_never_the_references(start,
     assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["actor", "reference"]
     saved = sum(path.stat().st_size for path in (tmp_path / "state/reference").iterdir())
     parameters = sum(tensor.numel() for tensor in weights.values())
-    assert 4 * parameters < saved < 5 * parameters  # weights in float32, without moments
+    assert 4 * parameters < saved < 5 * parameters  # float32 weights, without the optimizer's moments

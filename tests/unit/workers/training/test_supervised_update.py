@@ -67,7 +67,7 @@ def reference(model, rows, temperature):
 async def test_the_gradient_is_that_of_the_mean_cross_entropy_of_the_full_model_in_float64(
     start, sampled_batch, temperature
 ):
-    """Advantages of 0 leave the supervised loss alone. Only answer tokens are targets, and the prompt's are not."""
+    """With advantages of 0, only the supervised loss remains. Its targets are the answer tokens, not prompt tokens."""
     run = Run(start, COEF, f"rollout.temperature={temperature}")
     run.worker.model.double()
     plain = AutoModelForCausalLM.from_pretrained(start, attn_implementation="eager").double()
@@ -132,7 +132,7 @@ async def test_A1_any_split_into_micro_batches_gives_the_gradient_of_the_whole_m
 
 
 async def test_each_mini_batch_trains_on_the_answers_of_its_own_groups_and_each_epoch_again(start, sampled_batch):
-    """Of the mini-batches, those with group 2 have one token more, and those without an answer none."""
+    """Mini-batches of groups 0, 1 and 2 have 3, 0 and 1 supervised tokens, because group 1 has no answer."""
     batch, zero = grouped(sampled_batch), 0 * sampled_batch.values("advantages")
     batch = batch.with_values("responses", advantages=zero)
     plan = minibatches(batch.batch["uid"].tolist(), 3, 2, seed=0, step=0)

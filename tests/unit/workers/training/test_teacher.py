@@ -27,7 +27,7 @@ TEMPERATURE = 0.8
 
 @pytest.fixture(scope="module")
 def teachers(tmp_path_factory):
-    """Return the directories of two teachers of different widths, of which one has more words than the policy."""
+    """Return the directories of two teachers of different widths, one with a larger vocabulary than the policy."""
     folder = tmp_path_factory.mktemp("teachers")
     return [
         make_teacher(folder / "wide", width=96, seed=1),
@@ -92,7 +92,7 @@ def terms(start, teachers, batch, numbers=NUMBERS):
             rows.append(None)
             continue
         own, theirs = (logits_of(one, batch, row, TEMPERATURE) for one in (policy, models[number]))
-        # The log-prob of a sampled token is taken over all words of the teacher, and the exact KL over the policy's.
+        # Log-probs of sampled tokens are taken over the teacher's vocabulary, and the exact KL over the policy's.
         whole = logits_of(models[number], batch, row, TEMPERATURE, words=None).detach()
         chosen = [one.log_softmax(-1).gather(1, tokens)[:, 0] for one in (own, whole)]
         rows.append((reverse_kl(own, theirs), *chosen))

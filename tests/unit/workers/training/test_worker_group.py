@@ -170,7 +170,7 @@ async def test_in_a_step_each_rank_receives_each_row_of_a_column_once(size):
     later = batch()
     before = len(stored_by(group))
     await group.rows(Worker.double, later, FORWARD, max_tokens=7)
-    assert len(stored_by(group)) == before + size, "the next step's batch has columns in other memory"
+    assert len(stored_by(group)) == before + size, "the columns of a new batch must be sent again"
     assert all(len(parts) == 1 for parts in group.shared._parts.values())
 
 
@@ -207,7 +207,7 @@ def test_receivers_get_the_rows_that_they_read_and_at_most_a_tenth_of_them_twice
 
 @pytest.mark.parametrize("size", [1, 2, 3])
 async def test_each_supervised_answer_goes_to_one_rank_in_the_mini_batches_of_its_group(size):
-    """The answers have 2, 1 and 4 tokens; no row of the plan's second mini-batch belongs to a group with an answer."""
+    """The answers have 2, 1 and 4 tokens. No row of the second mini-batch belongs to a group with an answer."""
     (group, workers), made = group_of(size), batch().union(DataProto.from_dict({"uid": torch.tensor([7, 7, 8, 9, 6])}))
     answers = DataProto.from_dict(
         {"prompts": jagged([[9], [9, 9], [9]], torch.int64), "responses": jagged(ANSWERS, torch.int64),
