@@ -167,7 +167,8 @@ def show(text: str) -> int:
         sys.stdout.write(text)
         sys.stdout.flush()
     except BrokenPipeError:
-        # `outlive_readers` prevents the interpreter from writing its remaining output to the closed pipe at exit.
+        # `outlive_readers` makes stdout discard output that cannot be written, so that the interpreter does not raise
+        # BrokenPipeError when it flushes stdout at exit.
         outlive_readers()
     return 0
 
@@ -212,7 +213,7 @@ def _traceback() -> str:
     # `format_exc` raises an exception if a user's function has an invalid source file name, because `format_exc` opens
     # the source file.
     except Exception as error:
-        return f"Traceback that cannot be shown ({described(error)})"
+        return f"The traceback cannot be shown ({described(error)})"
 
 
 def run(config: Config, args: Args, console: Console, lock: RunLock) -> int:
@@ -475,7 +476,7 @@ async def fit(trainer: "Trainer", checkpoint: "Checkpoint | None", console: Cons
         return stopped.status if isinstance(stopped, Stopped) else STOPPED
     except ClusterLost as lost:
         raise ClusterLost(f"{lost}; {await saved_at_least(trainer, lost)}") from lost
-    except (RLTrainError, OSError):  # Saving to a full disk, for example, raises OSError.
+    except (RLTrainError, OSError):  # OSError is raised if the disk is full when a checkpoint is saved.
         with contextlib.suppress(RLTrainError):
             # `finish` waits until a checkpoint that is already being saved is complete.
             await trainer.checkpoints.finish()
@@ -557,7 +558,8 @@ def start_model(config: Config, display: "ConsoleDisplay") -> str:
     The returned path is the absolute path of a directory, or a repository name on the Hugging Face hub with a commit.
     The returned path does not depend on the working directory.
 
-    The built-in model is created when it is first used, while the display shows the progress.
+    If `model.path` names the built-in model and the model is not in the cache yet, `start_model` creates the model and
+    reports the progress to `display`.
     """
     from rltrain.data.hub import portable
     from rltrain.data.model_weights import BUILTIN_MODEL
@@ -722,7 +724,8 @@ def join_cluster(config: Config) -> None:
 def nodes_for(config: Config, args: Args, console: Console) -> "list[Node]":
     """Return the machines on which the run takes place, after checking that each machine can take part.
 
-    `--check` also prints the results of the check. For `--plan`, the config can describe a cluster that does not exist.
+    With `--check`, the results of all checks are printed. For `--plan`, the config can describe a cluster that does not
+    exist.
 
     Raise ConfigError if a check fails.
     """

@@ -187,8 +187,8 @@ class Trainer:
 
         Args:
             repairable: name of a user's file, such as a Python file with a function, that the user is allowed to repair
-                before resuming the run; "" if there is no such file. If `repairable` is not "", an existing checkpoint
-                of the current step is replaced.
+                before resuming the run; "" if there is no such file. If `repairable` names a file, an existing
+                checkpoint of the current step is replaced, so that the new checkpoint contains the name of the file.
         """
         if repairable or self.checkpoints.last != self.step:
             state = self.state_dict() | ({"repairable": repairable} if repairable else {})
@@ -234,7 +234,7 @@ class Trainer:
         """
         await self.checkpoints.abandon()
         state = self.beginning if checkpoint is None else checkpoint.state
-        assert state is not None, "a run that began from a checkpoint can only be restored to a checkpoint"
+        assert state is not None, "a run that began from a checkpoint has no state of step 0 to restore"
         for group in self.trained().values():
             await group.call(SavesState.load_state, None if checkpoint is None else checkpoint.folder.url)
         await self.follow_reference_head()
@@ -356,9 +356,9 @@ class Trainer:
                 await self.save(repairable=repairable)
                 text += f"; step {self.step} is saved, and trainer.resume=auto continues from it"
                 if repairable:
-                    text += ", even if the file with the function that failed is repaired first"
+                    text += "; the file with the failed function may be repaired before the run is resumed"
                 elif isinstance(error, RewardError):
-                    text += ", and requests the failed rewards again, if no reward file is changed"
+                    text += "; the resumed run requests the failed rewards again, if no reward file is changed"
             raise type(error)(text) from None
 
     def minibatches(self, batch: DataProto) -> list[list[int]]:

@@ -105,7 +105,8 @@ def build_environment_worker(
         threaded: Whether the worker runs its trajectories in a separate thread.
     """
     process, name = spawn(number), f"{ENVIRONMENT} {number}.{starts}"
-    # A worker that is not threaded runs in the driver's process, whose memory must not be limited.
+    # If `threaded` is False, the worker runs in the driver's process, and a memory limit would also apply to the
+    # driver.
     memory_mb = environments.memory_mb if threaded else None
     source, limits = environments.source, environments.limits
     built = process.build(ENVIRONMENT, ENVIRONMENT_WORKER, name, source, limits, threaded=threaded, memory_mb=memory_mb)
@@ -168,8 +169,8 @@ class Training:
         """For each teacher, in the order of the config, send the teacher's output head to all ranks of the actor."""
         for teacher in self.config.algorithm.distillation.teachers:
             heads = [rank.start(TeacherWorker.output_head) for rank in self.groups[teacher.role].ranks]
-            # Only rank 0 returns the output head. The driver passes the future result on to the actor's ranks, and
-            # never fetches the output head.
+            # Only rank 0 of the teacher returns the output head. The driver passes the pending result of rank 0 to the
+            # actor's ranks without waiting for it, so the driver never receives the output head.
             head: Any = heads[0].later
             taken = [rank.start(ActorWorker.add_teacher_head, head) for rank in self.groups["actor"].ranks]
             calls: list[Pending[Any]] = [*heads[1:], *taken]
@@ -190,7 +191,7 @@ class Workers:
     Attributes:
         rollout: Pool of the rollout replicas.
         rewards: Pool of the reward workers.
-        training: The training ranks.
+        training: Processes of the training ranks, and one worker group for each role (such as actor or critic).
         reward_models: Worker group of each reward model, in the config's order.
         devices: GPUs that training ranks and engines share, or None if no GPU is shared.
         liveness: Monitor of the worker processes, or None if all roles are in the current process.
@@ -360,8 +361,9 @@ def _short_temporary_folder() -> dict[str, str]:
     The path of a socket has at most 107 characters, and Ray's own folder and file names take about 70 characters.
 
     Returns:
-        Keyword arguments for `ray.init`; {} if the path of the default folder is short enough, the user has set
-        RAY_TMPDIR, or /tmp is not writable.
+        Keyword arguments for `ray.init`, or {} to keep Ray's default temporary folder. Ray's default temporary folder
+        is kept if its path is short enough for the paths of sockets, if the user has set RAY_TMPDIR, or if /tmp is not
+        writable.
     """
     if "RAY_TMPDIR" in os.environ or len(tempfile.gettempdir()) <= _LONGEST_TMPDIR or not os.access(_TMP, os.W_OK):
         return {}
@@ -371,7 +373,7 @@ def _short_temporary_folder() -> dict[str, str]:
 def _require_answer(address: str) -> None:
     """Raise ConfigError at once if no program listens at `address`, or if the cluster at `address` requires a token.
 
-    Ray itself would try to connect for minutes.
+    Without `_require_answer`, `ray.init` would try for minutes to connect to an address without a cluster.
     """
     host, _, port = address.rpartition(":")
     if host and port.isdecimal() and "://" not in address:
@@ -418,7 +420,8 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
 
 def _no_reports() -> None:
     """Keep Ray from printing a long report of each failed process or call, because the run itself reports failures."""
-    # If several ranks fail, the run raises only the error of the first rank, and Ray would print all other errors.
+    # If several ranks fail, the run raises only the error of the first rank. Without RAY_IGNORE_UNHANDLED_ERRORS, Ray
+    # would print the errors of the remaining ranks.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with contextlib.suppress(ImportError):
         from ray._private import worker
@@ -486,9 +489,9 @@ def disconnect() -> None:
 def _disconnect_from_lost_head() -> None:
     """Disconnect from a Ray cluster whose head is lost.
 
-    If the head's machine has no power or no network, Ray waits for the head until TCP gives up after minutes. If Ray
-    still waits after `_DISCONNECT_S` seconds, this function registers an exit handler that ends the process at once, so
-    that Ray's exit handler cannot wait for the head again.
+    If the head's machine has no power or no network, Ray waits for the head until TCP gives up after minutes. If
+    `ray.shutdown` has not returned after `_DISCONNECT_S` seconds, this function registers an exit handler that ends the
+    process at once, so that Ray's own exit handler cannot wait for the cluster's head again.
     """
     import ray
 
@@ -798,8 +801,8 @@ async def room_for(resources: Mapping[str, float], liveness: Liveness) -> None:
     while True:
         liveness.daemons.check()
         nodes: Mapping[str, Mapping[str, float]] = {}
-        # Ray has no public function that says which resources of a machine are free. If Ray's private function fails,
-        # the cluster counts as full.
+        # Ray has no public function that says which resources of a machine are free. If Ray's private function
+        # `available_resources_per_node` raises an error, no machine counts as free.
         with contextlib.suppress(Exception):
             nodes = await in_daemon_thread(available_resources_per_node)
         if any(all(free.get(name, 0.0) >= needed for name, needed in resources.items()) for free in nodes.values()):
@@ -810,7 +813,8 @@ async def room_for(resources: Mapping[str, float], liveness: Liveness) -> None:
 async def meet(processes: Sequence[WorkerProcess], config: Config) -> None:
     """Make the given processes join one torch.distributed process group, in which each process is a rank.
 
-    The driver's own process is skipped, because the driver's process has already joined a group of one rank.
+    If roles run in the driver's own process, the driver's process joins no new process group, because it has already
+    joined a torch.distributed process group with one rank.
     """
     ranks = [process for process in processes if isinstance(process, RayProcess)]
     if ranks:

@@ -34,8 +34,8 @@ class AdaptiveKLController(FixedKLController):
 
     e = clip(KL / target - 1, -0.2, 0.2);   kl_coef <- kl_coef * (1 + e * n_steps / horizon)
 
-    KL is the divergence measured since the last update, in the unit of `target`. The number n_steps is the amount of
-    data seen since the last update, in the unit of `horizon` (sequences, according to the configuration schema).
+    KL is the divergence measured since the last update, in the unit of `target`. The number n_steps counts the
+    sequences that were processed since the last update. The time constant `horizon` is also a number of sequences.
     """
 
     def __init__(self, kl_coef: float, target: float, horizon: int) -> None:
@@ -95,7 +95,7 @@ class AdaptiveEntropyController(FixedEntropyController):
 
     e is the mean entropy of the policy over trained tokens, in nats. The coefficient c is the attribute `entropy_coef`.
     The coefficient c starts at the constructor argument `entropy_coef` (at 0 in the Skywork-OR1 paper). Until the first
-    measurement of the entropy, the attribute `value` equals the initial c.
+    measurement of the entropy, the attribute `value` equals the constructor argument `entropy_coef`.
 
     `AdaptiveEntropyController` differs from the method of Skywork-OR1 in three ways:
 

@@ -46,10 +46,10 @@ def rollout_correction(
     - mask: tokens whose w is out of bounds are dropped, and other tokens keep w (IcePop, arXiv 2510.18855). At the
       levels "sequence" and "geometric", all tokens of a row have the same w, so whole rows are dropped.
 
-    A value of None for `lower` or `upper` means no bound. If `advantages` A are given, the mode "mask" drops only
-    tokens with A < 0. Tokens that have a negative advantage and are unlikely under the trained policy destabilise
-    training. If the importance weight w of a token is outside of [lower, upper] but the token is not dropped, w is
-    clamped to [lower, upper]. To drop tokens or rows without weighting the remaining tokens, use `rollout_rejection`.
+    A value of None for `lower` or `upper` means no bound. If `advantages` A are given, `mode="mask"` drops only tokens
+    with A < 0. Tokens that have a negative advantage and are unlikely under the trained policy destabilise training. If
+    the importance weight w of a token is outside of [lower, upper] but the token is not dropped, w is clamped to
+    [lower, upper]. To drop tokens or rows without weighting the remaining tokens, use `rollout_rejection`.
 
     The policy-loss term of a token is `torch.where(mask, weights * token_losses, 0)`. Aggregate the policy-loss term
     over the whole `response_mask`, so that a dropped token still counts in every denominator and keeps its KL and
@@ -108,15 +108,14 @@ def rollout_rejection(
     means no bound. The knob `level` defines which divergences are compared with the bounds, and whether tokens or rows
     are dropped:
 
-    - token: each token's divergence is compared, and a token whose divergence is outside of the bounds is dropped.
-    - sequence: the mean divergence of the row's trained tokens is compared, and a row whose mean is outside of the
-      bounds is dropped. With the estimator k1, the mean divergence of a row is the log of the geometric mean of
-      pi_rollout / pi over the row's trained tokens.
-    - max: each token's divergence is compared, and a row is dropped if the divergence of any token is outside of the
-      bounds.
+    - token: a token is dropped if its divergence is outside of [lower, upper].
+    - sequence: a row is dropped if the mean divergence of its trained tokens is outside of [lower, upper]. With the
+      estimator k1, the mean divergence of a row is the log of the geometric mean of pi_rollout / pi over the row's
+      trained tokens.
+    - max: a row is dropped if the divergence of any of its trained tokens is outside of [lower, upper].
 
-    If `advantages` A are given, the level "token" drops only tokens with A < 0. If `advantages` A are given, the levels
-    "sequence" and "max" drop only rows whose trained tokens have a mean A below 0.
+    If `advantages` A are given, `level="token"` drops only tokens with A < 0, and `level="sequence"` and `level="max"`
+    drop only rows whose trained tokens have a mean A below 0.
 
     `rollout_rejection` must be called again in each update, because each update changes the policy pi. With the
     estimator k1, the level "sequence", the bound `upper` and `advantages`, `rollout_rejection` computes DeepSeek-V3.2's
@@ -158,8 +157,8 @@ def rollout_rejection(
 def rollout_diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """Measure how far the rollout engine's probabilities of the sampled tokens are from the actor's probabilities.
 
-    All tensors have the shape (B, T), and the results are sums over trained tokens. With w = pi_old(y_t) /
-    pi_rollout(y_t), log w clamped to [-20, 20], and d = -log w, the results are:
+    All tensors have the shape (B, T). Each result is the sum over the trained tokens of a function of w = pi_old(y_t) /
+    pi_rollout(y_t) or of d = -log w, where log w is clamped to [-20, 20].
 
     - kl: d, an estimate of KL(pi_rollout || pi_old)
     - k3: e^-d - 1 + d, another estimate of KL(pi_rollout || pi_old)
@@ -195,8 +194,9 @@ def effective_sample_size(
 def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
     """Compute the value of an estimator of KL(pi_rollout || pi) at each token from the log-ratio log(pi / pi_rollout).
 
-    The KL penalty bounds k3 at 10 nats, but `_divergence` computes k3 without this bound. With the bound, k3 would not
-    show how far apart the policies are, and a rejection threshold above 10 nats would have no effect.
+    The KL penalty bounds k3 at 10 nats, but `_divergence` computes k3 without this bound. If k3 were bounded at 10
+    nats, the values of k3 would not show how far apart two very different policies are, and a rejection threshold above
+    10 nats would have no effect.
     """
     if kl_estimator == "k3":
         return k3_unbounded(log_ratio)
@@ -207,7 +207,7 @@ def _divergence(log_ratio: Tensor, kl_estimator: str) -> Tensor:
 def _to_level(log_ratio: Tensor, mask: Tensor, level: str) -> Tensor:
     """Return the log of the importance weight that `level` defines for each token, from token log-ratios (B, T).
 
-    The log-ratios must be 0 in masked slots. The returned logs are clamped to [-20, 20].
+    The log-ratios must be 0 in masked slots. The returned log of the importance weight is clamped to [-20, 20].
     """
     if level == "token":
         return log_ratio

@@ -8,8 +8,8 @@ def uniform_draws(lengths: Tensor, *, seed: int, step: int) -> Tensor:
     """Return one random number in [0, 1) for each token of each row, ordered by row and token, as (N,) float64.
 
         u = h(h(h(h(seed) + step) + row) + token) / 2^64, rounded down to 53 bits
-        h(x): the output of SplitMix64 at state x (doi 10.1145/2660193.2660195), a bijection on 64 bits
 
+    The hash function h(x) is the output of SplitMix64 at state x (doi 10.1145/2660193.2660195), a bijection on 64 bits.
     `lengths` (B,) int64 holds the number of tokens of each row, which can be 0. N is the sum of `lengths`.
     `uniform_draws` does not read or change the state of any random number generator. The random number of a (row,
     token) pair does not depend on the lengths of other rows, and is the same on every device and after a run is

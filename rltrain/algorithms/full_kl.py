@@ -36,9 +36,9 @@ def full_kl(
     At most `chunk_size` logits (positions times vocabulary entries) of each model are in memory at a time. The backward
     pass recomputes the logits, with at most `chunk_size` logits of each model in memory. If `chunk_size` is None,
     `full_kl` uses a chunk size that suits the device. The chunk size changes the computed KL only by rounding. Each
-    matrix product is computed in the dtype of its factors, as in the forward passes of the two models. All other
-    operations of `full_kl` use float64 if the matrix products are float64, and float32 if the matrix products have a
-    narrower dtype.
+    matrix product is computed in the dtype of the hidden states and output weights, as in the forward passes of the
+    policy and of the reference model. All other operations of `full_kl` use float64 if the matrix products are float64,
+    and float32 if the matrix products have a narrower dtype.
 
     `full_kl` takes no mask, so the caller must pass the hidden states of only the trained positions. The KL covers the
     whole distribution at a position, so the mean of the KL over sampled contexts needs no importance ratio for the
@@ -82,8 +82,8 @@ class _FullKL(torch.autograd.Function):
                 ref_chunk = logits(ref_hidden[rows], ref_head[columns], None, temperature)
                 policy.add(rows, chunk, chunk - ref_chunk)
                 reference.add(rows, ref_chunk)
-        # Compute policy.mean - (policy.log_sum - reference.log_sum) from the parts of the two log-sums, which avoids
-        # the rounding of each `log_sum`.
+        # The KL is policy.mean - (policy.log_sum - reference.log_sum), where each `log_sum` is top + log(total). Using
+        # `top` and `total` instead of `log_sum` avoids the rounding error of each `log_sum`.
         kl = policy.mean - (policy.top - reference.top) - (policy.total / reference.total).log()
         ctx.save_for_backward(hidden, head, ref_hidden, ref_head, policy.log_sum, reference.log_sum, kl)
         ctx.temperature, ctx.size = temperature, size

@@ -45,9 +45,10 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute min(e^-d - 1 + d, 10), which is never negative; GRPO (arXiv 2402.03300 eq. 4) omits the bound of 10.
 
     d is log pi - log pi_ref. As long as the estimate of every token is below the bound of 10 nats, the mean of k3 is
-    the reverse KL, and the expected gradient of k3 is the gradient of the forward KL. The estimate k3 reaches the bound
-    of 10 nats at d = -2.6 and at d = 11. A token whose estimate k3 is at the bound of 10 nats has no gradient. Without
-    the bound of k3, a token with d = -12 would have a gradient of 1.6e5 and dominate the whole update.
+    the reverse KL, and the expected gradient of k3 is the gradient of the forward KL. The estimate k3 reaches its upper
+    bound of 10 nats where d = log pi - log pi_ref is -2.6 or 11. A token whose estimate k3 is at the bound of 10 nats
+    has no gradient. Without the bound of k3, a token with d = -12 would have a gradient of 1.6e5 and dominate the whole
+    update.
     """
     negative = (ref_log_probs - log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return k3_unbounded(negative).clamp(max=MAX_K3)
@@ -57,7 +58,8 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """Compute |d| with d = log pi - log pi_ref.
 
-    The expected gradient of |d| is the gradient of sum |pi - pi_ref|, which is twice the total variation distance.
+    For tokens sampled from pi, the expected gradient of |log pi - log pi_ref| is the gradient of sum |pi - pi_ref|,
+    which is twice the total variation distance.
     """
     return (log_probs - ref_log_probs).abs()
 
@@ -66,7 +68,8 @@ def _straight_through(estimator: Callable[..., Tensor]) -> Callable[..., Tensor]
     """Return an estimator with the value of `estimator` and the gradient of k2, so that the reverse KL is minimised.
 
     In k3+, which has the value of k3 and the gradient of k2, the bound of k3 applies only to the value of the estimate,
-    not to the gradient. The derivative of k2 with respect to log pi is d, which needs no bound.
+    not to the gradient. The gradient of k2 needs no bound, because the derivative of k2 with respect to log pi is only
+    d = log pi - log pi_ref, while the derivative of k3 grows exponentially with -d.
     """
 
     @functools.wraps(estimator)
@@ -93,14 +96,16 @@ def kl_estimate(
 
     - The products r k1 and r k3 have exactly the gradient of the reverse KL, which k1 and k3 without r do not have. The
       product r k3 is the unbiased KL estimate of DeepSeek-V3.2, arXiv 2512.02556 eq. 7.
-    - The products r k2 and r |d| have the gradients of the means of k2 and |d| over samples from pi.
+    - The expected gradient of r k2 is the gradient of the mean of k2 over samples from pi, and the expected gradient of
+      r |d| is the gradient of the mean of |d| over samples from pi.
     - An estimator whose name ends with "+", such as k3+, already has the complete gradient of the KL, so a gradient
       through the importance ratio r would add the gradient of the KL a second time. For an estimator whose name ends
       with "+", the importance ratio r is detached and only reweights the estimate.
 
-    At a token where k3 is at its bound of 10, no gradient flows through the ratio r. While k3 is at its bound, the
-    estimate is r times a constant, whose gradient would drive log pi further away from the reference. The bound of 10
-    nats applies to k3 before k3 is multiplied by r. The log-ratio log r is clamped to [-20, 20].
+    At a token where k3 is at its bound of 10, no gradient flows through the ratio r. Where k3 is at its bound of 10,
+    the estimate is 10 r, and minimising 10 r would lower log pi even where pi is already far below pi_ref. The estimate
+    k3 is clamped to at most 10 nats before it is multiplied by the importance ratio r. The log-ratio log r is clamped
+    to [-20, 20].
 
     `kl_estimate` takes no mask. At a token with a NaN or inf input, the KL estimate is NaN and has no gradient.
     `aggregate_loss` ignores a NaN in a masked slot; a NaN in a trained slot makes the loss NaN.

@@ -41,8 +41,9 @@ def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: b
     """For each row, compute statistics of `scores` (B, ...) over the valid rows with the same entry in `members` (B,).
 
     Each column of `scores` has its own statistics. `valid` has the shape of the scores. If a population has no valid
-    row, its mean and std are 0 and `highest` is -inf. A population of at least two valid rows that includes a NaN or
-    inf counts as varied, so that the normalised scores are not finite either.
+    row, its mean and std are 0 and `highest` is -inf. `varied` is also True if a population of at least two valid rows
+    includes a NaN or inf score. If `varied` were False, the normalised scores of the population would be 0, which would
+    hide the NaN or inf.
     """
     zeros, inf = torch.zeros_like(scores), torch.full_like(scores, torch.inf)
     where = members.view(-1, *[1] * (scores.dim() - 1)).expand_as(scores)
@@ -120,11 +121,12 @@ def normalize_rewards(
     still scored on the scale of the counted rows, so truncation does not improve the score of a wrong answer. If
     `counted` is None, all valid rows are counted.
 
-    A population has no spread if it has fewer than two counted rows, or if all counted rows have equal scores. If the
-    population of `mean_level` has no spread, the deviations of its counted rows from the mean are exactly 0, and the
-    rows that are not counted keep their deviations from the mean. If the population of `std_level` has no spread,
-    deviations are not divided by the std. The mean over a population without counted rows is 0. Sums are computed in
-    float64, so that the order of rows does not affect the result.
+    A population has no spread if fewer than two of its rows enter the statistics, or if all rows that enter the
+    statistics have equal scores. If the population that `mean_level` selects has no spread, the rows that enter the
+    statistics get deviations of exactly 0 from the mean. Rows that do not enter the statistics keep their deviations
+    from the mean. If the population that `std_level` selects has no spread, the deviations from the mean are not
+    divided by the std. If no row of a population enters the statistics, the mean over the population is 0. Sums are
+    computed in float64, so that the order of rows does not affect the result.
 
     Raises:
         ValueError: if `mean_level` or `std_level` is unknown, or if `leave_one_out` is used with a `mean_level` of None
@@ -153,8 +155,8 @@ def combine_rewards(
     not rescale the weights of the remaining components. The result is NaN for a row whose components are all NaN, and
     the caller must mark the row invalid.
 
-    The argument `gates` (K,) is True for each reward component that acts as a gate. If a gate has a score <= 0 in a
-    row, every other component of the row counts as 0.
+    The argument `gates` (K,) is True for each reward component that acts as a gate. A gate sets all other reward
+    components of a row to 0 if the gate's own score in the row is <= 0.
 
     `aggregation` is "sum" or "normalize_then_sum". With "normalize_then_sum", each component is normalised within each
     group (rows with the same `uid`) before the components are summed (GDPO, arXiv 2601.05242). The mean and std of a
@@ -238,16 +240,18 @@ def normalize_advantages(
     population is subtracted from the advantage of a token, which gives n/(n-1) (A - mean) in a population of n tokens.
 
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
-    enter the statistics; None means all rows. Tokens of rows that are not `counted` are normalised by the statistics of
-    the counted tokens. With some advantage estimators, such as `gae`, the policy is also trained on rows that are not
-    counted. The advantages of a row that is not counted are on the same scale as the advantages of counted rows. To
-    keep the advantages of a row at 0, leave the tokens of the row out of `response_mask`.
+    enter the statistics; None means all rows. Rows that are not marked in `counted` are normalised by the statistics of
+    the rows that are marked. With some advantage estimators, such as `gae`, the policy is also trained on rows that do
+    not enter the statistics. The advantages of rows that do not enter the statistics are on the same scale as the
+    advantages of rows that do. To keep the advantages of a row at 0, leave the tokens of the row out of
+    `response_mask`.
 
-    A population has no spread if it has fewer than two counted tokens, or if all counted tokens have equal advantages.
-    If the population of `mean_level` has no spread, the deviations of its counted tokens from the mean are exactly 0,
-    and the tokens that are not counted keep their deviations from the mean. If the population of `std_level` has no
-    spread, deviations are not divided by the std. The mean over a population without counted tokens is 0. Sums are
-    computed in float64.
+    A population has no spread if fewer than two of its tokens enter the statistics, or if all tokens that enter the
+    statistics have equal advantages. If the population that `mean_level` selects has no spread, the tokens that enter
+    the statistics get deviations of exactly 0 from the mean. Tokens that do not enter the statistics keep their
+    deviations from the mean. If the population that `std_level` selects has no spread, the deviations from the mean are
+    not divided by the std. If no token of a population enters the statistics, the mean over the population is 0. Sums
+    are computed in float64.
 
     Raises:
         ValueError: if `mean_level` or `std_level` is unknown, if `leave_one_out` is used with a `mean_level` of None or
@@ -266,8 +270,8 @@ def normalize_advantages(
     rows = torch.ones_like(uid, dtype=torch.bool) if counted is None else as_mask(counted)
     trained = as_float(advantages.detach())[mask]
     group, member = (row[:, None].expand(mask.shape)[mask] for row in (uid, rows))
-    # Only the groups that have trained tokens get a number, because `group_sum` needs group numbers below the number of
-    # tokens, and a batch can have more groups than trained tokens.
+    # A batch can have more groups than trained tokens, but `group_sum` needs group numbers below the number of trained
+    # tokens, so only groups with a trained token get a number.
     group = group_index(group)
     result = _normalized(trained.double(), group, member, levels).to(trained.dtype)
     return torch.zeros_like(mask, dtype=trained.dtype).masked_scatter(mask, result)

@@ -18,9 +18,9 @@ Every registered function follows a contract with these rules:
 - An advantage estimator that is registered with `scores_from_zero=True` is defined only for scores that are at least 0.
 
 **Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call.
-Metric sums add up exactly over micro-batches and ranks. The code that reports a metric divides the sum once by the
-number of trained tokens of the whole mini-batch, which `aggregate_loss` takes as `num_tokens`. Before the division by
-`num_tokens`, a metric such as `clip_fraction` is a number of tokens.
+Metric sums add up exactly over micro-batches and ranks. The code that reports a metric divides the metric's sum once by
+the number of trained tokens of the whole mini-batch. The argument `num_tokens` of `aggregate_loss` is the same number
+of trained tokens. Before the division by `num_tokens`, a metric such as `clip_fraction` is a number of tokens.
 """
 
 import inspect

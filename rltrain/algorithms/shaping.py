@@ -62,8 +62,8 @@ def group_length_reward(lengths: Tensor, uid: Tensor, correct: Tensor, counted: 
     the same length, or if the group has fewer than two counted answers, all rows of the group get 0.
 
     A row that is not `counted` (B,), such as a truncated answer that is excluded from the statistics, does not affect
-    min_l or max_l. The length reward of a row that is not counted uses the min_l and max_l of the counted rows, with
-    lambda clamped to [-0.5, 0.5].
+    min_l or max_l. The length reward of a row that is not marked in `counted` uses the min_l and max_l of the rows that
+    are marked, with lambda clamped to [-0.5, 0.5].
     """
     counted, group, lengths = as_mask(counted), group_index(uid), as_float(lengths)
     empty, inf = torch.zeros_like(lengths), torch.inf
@@ -78,9 +78,9 @@ def group_length_reward(lengths: Tensor, uid: Tensor, correct: Tensor, counted: 
 def suppress_truncated(scores: Tensor, truncated: Tensor, nothing: Tensor) -> Tensor:
     """Compute min(score, `nothing`) where `truncated` is True, else the score: (B,) -> (B,).
 
-    `nothing` (B,) is the score that a row would have if every reward function gave the row 0. A truncated row gets the
-    smaller of two values: `nothing`, and the score of the row. Truncation never improves the score of an answer,
-    whether the answer is right or wrong.
+    `nothing` (B,) is the score that a row would have if every reward function gave the row 0. A truncated row gets its
+    own score or its value in `nothing`, whichever is smaller. Truncation never improves the score of an answer, whether
+    the answer is right or wrong.
 
     `truncated` (B,) must come from the engine's finish reason, not from the length of the answer. A score of NaN, which
     means that the row has no score, stays NaN. `suppress_truncated` does not decide which rows enter the statistics or

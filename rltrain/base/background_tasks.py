@@ -93,9 +93,9 @@ class Changes:
     async def until(self, condition: Callable[[], T]) -> T:
         """Wait until the condition returns a true value, and return that value."""
         while True:
-            # The attribute `_next` is read before the condition is evaluated. If the condition were evaluated before
-            # `_next` is read, a notification between the evaluation and the read (for example from a signal handler)
-            # would be missed.
+            # A coroutine must get the future of the next notification before it evaluates its condition. If the
+            # coroutine evaluated its condition first, it would miss a notification that arrives before it gets the
+            # future (for example, a notification from a signal handler).
             change = self._next
             if change is None:
                 change = self._next = asyncio.get_running_loop().create_future()

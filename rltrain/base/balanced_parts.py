@@ -16,12 +16,14 @@ NONE = -1  # Value of an index variable that means "no index".
 def least_largest_sum(weights: Sequence[int], parts: int) -> int:
     """Return a lower bound on the largest sum of a part, for any partition of `weights` into `parts` parts.
 
-    The numbers in `weights` are non-negative integers. The returned bound is the largest of several lower bounds. The
-    sum of all weights divided by `parts` is a lower bound on the largest sum. The heaviest weight is a lower bound on
-    the largest sum, too. For an integer k >= 1 with k * parts < len(weights), consider the k * parts + 1 heaviest
-    weights. By the pigeonhole principle, one part contains at least k + 1 of these k * parts + 1 weights. The largest
-    sum is therefore at least the sum of the k + 1 lightest weights among the k * parts + 1 heaviest. If `weights` is
-    empty, the returned bound is 0.
+    The numbers in `weights` are non-negative integers. The returned bound is the largest of several lower bounds on the
+    largest sum. If `weights` is empty, the returned bound is 0.
+
+    - The sum of all weights divided by `parts` is a lower bound on the largest sum.
+    - The heaviest weight is a lower bound on the largest sum.
+    - For every integer k >= 1 with k * parts < len(weights), some part contains at least k + 1 of the k * parts + 1
+      heaviest weights (pigeonhole principle), so the sum of the k + 1 lightest of these k * parts + 1 weights is a
+      lower bound on the largest sum.
     """
     heaviest = sorted(weights, reverse=True)
     sums = [0, *itertools.accumulate(heaviest)]  # sums[n] is the sum of the n heaviest weights.
@@ -42,8 +44,8 @@ def partition(weights: Sequence[int], parts: int, *, sizes: Sequence[int] | None
         weights: the numbers to partition, non-negative integers.
         parts: number of parts of the partition. If the number of positive weights is at least `parts`, no part is
             empty.
-        sizes: size of each index, such as the number of tokens; the sum of sizes in a part is limited to `room`. If
-            `sizes` is None, parts have no size limit.
+        sizes: size of the item that each index stands for, such as the number of tokens of a row. The sum of the sizes
+            in a part is limited to `room`. If `sizes` is None, parts have no size limit.
         room: limit on the sum of `sizes` in a part.
 
     Returns:
@@ -108,7 +110,8 @@ def _exchange(
         at = bisect_left(back, (weights[index] - gap // 2, NONE))
         for weight, other in back[max(at - 1, 0) : at + 1]:
             apart = abs(gap - 2 * (weights[index] - weight))
-            # `more` is the amount by which the move or exchange increases the sum of sizes in the light part.
+            # `more` is the increase of the sum of sizes in `light` if `index` moves from `heavy` to `light` and `other`
+            # moves back.
             more = sizes[index] - (0 if other == NONE else sizes[other])
             if apart < best and -room_heavy <= more <= room_light:
                 best, found = apart, (index, other)

@@ -33,8 +33,8 @@ def limit_memory(memory_mb: int, *, beside_stacks: bool = False) -> None:
 def start_thread(thread: threading.Thread) -> None:
     """Start a thread with a stack of `STACK_BYTES`, and raise the memory limit of this process by `STACK_BYTES`.
 
-    The thread must call `thread_ends` at its end. The memory limit is raised only if `limit_memory` was called with
-    `beside_stacks=True`.
+    A thread that `start_thread` started must call `thread_ends` when it ends. The memory limit is raised only if
+    `limit_memory` was called with `beside_stacks=True`.
 
     Raises:
         RuntimeError: the thread cannot be started.

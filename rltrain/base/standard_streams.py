@@ -29,7 +29,8 @@ def open_closed_streams() -> None:
         try:
             os.fstat(descriptor)
         except OSError:
-            # `os.open` returns the lowest free descriptor, which is the descriptor of the closed stream.
+            # `os.open` returns the lowest free file descriptor, which is `descriptor`, because all lower file
+            # descriptors are in use.
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
             setattr(sys, name, os.fdopen(descriptor, "w" if descriptor else "r", closefd=False))
 

@@ -25,8 +25,8 @@ from typing import Any, NamedTuple
 VARIABLE = "RLTRAIN_TRACE"
 CALLS = "calls"  # Timeline track of calls to the roles of a training rank, such as actor or critic.
 OTHER_TASKS = "other tasks"  # Timeline track of asyncio tasks that were not given a name.
-# Maximum number of events that a process keeps. If a process records more events, the additional events are counted,
-# but not kept.
+# Maximum number of events that a process keeps. If a process records more than `MOST_EVENTS` events, the additional
+# events are counted, but not kept.
 MOST_EVENTS = 200_000
 _MERGE_NS = 5_000_000  # Two events of one track are merged only if the gap between the events is at most 5 ms.
 _UNNAMED = re.compile(r"Task-\d+")  # Matches the default name of an asyncio task.
@@ -176,7 +176,7 @@ def environment(process: str) -> dict[str, str]:
 
 
 def start_from(variables: "dict[str, str] | os._Environ[str]") -> None:
-    """Start the event recorder of this process if `variables` contains the variable that `environment` returns."""
+    """Start the event recorder of this process if RLTRAIN_TRACE is set in the environment variables `variables`."""
     if label := variables.get(VARIABLE):
         start(label)
 

@@ -134,9 +134,9 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
     Args:
         parts: for each part (batch), a mapping from column names to columns. All batches in `parts` have the same
             column names.
-        rows: numbers of the rows to copy, int64, in the order of the result. Rows are numbered consecutively across all
-            batches in `parts`: the first row of a batch follows the last row of the previous batch. If `rows` is None,
-            all rows of all batches are copied.
+        rows: numbers of the rows to copy, int64, in the order of the result. The rows of all batches in `parts` are
+            numbered consecutively, so the first row of a batch has the number after the last row of the previous batch.
+            If `rows` is None, all rows of all batches are copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}
@@ -215,7 +215,8 @@ def _edges(column: Column) -> np.ndarray:
 def _runs(owners: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int, int]]:
     """Convert selected rows to ranges of contiguous values, each given as (part, start, stop).
 
-    Successive selected rows whose values are adjacent in the same part form one range.
+    If the values of a selected row directly follow the values of the previous selected row in the same source batch,
+    the two rows are in one range.
     """
     if not len(owners):
         return []

@@ -40,7 +40,7 @@ COLUMNS: dict[str, tuple[str, str]] = {
     "ref_log_probs": ("response", "reference model's log-prob of the token, nats"),
     "entropies": ("response", "entropy of the actor's distribution before the update, nats"),
     "ref_hidden": ("response", "(N, H): the reference's last hidden state at the position that predicts the token"),
-    "full_kl": ("response", "exact KL from the actor before the update to the reference, nats"),
+    "full_kl": ("response", "exact KL of the actor from the reference model, computed before the update, nats"),
     "teacher_log_probs": ("response", "token's log-prob under the row's teacher, nats; undefined if `teacher` is -1"),
     "teacher_hidden": (
         "response",
@@ -85,7 +85,10 @@ COLUMNS: dict[str, tuple[str, str]] = {
     ),
     "failed": ("row", "bool; True = a reward function or reward model failed on the row, so the row is not valid"),
     "failed_function": ("row", "number of the reward component that failed on the row; -1 if no component failed"),
-    "scores": ("row", "weighted sum of the row's rewards, after gates are applied"),
+    "scores": (
+        "row",
+        "weighted sum of the row's rewards; a reward with `gate: true` and a score <= 0 sets all other rewards to 0",
+    ),
     "successes": (
         "row",
         "1 = correct answer, 0 = wrong answer, NaN = no reward function decides whether it is correct",
@@ -334,9 +337,9 @@ class DataProto:
 
         Args:
             parts: the batches to concatenate.
-            rows: numbers of the rows to take, int64, in the order of the result. Rows are numbered consecutively across
-                all batches in `parts`: the first row of a batch follows the last row of the previous batch. If `rows`
-                is None, all rows of all batches are taken in order.
+            rows: numbers of the rows to take, int64, in the order of the result. The rows of all batches in `parts` are
+                numbered consecutively, so the first row of a batch has the number after the last row of the previous
+                batch. If `rows` is None, all rows of all batches are taken in order.
 
         Raises:
             ValueError: the parts have different columns, or `parts` is empty.
@@ -485,7 +488,7 @@ class DataProto:
         return keys
 
     def shares(self, other: "DataProto", key: str) -> bool:
-        """Return whether a tensor column occupies the same memory in both batches.
+        """Return whether the tensor column `key` of this batch and of the batch `other` occupies the same memory.
 
         `shares` compares only the memory locations of the two columns, not their values.
         """

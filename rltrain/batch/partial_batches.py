@@ -16,7 +16,7 @@ def joined_rows(
     If a part has exactly the rows that are needed, the values of the part's columns are not copied.
 
     Args:
-        parts: the parts of the batch. For each column and row that is needed, at least one part has the value.
+        parts: the parts of the batch. Each needed row of each needed column must be in at least one of the parts.
         rows_of_parts: for each part, the numbers that its rows have in the whole batch, in ascending order.
         rows: numbers of the rows that are needed, in ascending order.
         columns: names of the columns that are needed.
@@ -41,7 +41,7 @@ def _taken(
     numbers: Sequence[int],
     names: Sequence[str],
 ) -> DataProto:
-    """Return the given rows of the columns `names`, whose values are in the parts with the indices `numbers`."""
+    """Return the rows `rows` of the columns `names`, taken from the parts whose indices are in `numbers`."""
     for number in numbers:
         if np.array_equal(rows_of_parts[number], rows):
             return parts[number].select(names)

@@ -40,13 +40,13 @@ def minibatches(uids: Sequence[int], count: int, epochs: int, *, seed: int, step
 
 
 def rows_of_same_groups(uids: Sequence[int], chosen: Sequence[Rows], others: Sequence[int]) -> list[Rows]:
-    """Return the rows of another batch whose prompt groups occur in a mini-batch, as one list for each mini-batch.
+    """For each mini-batch, return those rows of a second batch that share a prompt group with a row of the mini-batch.
 
     Args:
         uids: for each row of the batch that is divided into mini-batches, the number that identifies its prompt group,
             (B,).
         chosen: for each mini-batch, the indices of its rows in the batch that is divided into mini-batches.
-        others: for each row of the other batch, the number that identifies its prompt group.
+        others: for each row of the second batch, the number that identifies its prompt group.
     """
     groups = [{uids[row] for row in rows} for rows in chosen]
     return [[row for row, uid in enumerate(others) if uid in members] for members in groups]
@@ -59,7 +59,7 @@ def balance(work: Sequence[int], rows: Rows, ranks: int) -> list[Rows]:
     """
     rows = sorted(rows)
     shares = partition([max(work[row], 1) for row in rows], ranks)
-    assert shares is not None, "a partition without size limits always exists"
+    assert shares is not None, "`partition` returned None, although the parts had no size limit"
     return [sorted(rows[index] for index in share) for share in shares]
 
 
@@ -86,8 +86,8 @@ def microbatches(
         return [[row] for row in sorted(rows, key=lambda row: (-work[row], row))]
     costs, sizes = [max(work[row], 1) for row in rows], [lengths[row] for row in rows]
     even = partition(costs, wanted, sizes=sizes, room=max_tokens)
-    # If the greedy partition cannot fit all rows into `wanted` micro-batches of `max_tokens` tokens, the search for
-    # nearly equal work starts from the first-fit packing.
+    # If the greedy partition cannot fit all rows into `wanted` micro-batches of `max_tokens` tokens, `refined` instead
+    # balances the work of the micro-batches that first-fit packing made.
     if even is None:
         place = {row: index for index, row in enumerate(rows)}
         packed = _split([[place[row] for row in cut] for cut in fewest], wanted, costs)
@@ -125,13 +125,14 @@ def _first_fit(lengths: Sequence[int], rows: Rows, max_tokens: int) -> list[Rows
 def _split(cuts: list[Rows], count: int, work: Sequence[int]) -> list[Rows]:
     """Split micro-batches until there are `count` micro-batches.
 
-    Each split divides the micro-batch with the most work among the micro-batches that have more than one row.
+    In each iteration, the micro-batch with the most work is divided into two. Micro-batches with only one row are never
+    divided.
     """
     cuts = [list(cut) for cut in cuts]
     while len(cuts) < count:
         largest = max((cut for cut in cuts if len(cut) > 1), key=lambda cut: sum(work[row] for row in cut))
         halves = partition([work[row] for row in largest], 2)
-        assert halves is not None, "a partition without size limits always exists"
+        assert halves is not None, "`partition` returned None, although the parts had no size limit"
         cuts.remove(largest)
         cuts += [[largest[index] for index in half] for half in halves]
     return cuts

@@ -47,8 +47,8 @@ class Packet(NamedTuple):
     """The pickled form of the columns of a batch.
 
     Attributes:
-        tensors: (name, dtype, shape, family, bytes) of each tensor column. `family` is an index into the list
-            `families`, or -1 for a dense column.
+        tensors: for each tensor column, a tuple (name, dtype, shape, index, bytes), where index is the position of the
+            column's offsets in the list `families`, or -1 for a dense column.
         families: the offsets of each column family, as the bytes of int64 numbers.
         others: all columns that are not tensors. A column of strings is stored as (name, UTF-8 bytes, bytes of int64
             numbers that give the end of each string). A column of objects that are not all strings is stored as (name,

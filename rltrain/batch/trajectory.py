@@ -12,8 +12,9 @@ repeated tokens belong to the observation and are not trained on again.
 
 Two columns of a batch distinguish tokens that the policy sampled from tokens that belong to observations. The column
 `response_mask` is True at sampled tokens that are trained on. Later stages of a training step may set `response_mask`
-to False, for instance in rows without a score. The column `policy_version` of a batch never changes, so
-`rltrain.batch.sampled_tokens` also finds the sampled tokens of rows that are not trained on.
+to False, for instance in rows without a score. The column `policy_version` is -1 at observation tokens, and later
+stages never change it. The module `rltrain.batch.sampled_tokens` reads `policy_version` instead of `response_mask`, so
+it also finds the sampled tokens of rows that are not trained on.
 
 `rltrain.batch.trajectory` imports no torch, because environment processes build trajectories without torch.
 """
@@ -142,7 +143,7 @@ class Trajectory:
     def environment_reward(self) -> float | None:
         """Sum of the rewards that the environment gave for single turns and for the whole trajectory.
 
-        The value is None if the environment gave no reward at all.
+        The property `environment_reward` is None if the environment gave no reward at all.
         """
         rewards = [one for one in (*(turn.reward for turn in self.turns), self.reward) if one is not None]
         return sum(rewards) if rewards else None

@@ -31,9 +31,8 @@ def table_rows(table: Any, where: str) -> Rows:
 def _in_microseconds(column: Any, name: str, where: str) -> Any:
     """Convert the times in an Arrow column from nanoseconds to microseconds.
 
-    Microseconds are the finest time unit of Python's `datetime` types.
-
-    Without the conversion, pyarrow would return times in nanoseconds as pandas objects if pandas is installed.
+    Microseconds are the finest time unit of Python's `datetime` types. If pandas is installed, pyarrow returns times in
+    nanoseconds as pandas objects instead of `datetime` objects.
 
     Raises:
         ConfigError: a time in nanoseconds is not a whole number of microseconds.

@@ -120,8 +120,9 @@ class ChatTemplates:
                 )
 
     def _answer(self, request: bytes, done: int) -> tuple[list[str], str | None]:
-        """Send a request to the rendering process, and return the rendered texts and the template's error message. The
-        error message is None if the template rendered all chats of the request.
+        """Send a request to the rendering process, and return the rendered texts and the template's error message.
+
+        The template's error message is None if the template rendered all chats of the request.
 
         Args:
             request: the pickled request.
@@ -165,7 +166,7 @@ class ChatTemplates:
     def _why_lost(self, silent: bool) -> str:
         """End the rendering process after it failed to answer a request.
 
-        Return an error message with the reason for the failure and a remedy.
+        Return an error message that says why the rendering process did not answer, and what the user can do.
         """
         assert self._process is not None
         process, self._lost = self._process, self._lost + 1

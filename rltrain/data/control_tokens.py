@@ -6,15 +6,15 @@ chat or open another turn. If the data contains no control-token name, the token
 contains a control-token name, encoding has three steps:
 
 1. Before the chat template is applied, placeholders (private-use Unicode characters) replace the control-token names in
-   the data. With the placeholders in the data, all control-token names in the template's output come from the template
-   itself.
+   the data. Every control-token name in the template's output then comes from the template, and none from the data.
 2. In a copy of the tokenizer, each control token is renamed to a string of private-use characters. In the output of the
-   chat template, each control-token name is replaced by the private-use name of the same token. Then each placeholder
-   in the output is replaced by the original control-token name from the data. The copied tokenizer encodes the original
-   control-token names as ordinary text.
-3. Two checks verify the token ids of the encoded text. For the text with placeholders, the copied tokenizer must give
-   the same ids as the original tokenizer. Replacing the placeholders by the original names must not change the sequence
-   of control tokens in the token ids. If one of the two checks of the token ids fails, a `ControlTokenError` is raised.
+   chat template, each control-token name is replaced by the private-use name of the same token, and each placeholder by
+   the control-token name from the data. The copy of the tokenizer recognizes control tokens only by their private-use
+   names, and encodes the control-token names from the data as ordinary text.
+3. Two checks verify the token ids of the encoded text. The tokenizer and its copy with renamed control tokens must
+   encode the template's output with placeholders to the same ids. Replacing the placeholders by control-token names
+   must not change the sequence of control tokens in the token ids. A `ControlTokenError` is raised if a check of the
+   token ids fails.
 """
 
 import functools
@@ -101,7 +101,7 @@ class ControlTokens:
         Args:
             value: the prompt from the data: a string, or dicts and lists that contain strings.
             write: function that converts `value` to the text to encode, e.g. with a chat template. Control-token names
-                that `write` adds are encoded as control tokens.
+                in the text that do not come from `value`, but from the chat template, are encoded as control tokens.
             written: the text that `write(value)` returned.
             add_special_tokens: whether the tokenizer adds its own special tokens around the text.
 

@@ -133,7 +133,8 @@ def fetch(
         environment: environment variables of the download process.
 
     Raises:
-        ConfigError: the model can be neither found nor downloaded. The error message names the cause and a remedy.
+        ConfigError: the model can be neither found nor downloaded. The message of the ConfigError names the cause and a
+            remedy.
     """
     if str(name) in _snapshots:
         return str(name)

@@ -1,9 +1,9 @@
 """The process that downloads a data set from the hub for `rltrain.data.hub_datasets`.
 
-The download process writes one JSON object to its standard output. If the download succeeds, this JSON object holds the
-commit, the configuration, the split and the paths of the split's Arrow files. If the download fails, the download
-process writes the JSON object {"error": reason and remedy}. Progress bars of the library `datasets` go to the standard
-error of the download process.
+The download process writes one JSON object to its standard output. If the download succeeds, the JSON object on the
+standard output holds the commit, the configuration, the split and the paths of the split's Arrow files. If the download
+fails, the download process writes the JSON object {"error": reason and remedy}. Progress bars of the library `datasets`
+go to the standard error of the download process.
 """
 
 import difflib
@@ -113,12 +113,12 @@ def _result(builder: Any, split: str) -> dict[str, Any]:
 def _chosen(splits: Sequence[str], split: str | None, repository: str, config: str | None, key: str) -> str:
     """Return the split that the user named, or a default split.
 
-    If the user named no split, return the split that has a usual name for the config key (such as `validation` for the
-    key `val`). If no split has a usual name, return the only split of the data set.
+    The default split is the first split in `_SPLITS[key]` that the data set has, for example `validation` if `key` is
+    `val`. If a data set has only one split, this split is the default split.
 
     Raises:
-        ConfigError: the split that the user named does not exist, or the user named no split and the data set has
-            several splits, none of which has a usual name for the config key.
+        ConfigError: the data set lacks the split that the user named, or the user named no split and the data set has
+            no default split.
     """
     if split in splits:
         return str(split)

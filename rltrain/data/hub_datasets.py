@@ -50,8 +50,8 @@ class DatasetName:
 
     Attributes:
         repository: name of the data set without configuration, split and revision: `ORG/NAME`.
-        config: name of the configuration; None for the data set's configuration "default" or its only configuration. If
-            `split` is None, `config` can also be the name of a split: in the name `ORG/NAME:WORD`, `config` is WORD.
+        config: name of the configuration; None for the data set's configuration "default" or its only configuration. In
+            the name `ORG/NAME:WORD`, `config` is WORD and `split` is None, even if WORD is the name of a split.
         split: name of the split; None if the user named no split, or wrote `ORG/NAME:SPLIT`.
         revision: branch, tag or commit of the data set; None for the main branch.
     """
@@ -72,7 +72,7 @@ class DatasetName:
         return bool(self.config and self.split and self.revision and _COMMIT.fullmatch(self.revision))
 
     def may_mean(self, pinned: "DatasetName") -> bool:
-        """Return True if this name has no revision and can refer to the split to which the name `pinned` refers."""
+        """Return True if this name has no revision and can mean the same split as the complete name `pinned`."""
         if self.repository != pinned.repository or self.revision is not None or not pinned.pinned:
             return False
         if self.split is not None:
@@ -113,7 +113,8 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
         key: the config key, `train` or `val`, which determines the split if the name contains no split.
 
     Raises:
-        ConfigError: the data set can be neither found nor downloaded. The error message names the cause and a remedy.
+        ConfigError: the data set can be neither found nor downloaded. The message of the ConfigError names the cause
+            and a remedy.
     """
     if str(name) in _files:
         return name

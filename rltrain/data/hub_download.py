@@ -92,8 +92,8 @@ def _persistently(model: str, revision: str | None) -> Path:
 def _progress_class() -> type:
     """Return a progress-bar class that writes messages instead of displaying bars.
 
-    huggingface_hub creates several progress bars: one bar counts files, and the other bars count bytes. Two progress
-    bars can count the same byte: one bar when the byte is received, and another bar when the byte is written.
+    huggingface_hub creates several progress bars: one bar counts files, and the other bars count bytes. The same byte
+    can be counted by two progress bars, once when the byte is received and once when the byte is written to disk.
     """
     from tqdm.auto import tqdm
 

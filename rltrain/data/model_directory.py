@@ -28,7 +28,8 @@ def check_directory(path: str, key: str = "model.path") -> None:
         key: the config key that holds `path`, for the start of error messages.
 
     Raises:
-        ConfigError: the directory is incomplete. The error message names the missing part of the directory.
+        ConfigError: the directory is incomplete. The message of the ConfigError names the missing part of the
+            directory.
     """
     where, folder = f"{key}={path}", local_directory(path)
     other = ", or model.path=builtin" if where.startswith("model.path") else ""
@@ -55,7 +56,7 @@ def check_reward_model(path: str, key: str) -> None:
 
     Raises:
         ConfigError: the model is not a sequence classifier with one output, or tensors are missing from its weights.
-            The error message names the kind of model, or the missing tensors.
+            The message of the ConfigError names the kind of model, or the missing tensors.
     """
     from transformers import AutoModelForSequenceClassification
 
@@ -81,8 +82,8 @@ def check_critic(path: str) -> None:
 
     Raises:
         ConfigError: transformers has no token classifier for this type of model, or the base model's weights are
-            incomplete. The error message names the model type and the algorithms that need no critic, or the missing
-            tensors.
+            incomplete. The message of the ConfigError names the model type and the algorithms that need no critic, or
+            the missing tensors.
     """
     from transformers import AutoModelForTokenClassification
     from transformers.models.auto.modeling_auto import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES as known
@@ -117,7 +118,7 @@ def check_limits(config: Config, model: Mapping[str, Any]) -> None:
 
     Raises:
         ConfigError: the run's config exceeds a limit of the model, or the model has layers that cannot be trained. The
-            error message names the exceeded limit, or the layers that cannot be trained.
+            message of the ConfigError names the exceeded limit, or the layers that cannot be trained.
     """
     rollout = config.rollout
     longest = rollout.max_prompt_length + rollout.max_response_length
@@ -238,9 +239,9 @@ def _windows(model: Mapping[str, Any]) -> dict[str, int]:
 def _rope_limit(model: Mapping[str, Any]) -> int | None:
     """Return the row length up to which RoPE uses the same frequencies for all rows; None if RoPE sets no limit.
 
-    The RoPE limit applies to training and to rollout engines. Among the RoPE types, only `longrope` limits the row
-    length. The RoPE type `dynamic` changes its frequencies only in rows that are longer than the model's number of
-    positions. `check_limits` forbids rows that are longer than the model's number of positions.
+    If RoPE limits the row length, the limit applies to training and to rollout engines. Among the RoPE types, only
+    `longrope` limits the row length. The RoPE type `dynamic` changes its frequencies only in rows that are longer than
+    the model's number of positions. `check_limits` forbids rows that are longer than the model's number of positions.
     """
     rope = model.get("rope_parameters") or {}
     # Some configs hold one dict of RoPE parameters per layer type.
@@ -283,8 +284,8 @@ def check_vocabulary(path: str | Path, tokenizer: Any, where: str) -> None:
         where: the config key and the model's path, for the start of the error message.
 
     Raises:
-        ConfigError: a token id is too large for the model's embeddings. The error message names the largest id and the
-            model's vocabulary size.
+        ConfigError: a token id is too large for the model's embeddings. The message of the ConfigError names the
+            tokenizer's largest token id and the model's vocabulary size.
     """
     size, words = text_config(path).get("vocab_size"), tokenizer.get_vocab()
     largest = max((words[word] for word in words.keys() - tokenizer.get_added_vocab().keys()), default=0)
@@ -306,8 +307,8 @@ def check_prompt_ids(path: str | Path, largest: int, where: str) -> None:
         where: the config key and the source of the prompts, for the start of the error message.
 
     Raises:
-        ConfigError: the largest token id has no embedding. The error message names the token id and the model's
-            vocabulary size.
+        ConfigError: the largest token id has no embedding. The message of the ConfigError names the largest token id in
+            the prompts and the model's vocabulary size.
     """
     size = text_config(path).get("vocab_size")
     require(

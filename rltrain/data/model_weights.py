@@ -24,7 +24,7 @@ BUILTIN_MODEL = "builtin"
 SAFETENSORS, TORCH, INDEX = ".safetensors", ".bin", ".index.json"
 NAMES = (f"model{SAFETENSORS}", f"model{SAFETENSORS}{INDEX}", f"pytorch_model{TORCH}", f"pytorch_model{TORCH}{INDEX}")
 NOT_FOR_ENGINES = ("training_args.bin", "optimizer.bin")  # Names of files that vLLM does not read as weights.
-AGAIN = "copy or download it again, or save the model again with save_pretrained"
+AGAIN = "copy or download the model's files again, or save the model again with save_pretrained"
 _FLOATS = ("F64", "F32", "F16", "BF16", "torch.float64", "torch.float32", "torch.float16", "torch.bfloat16")
 _EXPERT = re.compile(r"^(.*\.experts\.)(\d+)(\..*)$")
 # Matches a line of transformers' loading report about a failed conversion of tensors.
@@ -245,8 +245,8 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
             model.
 
     Raises:
-        ConfigError: the weights do not fit the model, or belong to an adapter or a quantized model. The error message
-            names the broken file, or the tensors that are missing, unexpected, or of another shape or type.
+        ConfigError: the weights do not fit the model, or belong to an adapter or a quantized model. The message of the
+            ConfigError names the broken file, or the tensors that are missing, unexpected, or of another shape or type.
     """
     folder = local_directory(path)
     require(
@@ -391,8 +391,8 @@ def require_whole(model: Any, found: Mapping[str, Any], where: str, *, new_head:
         new_head: whether weight files without the model's head are accepted, as in `check_weights`.
 
     Raises:
-        ConfigError: tensors are missing, unexpected or of the wrong shape. The error message names the affected
-            tensors.
+        ConfigError: tensors are missing, unexpected or of the wrong shape. The message of the ConfigError names the
+            affected tensors.
     """
     body = f"{model.base_model_prefix}."
 
@@ -420,7 +420,7 @@ def reported(where: str) -> Iterator[None]:
     """Suppress transformers' log messages and progress bar while a model is loaded.
 
     Raises:
-        ConfigError: transformers failed to merge tensors. The error message names the affected tensors.
+        ConfigError: transformers failed to merge tensors. The message of the ConfigError names the affected tensors.
     """
     from transformers.utils import logging as progress
 
@@ -456,8 +456,8 @@ def check_engine_files(path: str, where: str) -> None:
     """Raise an error if vLLM and transformers would read a model's weights from different files of a directory.
 
     Raises:
-        ConfigError: vLLM and transformers would read different files. The error message names the files that only vLLM
-            or only transformers reads.
+        ConfigError: vLLM and transformers would read different files. The message of the ConfigError names the files
+            that only vLLM or only transformers reads.
     """
     folder = local_directory(path)
     read, index = set(weight_files(folder, where)), folder / NAMES[1]
@@ -470,7 +470,7 @@ def check_engine_files(path: str, where: str) -> None:
     require(
         engine == read,
         f"{where}: vLLM and transformers would read the weights from different files ({other}); keep the weights in "
-        "only one format there, with no index file or with the index file of this format, or use rollout=hf",
+        "files of only one format and remove index files of other formats, or use rollout=hf",
     )
 
 

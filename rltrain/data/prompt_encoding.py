@@ -63,7 +63,7 @@ class PromptEncoder:
                 `Overlong` is yielded instead of token ids.
 
         Raises:
-            ConfigError: a row cannot be encoded. The error message is one line and names the row.
+            ConfigError: a row cannot be encoded. The message of the ConfigError is one line and names the row.
         """
         for row, prompt in prompts.items():
             _require_prompt(prompt, self.tokenizer, place(row))

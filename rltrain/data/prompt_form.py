@@ -86,8 +86,8 @@ class PromptForm:
         as_user: whether a text prompt becomes a user message.
         system: text of the system message that starts each chat; None for no system message.
         chat: value of the config key `data.chat`: "auto", "always" or "never".
-        derived: dict of the computed columns, with the column names as keys. Reward functions get the computed columns
-            in addition to the columns of the data.
+        derived: dict that maps names to columns that rltrain computes, such as `completion`. In addition to the columns
+            of the data, reward functions get the columns that rltrain computes.
         read: function that returns the prompt of a row: text or chat messages. `read` does not check the type of the
             value that it returns. `read` raises RowError if a column that the template needs has no value, or if a
             message has an unknown speaker.
@@ -250,7 +250,7 @@ def template_parts(template: str, *, key: str = "data.prompt", what: str = "prom
     """Split a template into pairs of text and column name.
 
     In a returned pair (text, column name), the text is the part of the template between the previous column and this
-    column. If the template ends with text, the column name of the last pair is None.
+    column. If the template ends with text, the last pair (text, column name) has None as its column name.
 
     Args:
         template: the template, with columns in braces.

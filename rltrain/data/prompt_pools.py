@@ -11,22 +11,23 @@ p (1 - p) of the outcomes is largest at p = 1/2, so the policy learns most from 
     hard:   success rate <= hard_threshold
     normal: hard_threshold < success rate < easy_threshold
 
-Each pool is assigned a subinterval of [0, 1). Draw number n, counted from 0, takes a prompt from the pool whose
-interval contains the point u(n):
+Each pool is assigned a subinterval of [0, 1) whose length is the fraction of draws that is configured for the pool. The
+subintervals of the pools lie in the order normal, unseen, hard, easy. Draw number n, counted from 0, takes a prompt
+from the pool whose subinterval contains the point u(n):
 
     u(n) = frac(u(0) + n * 0x9E3779B97F4A7C15 / 2^64)
 
-The length of a pool's interval is the pool's configured fraction, and the intervals lie in the order normal, unseen,
-hard, easy. The point u(0), which selects the pool of the first draw, depends on the seed. The points u(n) are spread
-evenly over [0, 1), because the factor of n in the formula for u(n) is the golden ratio minus 1. A pool whose configured
+The first point, u(0), is a pseudo-random number in [0, 1) that depends on the seed. The points u(n) are spread evenly
+over [0, 1), because the factor of n in the formula for u(n) is the golden ratio minus 1. A pool whose configured
 fraction is f is chosen for about m * f of any m consecutive draws, with a small deviation.
 
 If the chosen pool is empty, the draw takes a prompt from the normal pool. If the chosen pool and the normal pool are
 both empty, the draw takes a prompt from the unseen pool. If the chosen pool, the normal pool and the unseen pool are
-all empty, the draw takes a random prompt from the hard and easy pools. If all prompts are hard or easy and both pools
-have small configured fractions, most draws take a random prompt, so that training is almost the same as with shuffled
-passes through all prompts. Random draws from the hard and easy pools include easy prompts, because otherwise the policy
-would train only on prompts that it fails to solve.
+all empty, the draw takes a random prompt from the hard and easy pools. If every prompt is either hard or easy, the
+normal and unseen pools are empty, and each draw that chooses an empty pool takes a random prompt instead. If the hard
+and easy pools also have small configured fractions, most draws choose an empty pool and take a random prompt, so that
+training is almost the same as with shuffled passes through all prompts. Random draws from the hard and easy pools
+include easy prompts, because otherwise the policy would train only on prompts that it fails to solve.
 
 Within a pool, prompts are drawn without replacement: each pass through a pool is a random permutation of the prompts in
 the pool. A prompt that was drawn in one pass through a pool can be drawn again only in a later pass. A prompt is called
@@ -66,7 +67,8 @@ class _Pool:
     Attributes:
         passes: number of passes through the pool that have begun.
         left: prompt indices that the current pass has not drawn yet. The next draw takes the last index of `left`.
-        returned: prompt indices of the next pass, in the order in which they were returned to the pool.
+        returned: indices of the prompts that the next pass through the pool will draw, in the order in which the
+            prompts were put into the pool.
     """
 
     def __init__(self, name: str, seed: int) -> None:
@@ -131,9 +133,8 @@ class PromptPools:
         If the new group of a prompt has no judged answer, the prompt keeps the success rate of its previous group.
 
         Args:
-            outcomes: a dict with one entry for each draw that the step has used or discarded. Each key of `outcomes` is
-                the position of a draw. Each value is the pair (number of correct answers, number of judged answers) of
-                the draw's prompt group.
+            outcomes: a dict that maps the position of each draw that the step has used or discarded to (number of
+                correct answers, number of judged answers) for the drawn prompt.
         """
         for position, (correct, judged) in sorted(outcomes.items()):
             assert 0 <= correct <= judged <= _LARGEST, f"invalid outcome: {correct} of {judged} answers are correct"
@@ -226,13 +227,17 @@ class PromptPools:
         if not len(self._correct) == len(self._judged) == self._size:
             raise ValueError("the number of stored outcomes is not the number of prompts")
         if any(map(int.__gt__, self._correct, self._judged)) or any(n >= self._drawn for n in self._in_flight):
-            raise ValueError("a prompt has more correct than judged answers, or a draw has an impossible position")
+            raise ValueError(
+                "a prompt has more correct answers than judged answers, or the position of a draw is not less than the "
+                "number of draws"
+            )
 
 
 def _ends(difficulty: DifficultyConfig) -> list[tuple[str, float]]:
-    """Return the name of each pool, with the upper end of the pool's interval multiplied by 2^64.
+    """Return the name of each pool, and the upper end of the pool's subinterval of [0, 1), scaled by 2^64.
 
-    The upper end of the last pool's interval is infinite, to allow for rounding errors.
+    The upper ends are scaled by 2^64, because `_draw` compares them with an integer below 2^64. The upper end of
+    the last pool is infinite, because rounding errors can make the sum of the configured fractions less than 1.
     """
     ends, end = list[tuple[str, float]](), 0.0
     for name in POOLS:
@@ -247,8 +252,8 @@ def most_in_flight(prompts_per_step: int, steps_ahead: int, dynamic_sampling: in
     Args:
         prompts_per_step: number of prompt groups of a training step.
         steps_ahead: number of training steps for which groups are generated in advance.
-        dynamic_sampling: value of `algorithm.dynamic_sampling`, with which a step generates at most `dynamic_sampling`
-            * `prompts_per_step` groups.
+        dynamic_sampling: value of `algorithm.dynamic_sampling`: the maximum number of groups that a step generates,
+            divided by `prompts_per_step`; 0 without dynamic sampling.
     """
     return prompts_per_step * (steps_ahead + max(1, dynamic_sampling))
 

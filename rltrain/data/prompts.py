@@ -192,8 +192,8 @@ def load_prompts(
         supervised: settings of the supervised answers to the prompts; None if no supervised answers are needed.
 
     Raises:
-        ConfigError: the prompt data is invalid. The error message is one line that names the file, the row, the problem
-            and its fix.
+        ConfigError: the prompt data is invalid. The message of the ConfigError is one line that names the file, the
+            row, the problem and its fix.
     """
     where = f"data.{key or split}={source}"
     rows = load_rows(source, where, split=split, seed=seed, limit=limit)

@@ -6,7 +6,7 @@ The first of the following forms that fits a source determines the kind of the s
 - An existing path names a data file, or a folder of data files.
 - `package.module:function` or `file.py:function` names a Python function that gives rows.
 - `ORG/NAME[:CONFIGURATION][:SPLIT][@REVISION]` names a data set of the Hugging Face hub.
-- Any other text is treated as a path, and is refused because no file or folder has that path.
+- A source in no known form is treated as the path of a missing file or folder, and is refused.
 """
 
 import re

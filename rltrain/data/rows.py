@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one source, as a list of dicts or as an Arrow table, which can be mapped from a file.
+    """Rows of one source, as a list of dicts or as an Arrow table that may be memory-mapped from a file.
 
     Attributes:
         content: the rows, as a list of dicts or a `pyarrow.Table`.
@@ -52,9 +52,9 @@ class Rows:
 
     @classmethod
     def joined(cls, parts: Sequence["Rows"]) -> "Rows":
-        """Return the rows of all parts as one `Rows` object, in the order of the parts.
+        """Return the rows of several `Rows` objects as one `Rows` object, in the order of `parts`.
 
-        Either all parts hold their rows as dicts, or all parts hold Arrow tables.
+        The `Rows` objects in `parts` must either all hold lists of dicts, or all hold Arrow tables.
 
         Raises:
             pyarrow.ArrowException: the types of a column in two tables cannot be combined.

@@ -44,8 +44,8 @@ class StoredRows:
         """Read a part of the tensor.
 
         Args:
-            index: an ellipsis, a slice, or a tuple of slices. Only the rows that the first slice selects are read from
-                the file.
+            index: an ellipsis, a slice, or a tuple of slices. Only the rows that `index` selects in the tensor's first
+                dimension are read from the file.
 
         Raises:
             OSError: the file ends before the end of the requested rows.

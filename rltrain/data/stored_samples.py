@@ -1,7 +1,7 @@
 """Finds the samples that a run has stored: the parquet tables in the subfolder `rollouts` of the run's output folder.
 
-`rltrain.monitoring.sample_files` writes the parquet tables. Each parquet table has one row per sample of a training
-step. The rows of a prompt group are adjacent, in the order of their sample numbers.
+The module `rltrain.monitoring.sample_files` writes the samples of a run as parquet tables. Each parquet table has one
+row per sample of a training step. The rows of a prompt group are adjacent, in the order of their sample numbers.
 """
 
 import re
@@ -64,8 +64,9 @@ def stored_groups(folder: Path) -> Mapping[int, StoredGroup]:
         ConfigError: a sample table cannot be read.
     """
     groups: dict[int, StoredGroup] = {}
-    # A training step that failed and was repeated after a resume has two sample tables. `sample_files` returns the
-    # table of the repeated step before the table of the failed step.
+    # A training step that failed and was repeated after a resume has two sample tables. For a prompt group that is in
+    # both tables of a step, the samples of the successful attempt are used, because `sample_files` lists the table of
+    # the successful attempt first.
     for file in sample_files(folder):
         try:
             uids: list[int] = pq.read_table(file.path, columns=["uid"])["uid"].to_pylist()

@@ -213,7 +213,7 @@ class AnswerEncoder:
             place: function that returns, for a row number, the location of that row for error messages.
 
         Raises:
-            ConfigError: an answer cannot be encoded. The error message is one line and names the row.
+            ConfigError: an answer cannot be encoded. The message of the ConfigError is one line and names the row.
         """
         limit, found, ordinary = self._options.max_length, dict[int, list[int] | Overlong](), dict[int, str]()
         for row, text in texts.items():
@@ -305,7 +305,7 @@ def load_answers(
     """Read, check and tokenize the supervised answers of the rows that became prompts.
 
     Args:
-        rows: the rows of the source.
+        rows: all rows that were read from the data source.
         kept: numbers of the rows that became prompts, in the order of the prompts.
         form: the way in which rows become prompts.
         tokenizer: a Hugging Face tokenizer.
@@ -314,8 +314,8 @@ def load_answers(
         special_tokens, lossy_tokenizer: have the same meaning as in `rltrain.data.prompts.load_prompts`.
 
     Raises:
-        ConfigError: a named column is missing, an answer is invalid, or no row has an answer. The error message is one
-            line that gives the invalid value, the rule that the value breaks, and the fix.
+        ConfigError: a named column is missing, an answer is invalid, or no row has an answer. The message of the
+            ConfigError is one line that gives the invalid value, the rule that the value breaks, and the fix.
     """
     answers = AnswerForm(options.response, rows.columns, form, where=where)
     found = SupervisedAnswers(answers.source)

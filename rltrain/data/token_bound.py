@@ -40,8 +40,8 @@ class TokenBound:
     """Computes a lower bound on the number of tokens in a text.
 
     A token covers a piece of the normalized text, and no piece is longer than the longest vocabulary entry. A text of n
-    characters has at least n / L tokens if the longest vocabulary entry has L characters. Characters that may
-    have no token of their own are not counted:
+    characters has at least n / L tokens if the longest vocabulary entry has L characters. The bound must never exceed
+    the true number of tokens, so the following parts of a text are not counted:
 
     - A character that is not in the vocabulary is not counted, because the tokenizer may drop such a character or merge
       several such characters into one unknown token.
@@ -93,7 +93,7 @@ class TokenBound:
 
 def _flat(part: Any, inner: str) -> list[dict[str, Any]]:
     """Return a flat list of the components in one part of a tokenizer, such as its pre-tokenizer, even if the part
-    contains nested sequences. If the tokenizer lacks the part (`part` is None), return an empty list.
+    contains nested sequences. Return an empty list if `part` is None, for example if a tokenizer has no pre-tokenizer.
     """
     if part is None:
         return []

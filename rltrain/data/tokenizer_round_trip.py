@@ -14,9 +14,10 @@ def loss(texts: Iterable[str], tokenizer: Any) -> tuple[int, str] | None:
     The following changes do not count as damage: case, accents, the Unicode form of characters, the amount of white
     space, and changes by the tokenizer's own normalizer. A tokenizer damages a text in any of the following cases:
 
-    - Characters other than white space are missing, or differ by more than case, accents or Unicode form.
-    - White space between two letters or digits is missing.
-    - All white space is missing from every text.
+    - In the decoded text, characters other than white space are missing, or differ by more than case, accents or
+      Unicode form.
+    - In the decoded text, white space between two letters or digits is missing.
+    - No decoded text has white space between words, although at least one original text has.
 
     Args:
         texts: the texts to check, which must not contain names of added tokens.

@@ -1,17 +1,18 @@
 """Checks that a conversation whose token ids are built turn by turn agrees with the chat template's rendering of the
 whole conversation.
 
-The check builds synthetic conversations turn by turn, as in a rollout. The check compares each built conversation with
-the template's rendering of the whole conversation:
+The function `fault` builds synthetic conversations turn by turn, as in a rollout, and compares each of them with the
+chat template's rendering of the whole conversation:
 
-- The built conversation and the rendering have the same control tokens in the same order. The built conversation has a
-  second beginning-of-sequence token, a repeated system prompt or a missing end token only if the rendering has the same
-  fault.
-- Between two control tokens, the built conversation and the rendering have the same token ids. An answer of the
-  assistant must have the same text in the built conversation and in the rendering, but the answer's token ids are
-  allowed to differ. White space around an answer is allowed to differ, because the policy samples this white space.
-  Thoughts (`<think>...</think>`) are allowed to differ, because some templates remove thoughts from earlier answers.
-- The built conversation ends where the template would write the assistant's next answer.
+- The conversation built turn by turn and the template's rendering have the same control tokens in the same order. For
+  example, a conversation built turn by turn must not contain a second beginning-of-sequence token or a repeated system
+  prompt that the template would not write, and must not lack an end token that the template would write.
+- Between two control tokens, the conversation built turn by turn and the template's rendering have the same token ids.
+  An answer of the assistant must have the same text in the conversation built turn by turn and in the template's
+  rendering, but the answer's token ids are allowed to differ. White space around an answer is allowed to differ,
+  because the policy samples this white space. Thoughts (`<think>...</think>`) are allowed to differ, because some
+  templates remove thoughts from earlier answers.
+- The conversation built turn by turn ends where the template would write the assistant's next answer.
 """
 
 import re
@@ -53,7 +54,10 @@ class _Turn:
 
 
 def fault(renderer: "TurnRenderer", roles: Collection[str]) -> str | None:
-    """Return one line on how turn-by-turn conversations differ from the template's rendering; None if they agree.
+    """Compare conversations that are built turn by turn with the chat template's rendering of the whole conversations.
+
+    Return one line that describes the first difference between a conversation and its rendering, or None if all
+    conversations agree with their renderings.
 
     Args:
         renderer: the renderer to check.
@@ -82,18 +86,18 @@ def _conversations(roles: Collection[str]) -> Iterator[tuple[str, list[_Turn]]]:
     ]
     thought = "<think>\nthinking 56\n</think>\n\n"
     if "user" in roles:
-        yield "a user's message after an answer", [_Turn(user)]
-        yield "a user's message after a cut answer", [_Turn(user, cut=True)]
-        yield "a user's message in each of three turns", [_Turn(user)] * 3
-        yield "a user's message after thoughts", [_Turn(user, thought), _Turn(user, thought)]
+        yield "if a user's message follows an answer", [_Turn(user)]
+        yield "if a user's message follows an answer that was cut off", [_Turn(user, cut=True)]
+        yield "if a user's message follows each of three answers", [_Turn(user)] * 3
+        yield "if a user's message follows an answer with thoughts", [_Turn(user, thought), _Turn(user, thought)]
     if "tool" in roles:
-        yield "one tool result", [_Turn(results[:1])]
-        yield "results of two tool calls in one answer", [_Turn(results)]
-        yield "a tool result in each of three turns", [_Turn(results[:1])] * 3
-        yield "a tool result after thoughts", [_Turn(results[:1], thought)] * 2
-        yield "a tool result after a cut answer", [_Turn(results[:1]), _Turn(results[:1], cut=True)]
+        yield "if the result of one tool call follows an answer", [_Turn(results[:1])]
+        yield "if the results of two tool calls follow one answer", [_Turn(results)]
+        yield "if a tool result follows each of three answers", [_Turn(results[:1])] * 3
+        yield "if a tool result follows an answer with thoughts", [_Turn(results[:1], thought)] * 2
+        yield "if a tool result follows an answer that was cut off", [_Turn(results[:1]), _Turn(results[:1], cut=True)]
     if {"user", "tool"} <= {*roles}:
-        yield "tool results and a user's message", [_Turn(results), _Turn(user), _Turn(results[:1])]
+        yield "if tool results and user messages follow answers", [_Turn(results), _Turn(user), _Turn(results[:1])]
 
 
 def _require_tools(renderer: "TurnRenderer") -> None:
@@ -144,8 +148,7 @@ def _sampled_end(renderer: "TurnRenderer", messages: "Sequence[Message]") -> lis
     """Return a list with the id of the control token with which the policy ends an answer.
 
     The policy ends an answer with the template's end token. If the template has no end token, the policy ends an answer
-    with the control token that opens the next message. The returned list is empty if the template writes no control
-    tokens.
+    with the control token that opens the next message. If the template writes no control tokens, return an empty list.
 
     Raises:
         _FaultError: the engine does not stop at the control token that ends an answer.
@@ -170,8 +173,15 @@ def _require_contents(chat: "Sequence[Message]", whole: str) -> None:
 
 
 def _require_same(renderer: "TurnRenderer", row: Sequence[int], whole: Sequence[int], answers: Sequence[str]) -> None:
-    """Raise an error if the built conversation `row` and the template's rendering `whole` differ by more than thoughts
-    and white space around answers.
+    """Raise _FaultError unless a conversation that was built turn by turn agrees with the template's rendering.
+
+    Thoughts, and white space around answers, may differ between the conversation and the rendering.
+
+    Args:
+        renderer: the renderer that is checked.
+        row: token ids of the conversation that was built turn by turn.
+        whole: token ids of the template's rendering of the same conversation.
+        answers: the text of the assistant's answers between control tokens.
     """
     ours, theirs = _pieces(renderer, row), _pieces(renderer, whole)
     for (special, ids), (their_special, their_ids) in zip(ours, theirs, strict=False):
@@ -205,8 +215,9 @@ def _compared(text: str, answers: Sequence[str]) -> str:
 
 
 def _pieces(renderer: "TurnRenderer", ids: Sequence[int]) -> list[tuple[int | None, list[int]]]:
-    """Split `ids` into pieces that each consist of a control token and the ids up to the next control token. The first
-    returned piece has no control token.
+    """Split `ids` into pairs (id of a control token, list of the ids up to the next control token).
+
+    The first pair contains None instead of a control token, and the ids before the first control token.
     """
     pieces: list[tuple[int | None, list[int]]] = [(None, [])]
     special = renderer.special_ids - {*renderer.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])}

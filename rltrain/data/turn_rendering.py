@@ -6,12 +6,13 @@ template writes between two answers of the assistant, except for text that the p
 observation has three parts: the text that the template writes at the end of the previous answer (without tokens that
 the policy has already sampled), the new messages, and the text that opens the next answer.
 
-To find the text of an observation, a short conversation is rendered: a user's message, an *anchor*, and the new
-messages. The anchor is an answer of the assistant that ends with a known word. The observation is the rendered text
-after the anchor's known word, and only the observation is tokenized. If the new messages start with tool results, the
-anchor message calls the tools, because some templates refuse tool results without tool calls. At the start of a run,
-`rltrain.data.turn_probe` compares conversations that are built turn by turn with the template's rendering of the whole
-conversation.
+To find the text of an observation, a short conversation is rendered: a user's message, a placeholder for the sampled
+answer (the *anchor*), and the new messages. The anchor is an assistant's message that contains only a known word, or
+only tool calls with the known word as their argument. The text of the observation is everything that the chat template
+writes after the content of the placeholder answer, and only the text of the observation is tokenized. If the
+observation starts with tool results, the placeholder answer contains tool calls, because some chat templates refuse
+tool results without tool calls. At the start of a run, `rltrain.data.turn_probe` compares conversations that are built
+turn by turn with the template's rendering of the whole conversation.
 """
 
 import functools
@@ -42,7 +43,8 @@ class Anchor:
     Attributes:
         message: the assistant's message.
         marks: number of occurrences of the renderer's `mark` in the rendered message.
-        markup: the part of the answer's text after the last occurrence of `mark`, such as the end of a tool call.
+        markup: in a message with tool calls, the text of the last tool call after the last occurrence of the renderer's
+            `mark`; "" in a message without tool calls.
         closing: text that the template writes after the answer if no other message follows.
     """
 
@@ -64,7 +66,7 @@ class TurnRenderer:
         templates: object that renders messages; by default a new `ChatTemplates`.
 
     Attributes:
-        tokenizer, tools, stop_ids: the constructor arguments of the same names.
+        tokenizer, tools, stop_ids: the arguments with which `TurnRenderer` was called.
         special_ids: `stop_ids`, and the ids of all control tokens except the unknown token.
         mark: known word in the placeholder messages that replace sampled answers; the word occurs in no tool's schema.
     """
@@ -121,13 +123,14 @@ class TurnRenderer:
         """Return the token ids of the text between a sampled answer and the assistant's next answer.
 
         The first returned ids are the tokens that the template writes at the end of the sampled answer, without tokens
-        that the policy has already sampled. For example, the returned ids start with the end token and a newline if the
-        answer was cut off, and with only the newline if the policy sampled the end token. If the policy ended the
-        answer with a token of `stop_ids` other than the template's end token, the sampled token replaces the template's
-        end token. If the template has no end token, an answer ends with the control token that opens the next message.
-        If the policy has already sampled the control token that opens the next message, the returned ids do not repeat
-        this token. If the policy has sampled a control token that opens a message of another role than the next
-        message, the returned ids still contain the control token that opens the next message.
+        that the policy has already sampled. If the answer was cut off, the returned ids start with the template's end
+        token. If the policy sampled the template's end token, the returned ids start with the text after the end token,
+        such as a newline. If the policy ended the answer with a token of `stop_ids` other than the template's end
+        token, the sampled token replaces the template's end token. If the template has no end token, an answer ends
+        with the control token that opens the next message. If the policy has already sampled the control token that
+        opens the next message, the returned ids do not repeat this token. If the policy has sampled the opening token
+        of the wrong role, for example of a user's message before a tool result, the returned ids contain the opening
+        token of the right role.
 
         Args:
             messages: the new messages: results of tools, or messages of a user. Tool results at the start of `messages`
@@ -156,7 +159,10 @@ class TurnRenderer:
         return self.decoded(ids[: len(ids) - ended])
 
     def probe(self, roles: Collection[str] = ("tool", "user")) -> str | None:
-        """Return one line on how turn-by-turn conversations differ from the template's rendering; None if they agree.
+        """Compare conversations that are built turn by turn with the template's rendering of the whole conversations.
+
+        Return one line that describes the first difference between a conversation and its rendering, or None if all
+        conversations agree with their renderings.
 
         Args:
             roles: roles of the messages that follow an answer of the assistant.
@@ -194,11 +200,10 @@ class TurnRenderer:
         return Anchor(message, 1, "", closing)
 
     def anchor(self, messages: Sequence[Message]) -> Anchor:
-        """Return the anchor for new messages: a placeholder message that replaces the sampled answer before the new
-        messages.
+        """Return a placeholder (anchor) for the sampled answer that comes before the given messages.
 
-        The placeholder message contains tool calls if the new messages start with tool results and the chat template
-        can render tool calls.
+        The placeholder contains tool calls if the given messages start with tool results and the chat template can
+        render tool calls.
         """
         results = list(takewhile(lambda message: message["role"] == "tool", messages))
         if not results:
@@ -269,11 +274,11 @@ class TurnRenderer:
         return after[len(anchor.markup) :]
 
     def _call_anchor(self, calls: Sequence[tuple[str, str]]) -> Anchor:
-        """Return an anchor (placeholder message for a sampled answer) with tool calls, in the first form that the
-        template accepts.
+        """Return an anchor (placeholder message for a sampled answer) with tool calls.
 
-        Most templates expect the arguments of a tool call as an object, and some templates expect the JSON text of the
-        object. Some templates refuse several tool calls in one message, but accept several tool results.
+        The tool calls are written in the first form of `_call_messages` that the chat template accepts. Most templates
+        expect the arguments of a tool call as an object, and some templates expect the JSON text of the object. Some
+        templates refuse several tool calls in one message, but accept several tool results.
         """
         refusal = None
         for message in _call_messages(calls, self.mark):
@@ -289,8 +294,9 @@ class TurnRenderer:
         raise refusal or TemplateError("the chat template refuses tool calls")
 
     def _ended(self, tail: str) -> tuple[str, str]:
-        """Split `tail`, the rendered text after the last `mark` of a tool call, into the rest of the call and the text
-        that ends the answer.
+        """Split `tail` into the text that ends a tool call and the text that ends the assistant's answer.
+
+        `tail` is the text that the chat template writes after the value of the last tool call's argument.
         """
         usual = self.answer_anchor.closing
         if tail.endswith(usual):

@@ -88,8 +88,8 @@ def from_reasoning_gym(make: Callable[[int], Any]) -> type:
     """Return an environment class for a task of reasoning-gym; the environment asks one question and scores the answer.
 
     Args:
-        make: Function that takes a seed and returns a data set of reasoning-gym. The conversation asks the question in
-            the first entry of the data set that `make` returns.
+        make: Function that takes a seed and returns a data set of reasoning-gym. The environment asks the question of
+            the data set's first entry, and ignores all other entries.
     """
 
     class ReasoningGymEnvironment:

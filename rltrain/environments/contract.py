@@ -1,6 +1,7 @@
 """Interface of the environments and tools that users write for rltrain.
 
-An environment is a Python class. For each trajectory, rltrain creates one object of the class and calls these methods:
+An environment is a Python class. For each trajectory, rltrain creates one object of the environment class, and calls
+the following methods of the object:
 
     reset(**columns) -> str | None     called once, with the data columns as keyword arguments; the returned text is
                                        appended to the last message of the prompt. If `reset` has a parameter `seed`,

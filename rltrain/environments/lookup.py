@@ -11,7 +11,7 @@ class Lookup:
     """
 
     def reset(self, table: str) -> None:
-        """Set the hidden table.
+        """Store the table of digits, which the policy can read only with the tool `lookup`.
 
         Args:
             table: ten decimal digits; the digit at position k is the entry of key k.

@@ -1,8 +1,8 @@
 """Code shared by the two OpenAI-compatible HTTP APIs, the API for chat completions and the Responses API.
 
-The requests of both APIs are converted to the class `ModelRequest`, and objects of the class `ModelAnswer` are
-converted to the responses of both APIs. The JSON objects of requests and responses follow OpenAI's public API
-reference, platform.openai.com/docs/api-reference.
+Requests to the chat completions API and to the Responses API are converted to the class `ModelRequest`. Objects of the
+class `ModelAnswer` are converted to responses of the API that received the request. The JSON objects of requests and
+responses follow OpenAI's public API reference, platform.openai.com/docs/api-reference.
 """
 
 import json
@@ -15,7 +15,7 @@ from rltrain.environments.contract import valid_unicode
 Message = dict[str, Any]
 Event = dict[str, Any]
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
-CHAT_ID, RESPONSE_ID = "chatcmpl-", "resp_"  # Prefixes of the ids that the two APIs give to responses.
+CHAT_ID, RESPONSE_ID = "chatcmpl-", "resp_"  # Prefixes of response ids: chat completions API, Responses API.
 _TEXT_PARTS = ("text", "input_text", "output_text")
 
 

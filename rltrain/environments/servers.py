@@ -111,8 +111,8 @@ async def _verifiers_reward(address: str, request: Mapping[str, Any]) -> float:
     """Run one conversation on an environment server of the library verifiers, and return the conversation's reward.
 
     A trace is the server's record of the conversation of one agent. The field `rewards` of a trace contains the score
-    and the weight of each reward. During the conversation, the server sends the changes of its traces. When the
-    conversation has ended, the server sends one last message, the reply to the request.
+    and the weight of each reward. During the conversation, the server sends messages that update or discard traces.
+    After the end of the conversation, the server sends one last message, which says whether the conversation succeeded.
 
     Raises:
         RuntimeError: the server reports an error.

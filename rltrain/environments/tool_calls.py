@@ -178,7 +178,10 @@ def _action(text: str, pieces: Callable[[str], Iterable[_Piece]]) -> ParsedActio
 
 
 def _unused(ids: set[str], wanted: str | None) -> str:
-    """Return the id `wanted`, or a new id if `wanted` is None or already in `ids`. Add the returned id to `ids`."""
+    """Return a tool-call id that is not yet in `ids`, and add the returned id to `ids`.
+
+    The returned tool-call id is `wanted`, or a new id if `wanted` is None or already in `ids`.
+    """
     made = (f"call{number:05d}" for number in range(len(ids) + 1))
     chosen = wanted if wanted is not None and wanted not in ids else next(id for id in made if id not in ids)
     ids.add(chosen)
@@ -382,8 +385,8 @@ def _enclosed(
 def _end_of_broken(text: str, at: int, opening: str, closing: str) -> int:
     """Return the position at which a malformed call ends.
 
-    A malformed call ends after the next closing mark or before the next opening mark, whichever mark comes first. If no
-    mark follows, the malformed call ends at the end of the text.
+    A malformed call ends after the next closing mark or before the next opening mark, whichever mark comes first. If
+    neither a closing mark nor an opening mark follows, the malformed call ends at the end of the text.
     """
     closed, opened = text.find(closing, at), text.find(opening, at)
     if closed >= 0 and not 0 <= opened < closed:

@@ -31,10 +31,10 @@ MISSING_SHARE = 0.05
 # The reward alarm compares mean rewards over windows of WINDOW_STEPS steps, because the prompts of a single step may be
 # unusually hard.
 WINDOW_STEPS = 5
-# The reward alarm is raised only if the mean reward falls from its best value by more than LOST_SHARE times its earlier
-# rise. The earlier rise is the mean reward of the best window minus the mean reward of the run's first window. The fall
-# of the mean reward must also exceed the standard deviation of the individual rewards in the best window, because a
-# smaller fall may be noise.
+# The reward alarm is raised only if the mean reward falls from its best value by more than LOST_SHARE times the rise
+# from its first value to its best value. The reward alarm also requires that the mean reward falls by more than the
+# standard deviation of the individual rewards in the window with the best mean reward, because a smaller fall may be
+# noise.
 LOST_SHARE = 0.5
 
 
@@ -141,9 +141,9 @@ class Alarms:
         if missing <= MISSING_SHARE:
             return ""
         effect = (
-            "the step does not train on these answers"
+            "the training step leaves out answers without a distillation term"
             if self.config.algorithm.distillation.alone
-            else "the step trains on these answers with rewards alone"
+            else "for answers without a distillation term, the training step uses only rewards"
         )
         return (
             f"{missing:.0%} of the answers have no distillation term, above {MISSING_SHARE:.0%}, and {effect}: a "

@@ -36,8 +36,8 @@ SHOWN_MESSAGES = 12  # A printed conversation has at most SHOWN_MESSAGES message
 SHOWN_PARTS = 3  # The progress bar shows the scores of at most SHOWN_PARTS reward functions.
 # If the output is not a terminal, a download prints one line of progress every 60 seconds.
 DOWNLOAD_LINE_EVERY_S = 60.0
-# If the output is not a terminal, the metrics of every tenth training step are printed as one line. The metrics of any
-# other step are printed if the last line with metrics is at least 10 seconds old.
+# If the output is not a terminal, the metrics of every tenth training step are printed as one line. Metrics of a step
+# whose number is not a multiple of 10 are printed if no metrics were printed in the last 10 seconds.
 PLAIN_EVERY, PLAIN_EVERY_S = 10, 10.0
 # If the output is not a terminal and no line about a training step has been printed for 60 seconds, a line about the
 # current step is printed.
@@ -107,8 +107,7 @@ class ConsoleDisplay:
     def progress_of(self, what: str) -> Callable[[int, int], None]:
         """Return a callback that shows the progress of a phase before training, such as creating the built-in model.
 
-        The arguments of the callback are the number of finished steps and the total number of steps of the phase. No
-        progress is shown until the first call of the callback.
+        The arguments of the callback are the number of finished steps and the total number of steps of the phase.
         """
 
         def update(done: int, total: int) -> None:
@@ -195,8 +194,8 @@ def downloading(console: Console, what: str) -> Iterator[Callable[[int, int], No
     """Show the progress of a download while the `with` block runs: a bar on a terminal, otherwise a line every minute.
 
     Yields:
-        A callback that takes the number of downloaded bytes and the total number of bytes. No progress is shown until
-        the first call of the callback.
+        A callback that takes the number of downloaded bytes and the total number of bytes. If the yielded callback is
+        never called, for example because no file has to be downloaded, no progress is shown.
     """
     bar = Progress(
         TextColumn("downloading {task.description}", markup=False),
@@ -434,10 +433,10 @@ def resume_command(overrides: Sequence[str], output_dir: Path) -> str:
 def next_command(overrides: Sequence[str], output_dir: Path) -> str:
     """Return a shell command that trains with another algorithm on the same data, and a TensorBoard command.
 
-    The training command omits all overrides of keys in the config section `algorithm`, because another algorithm may
-    not accept the overrides. The training command omits `data.sft_response`, because rltrain refuses
-    `data.sft_response` without `algorithm.sft_coef`. The command for TensorBoard is returned only if the run has a
-    folder `tensorboard`.
+    The returned training command omits all overrides of keys in the config section `algorithm`, because another
+    algorithm may not accept the overrides. The returned training command omits the override of `data.sft_response`,
+    because rltrain refuses `data.sft_response` if `algorithm.sft_coef` is 0. The command for TensorBoard is returned
+    only if the run has a folder `tensorboard`.
     """
     tried = next((o.split("=", 1)[1] for o in overrides if o.startswith("algorithm=")), "grpo")
     other = "ppo" if tried == "grpo" else "grpo"

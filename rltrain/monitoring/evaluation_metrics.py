@@ -16,7 +16,7 @@ _REWARD = re.compile(r"eval/(?:(?P<name>[^/]+)/)?sampled_reward")
 
 
 def prefix_of(name: str, kind: str) -> str:
-    """Return the prefix of the metric names of one evaluation set's sampled or greedy answers, e.g. `eval/aime/greedy`.
+    """Return the metric prefix of an evaluation set's sampled or greedy answers, such as `eval/aime/greedy`.
 
     Args:
         name: name of the evaluation set in `data.val_sets`; "" for the evaluation set of `data.val`.

@@ -88,7 +88,7 @@ class SampleFiles:
     def restore(self, step: int) -> None:
         """Remove the sample tables of all training steps and evaluations after `step`.
 
-        Batches that were saved for debugging are not removed.
+        The method `restore` does not remove batches that were saved for debugging.
         """
         for path in self.evaluated.glob("*.parquet"):
             if (match := _EVALUATED.fullmatch(path.name)) and int(match[1]) > step:

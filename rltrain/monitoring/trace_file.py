@@ -123,10 +123,11 @@ class _Process:
         self.number = number
         # Names of the threads of the process. `threads` has the name of thread number n at index n - 1.
         self.threads: list[str] = []
-        # For events that may be nested, `rows` maps the name of a track to the timeline rows of the track.
+        # `rows` is used for events that may be nested. `rows` maps the name of a track, which is a group of events, to
+        # the timeline rows that show the events of the track.
         self.rows: dict[str, list[_Row]] = {}
-        # For events that must not be nested, `free` maps the name of a track to a heap of its threads, as pairs (end
-        # time of the thread's latest event, thread number).
+        # `free` is used for events that must not be nested. `free` maps the name of a track to a heap with one pair per
+        # thread of the track: (end time of the thread's latest event, thread number).
         self.free: dict[str, list[tuple[int, int]]] = {}
 
     def introduce(self, recorded: Recorded) -> Iterator[dict[str, Any]]:
@@ -147,10 +148,11 @@ class _Process:
             yield {"name": kind, "ph": "M", "pid": self.number, "tid": thread, "args": args}
 
     def thread_of(self, event: Event) -> tuple[int, bool]:
-        """Return the number of the thread on which an event is drawn, and whether the thread is new.
+        """Choose the timeline row (thread) for an event, and return the thread number and whether the thread is new.
 
-        In a Perfetto timeline, a thread is one row of events. A new event is drawn on a row of its track. The chosen
-        row has only events that end before the new event starts or that contain the new event.
+        In a Perfetto timeline, a thread is one row of events. An event can be drawn on a row if each earlier event of
+        the row either ends before the event starts or contains the event. If the event cannot be drawn on any row of
+        its track, a new row is created.
         """
         if not event.nests:
             return self._free_thread(event)
@@ -163,10 +165,10 @@ class _Process:
         return thread, True
 
     def _free_thread(self, event: Event) -> tuple[int, bool]:
-        """Return the number of a thread for an event that must not be nested, and whether the thread is new.
+        """Return a thread number for an event that must not be nested in another event, and whether the thread is new.
 
-        The chosen thread is the thread of the event's track that has been free for the longest time. If all threads of
-        the event's track are busy when the event starts, a new thread is created.
+        An event is drawn on the thread of its track whose latest event ended first. If every thread of the event's
+        track still has a running event when the new event starts, a new thread is created.
         """
         heap = self.free.setdefault(event.track, [])
         if heap and heap[0][0] <= event.start_ns:
@@ -188,7 +190,7 @@ class _Row:
     """A row of the timeline, in which any two events are disjoint or nested.
 
     Attributes:
-        thread: number of the row's thread in the file.
+        thread: number that identifies this timeline row as a thread in the trace file.
         start_ns: start time of the latest event on the row.
         ends: end times of all events that contain the latest event, outermost event first, followed by the end time of
             the latest event.
@@ -199,7 +201,7 @@ class _Row:
     ends: list[int]
 
     def take(self, event: Event) -> bool:
-        """Add an event if the row's events stay disjoint or nested, and return whether the event was added.
+        """Add an event unless it would partly overlap an event of the row, and return whether the event was added.
 
         An event that starts before the row's latest event is never added.
         """

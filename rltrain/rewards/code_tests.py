@@ -13,8 +13,8 @@ from rltrain.rewards.sandbox_inside import LINK
 
 _OPENING = re.compile(r"^[ \t]*```[ \t]*([\w+-]*)[^`\n]*$", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
-# Fraction of `reward_timeout_s` that the tests may use.
-# The remaining quarter of `reward_timeout_s` is reserved for starting and ending the processes.
+# The tests may use three quarters of `reward_timeout_s`. A quarter of `reward_timeout_s` is reserved for starting and
+# ending the processes of the sandbox.
 _OF_A_CALL = 0.75
 _CLOSING = re.compile(r"^[ \t]*```[ \t]*$", re.MULTILINE)
 
@@ -51,20 +51,20 @@ def code_tests(
     use arithmetic or `<` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. The tests can
     apply arithmetic and `<` to two objects that both come from the tested program. In the tests, `x in thing` iterates
     over `thing` if `thing` is an object of the program, and does not call the object's method `__contains__`. If a
-    function of the program changes an argument in place, the test sees the change in the object that it passed. If a
-    test holds a separate reference to an object that is nested in an argument, the program's changes to this object are
-    not visible through the reference. In the tests, the names of Python's builtins, `math`, `cmath` and `unittest`
-    always refer to Python's own objects, even if the program redefines these names.
+    function of the program changes an argument in place, the test sees the change in the object that it passed. If the
+    program changes a list inside an argument, such as `table[0]`, the test sees the change in `table`, but not in a
+    variable to which the test assigned `table[0]` before the call. In the tests, the names of Python's builtins,
+    `math`, `cmath` and `unittest` always refer to Python's own objects, even if the program redefines these names.
 
     Args:
         prompt: the prompt, which is not used.
         response: the model's text. The program is the last code block that is fenced as python, or else the last block
             without a language, or else the whole response.
         tests: the tests, as Python text or as a list of test pairs. Tests given as Python text contain asserts, as in
-            MBPP, or functions that contain asserts, as in HumanEval. A test pair is {"input": ..., "output": ...}: the
-            program reads the input from standard input, and must write the output to standard output and exit with code
-            0. When the program's output is compared with the expected output, white space at the ends of lines and
-            empty lines at the end are ignored.
+            MBPP, or functions that contain asserts, as in HumanEval. A test pair is {"input": ..., "output": ...}. The
+            program reads the input of a test pair from standard input. To pass, the program must write the expected
+            output to standard output, and must exit with code 0. When the program's output is compared with the
+            expected output, white space at the ends of lines and empty lines at the end are ignored.
         timeout_s: limit on the wall-clock seconds of all tests together, without the start-up time of the interpreters.
             When `timeout_s` is used up, tests that have already passed still count as passed.
         memory_mb: limit on the program's memory in MB, as in `sandbox.run`.
@@ -80,8 +80,8 @@ def code_tests(
 
     Raises:
         ValueError: the data is wrong, because there are no tests or the tests cannot be parsed.
-        SandboxError: no sandbox of the requested level works on the local machine, or starting a sandbox for each test
-            pair takes too long.
+        SandboxError: no sandbox of the requested level works on the local machine, or starting one sandbox for each
+            pair of input and expected output takes too long.
     """
     most = float("inf") if reward_timeout_s is None else _OF_A_CALL * reward_timeout_s
     limits: dict[str, Any] = {"timeout_s": min(timeout_s, most), "memory_mb": memory_mb, "level": sandbox}

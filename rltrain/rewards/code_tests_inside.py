@@ -90,9 +90,9 @@ def statements(tests: str, entry_point: str | None = None) -> list[tuple[ast.stm
     """Split tests into statements, and pair each statement with a flag that is True if the statement is a test.
 
     A test is a statement that contains an assert, or a call of a function that contains an assert. If no statement is a
-    test, `statements` appends a call of each function that contains an assert and whose name begins with `test_`. Each
-    appended call is a test. If no statement is a test and no function named `test_...` contains an assert, each
-    expression statement that is not a constant is a test.
+    test, `statements` appends a call of each function that contains an assert and whose name begins with `test_`, and
+    marks the appended calls as tests. If no statement is a test and no function named `test_...` contains an assert,
+    each expression statement that is not a constant is a test.
 
     Raises:
         SyntaxError: `tests` is not valid Python code.

@@ -61,8 +61,8 @@ _BASES: dict[type, Any] = {
     frozenset: lambda members: frozenset(frozenset.__iter__(members)),
 }
 # Binary operators that a test cannot apply if one operand is an object of the program and the other operand is plain
-# data. If a test could do arithmetic with an object of the program and plain data, the program could produce any number
-# that the test expects.
+# data. If a test could, for example, add a number to an object that the tested program defines, the tested program
+# could return any sum that the test expects.
 _BETWEEN_TWO = (
     "add",
     "sub",
@@ -94,14 +94,17 @@ _FOR_THE_PROGRAM = ("call", "get", "set", "iter", "next", "len", "getitem")
 
 
 class Raised(Exception):
-    """Stands for an exception of the process at the other end of a `Link`, if its type is not built into Python."""
+    """Stands for an exception that the process at the other end of a `Link` raised.
+
+    `Raised` is not used if the exception has a type that is built into Python and that can be created from one text.
+    """
 
 
 class Far:
     """Proxy for an object that exists in the process at the other end of a `Link`.
 
-    A `Far` object is never equal to an object that is not a `Far` object. Two different `Far` objects are equal if the
-    other process reports that the represented objects are equal.
+    A `Far` object is never equal to an object that is not a `Far` object. Two different `Far` proxies are equal if the
+    process at the other end of the `Link` reports that the objects behind the proxies are equal.
     """
 
     def __init__(self, link: "Link", number: int) -> None:
@@ -142,14 +145,15 @@ for _name in (*_BETWEEN_TWO, *_OF_ONE, *(function.__name__ for function in _BY_P
 class Link:
     """One end of the two-pipe connection between the program's process and the tests' process.
 
-    While `Link.ask` waits for the answer to a request, it executes requests from the other process.
+    While `Link.ask` waits for the answer to a request, it executes requests from the process at the other end.
     """
 
     def __init__(self, reads: int, writes: int, *, trusted: str | None = None) -> None:
         """Create a link from two file descriptors: one pipe end to read from and one pipe end to write to.
 
-        If `trusted` names a module, the other process may send only the requests in `_FOR_THE_PROGRAM`. If `trusted`
-        names a module, the other process may access attributes only of objects whose class is defined in that module.
+        If `trusted` names a module, the process at the other end of the link may send only the requests in
+        `_FOR_THE_PROGRAM`. If `trusted` names a module, the process at the other end of the link may access attributes
+        only of objects whose class is defined in that module.
         """
         self._reads, self._writes, self._trusted = reads, writes, trusted
         self._mine: list[Any] = []
@@ -159,7 +163,8 @@ class Link:
     def ask(self, what: str, *args: Any, **named: Any) -> Any:
         """Send a request to the process at the other end of the link, and return the result of the request.
 
-        If the request fails in the other process, `ask` raises an exception that describes the failure.
+        If the process at the other end of the link fails to execute a request, `ask` raises an exception that describes
+        the failure.
         """
         self.send(("ask", what, args, named))
         while True:
@@ -360,7 +365,7 @@ def _parts(name: str, thing: Any) -> tuple[Any, ...] | None:
 
 
 def _fit(name: str, parts: tuple[Any, ...]) -> bool:
-    """Return whether `parts` have the types of the constructor arguments of the plain-data type `name`."""
+    """Return whether the values in `parts` have the types that the constructor of the type called `name` takes."""
     kinds = [type(part) for part in parts]
     if name in ("collections.Counter", "collections.OrderedDict"):
         return kinds == [dict]

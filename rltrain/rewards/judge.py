@@ -176,8 +176,8 @@ def _key(name: str) -> str:
     """Return the API key from the environment variable `name`.
 
     Raises:
-        ValueError: `name` is not a valid variable name, or the variable is not set. An invalid `name` is not shown in
-            the error message, because the user may have given the key itself.
+        ValueError: `name` is not a valid variable name, or the variable is not set. The error message does not show an
+            invalid `name`, because the user may have given the secret API key instead of a variable name.
     """
     if not name:
         return ""

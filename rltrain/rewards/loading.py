@@ -79,7 +79,8 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 _LISTED = 10  # Largest number of classes that an error message lists.
 Kind = Literal["function", "class"]  # Kind of object that a path in the config names.
 _PLURAL: Mapping[Kind, str] = {"function": "functions", "class": "classes"}
-# Placeholder for the object's name when an error message shows the form of a path, as in file.py:function.
+# Error messages show the form of a path in the config as file.py:function or file.py:Class, with a word from `_NAME`
+# after the colon.
 _NAME: Mapping[Kind, str] = {"function": "function", "class": "Class"}
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 
@@ -271,10 +272,11 @@ def bind(function: Callable[..., Any], kwargs: Mapping[str, Any] = MappingProxyT
 
     Returns:
         A wrapper with the arguments `(prompt, response, columns)`: values of one sample, or lists if the function is
-        batched. The prompt and the response are texts without special tokens. The wrapper passes to the reward function
-        only the data columns that the function takes. The wrapper returns the reward function's result, or a coroutine
-        if the function is async; `as_score` converts that result to a score. The wrapper raises ScoreError if a data
-        column is missing, and does not catch exceptions of the reward function.
+        batched. The prompt and the response are texts without special tokens. The reward function gets only the data
+        columns that its signature accepts. A call of the returned wrapper returns the reward function's result, or a
+        coroutine if the reward function is async. `as_score` converts the result of a reward function to a score. A
+        call of the returned wrapper raises ScoreError if a data column that the reward function requires is missing.
+        The returned wrapper does not catch exceptions of the reward function.
     """
     own = parameters(function)
     first = BATCHED if is_batched(function) else SINGLE
@@ -474,7 +476,7 @@ def finish(coroutine: Coroutine[Any, Any, Any]) -> Any:
         ScoreError: the coroutine raised an exception that is not a subclass of `Exception` (SystemExit, CancelledError,
             KeyboardInterrupt, ...). The user's Ctrl-C does not cause a ScoreError, because Ctrl-C only reaches the main
             thread.
-        Exception: an exception that the coroutine raised and that is a subclass of `Exception`.
+        Exception: any exception of the coroutine that is not converted to a ScoreError is raised unchanged.
     """
     return asyncio.run_coroutine_threadsafe(_only_exceptions(coroutine), _event_loop()).result()
 

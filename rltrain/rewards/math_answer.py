@@ -36,9 +36,9 @@ _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
 # over a large range takes few function calls, but each call computes with huge numbers, so a limit on calls would not
 # limit the time.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
-# Maximum number of function calls and returns that Python may execute while it compares two answers. Python executes
-# `_WORK` function calls and returns in about a second. The longest ordinary answers need a tenth of the function calls
-# and returns that `_WORK` allows.
+# Maximum number of profiling events while two answers are compared. Each function call and each function return is one
+# profiling event. Python code with `_WORK` profiling events takes about a second. Even the longest ordinary answers
+# cause only a tenth of the profiling events that `_WORK` allows.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")
@@ -68,19 +68,21 @@ def math_answer(
     right answer are compared as text.
 
     Some expressions would take too long to evaluate. Evaluation is limited by the form of the expression and by the
-    number of function calls, not by time, so that every machine and thread gives the same score. An expression with one
-    of the following properties counts as right only if it is written exactly like the right answer, apart from white
-    space:
+    number of function calls, not by time, so that every machine and thread gives the same score. An expression that is
+    too complex by one of the following rules counts as right only if it is written exactly like the right answer, apart
+    from white space:
 
-    - The expression has more than 500 characters, or more than ten levels of nested brackets.
-    - The expression has a power, product, factorial or binomial in an exponent.
-    - The expression has an exponent or a binomial coefficient with a number of five digits, or the factorial of a
-      number of four digits.
-    - The expression has a large power of a large number.
-    - The expression has a sum, product, integral or limit that is followed, within 60 characters, by a number of four
-      digits or a factorial.
-    - The expression has a sum, product, integral or limit, and the right answer has no such operator.
-    - Comparing the expression with the right answer takes more than 5 million function calls and returns.
+    - An expression is too complex if it has more than 500 characters, or more than ten levels of nested brackets.
+    - An expression is too complex if one of its exponents has a power, product, factorial or binomial coefficient.
+    - An expression is too complex if it has an exponent of at least five digits, a binomial coefficient of a number of
+      at least five digits, or the factorial of a number of at least four digits.
+    - An expression is too complex if it has a large power of a large number.
+    - An expression is too complex if it has a sum, product, integral or limit that is followed, within 60 characters,
+      by a number of at least four digits or a factorial.
+    - An expression with a sum, product, integral or limit is too complex if the right answer has none of these
+      operators.
+    - An expression is too complex if comparing it with the right answer takes more than 5 million profiling events,
+      such as function calls and function returns.
 
     Args:
         prompt: unused.
@@ -88,7 +90,7 @@ def math_answer(
         answer: the right answer: a number, or an expression in LaTeX or plain text, with or without `$` or
             `\boxed{...}`.
         answer_marker: the text before the right answer, such as "####" in GSM8K's solutions. If the right answer
-            contains the marker, only the part after the marker's last occurrence is read.
+            contains `answer_marker`, only the part after the last `answer_marker` is read.
         float_rounding: number of decimal places that are compared if one of the numbers is a decimal.
         strict: if True, variables of both answers must have the same names, and a set never equals a tuple; if False,
             variables are matched by their order.

@@ -72,7 +72,10 @@ def _letters(text: str, choices: str) -> list[str]:
 
 @functools.lru_cache(maxsize=16)
 def _patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
-    """Build regular expressions, with bounded repetitions, for statements of a choice and for mentions of a letter."""
+    """Return two regular expressions: one for a stated choice (`Answer: B`), and one for a letter (`(B) north`).
+
+    The number of repetitions in the regular expressions is bounded, so that matching a long response is fast.
+    """
     if not re.fullmatch("[A-Z]+", choices):
         raise ValueError(f"choices={choices!r} must be capital letters, such as ABCD")
     # A lower-case letter counts as a choice only before a closing bracket, a punctuation mark or the end of the line. A

@@ -28,7 +28,9 @@ _GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,!]|\\!,)(?=\d{3})")
 _SHORT_FRACTION = re.compile(r"frac\ ?(\d)\ ?(\d)")
 _UNIT = re.compile(r"\\(?:text|mathrm|mbox)\s?\{[^{}]{0,99}\}(?:\s?\^\s?(?:\d|\{\s?\d\s?\}))?")
 _DIGIT = re.compile(r"\d")
-_NEAR = 400  # Characters per step of the backward search for the last number; almost every number is shorter.
+# A response is searched backwards for its last number, in steps of 400 characters. Almost every number has fewer than
+# 400 characters.
+_NEAR = 400
 
 
 def numeric_match(
@@ -57,8 +59,8 @@ def numeric_match(
     Args:
         prompt: unused.
         response: the model's text.
-        answer: the right number, or a text that contains exactly one number. If the text of the answer contains the
-            marker, only the part after the marker is read.
+        answer: the right number, or a text that contains exactly one number. If the answer contains `answer_marker`,
+            only the part after `answer_marker` is read.
         marker: the text before the number in the response and in the answer, for example "####"; None for no marker.
         answer_marker: the text before the number in the answer, such as "####" in GSM8K's solutions; None if the answer
             has the same marker as the response.
@@ -67,8 +69,8 @@ def numeric_match(
             `rel_tol`.
 
     Returns:
-        1.0 if the numbers are equal, else 0.0; None if `answer` is None. A response without a number, or without the
-        marker, gets 0.0.
+        1.0 if the numbers are equal, else 0.0; None if `answer` is None. A response gets 0.0 if it contains no number,
+        or if a `marker` is given and the response does not contain the marker.
 
     Raises:
         ValueError: the answer does not contain exactly one number, or a tolerance is negative.

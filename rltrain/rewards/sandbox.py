@@ -3,24 +3,23 @@
 The sandbox has a strong form (isolation and resource limits) and a weak form (resource limits only). Both forms of the
 sandbox work only on Linux.
 
-The strong form of the sandbox uses bubblewrap (`bwrap`). In the strong form of the sandbox, the program sees only the
-files that Python needs and only its own processes, and the program has no network access. In the strong form of the
-sandbox, the program can write only to an in-memory folder that disappears when the program ends. The strong form of the
-sandbox requires that bwrap is installed and that the kernel allows the current user to create namespaces. Whether the
-strong form of the sandbox works is tested only once in each Python process.
+The strong form of the sandbox isolates the program with bubblewrap (`bwrap`). An isolated program sees only the files
+that Python needs and only its own processes, and has no network access. An isolated program can write only to an
+in-memory folder that disappears when the program ends. Isolation requires that bwrap is installed and that the kernel
+allows the current user to create namespaces. Each Python process tests only once whether isolation works.
 
 The weak form of the sandbox has the same limits as the strong form on time, memory, output, processes and file size.
 Both forms of the sandbox set the same minimal environment variables. The weak form of the sandbox runs the program in a
 temporary folder that is removed after the run. The weak form of the sandbox does not isolate the program from the
-machine. A program in the weak form of the sandbox can read and write every file that the current user can, use the
-network, and send signals to all processes of the current user, including the process that started the sandbox. For
-example, a program in the weak form of the sandbox can kill a reward process. A program in the weak form of the sandbox
-can kill the process that reports the start of the program. If the start of the program is not reported, the sample
-counts as failed and is excluded from training, instead of scoring 0. If the current user is root, a program in the weak
-form of the sandbox can read the tests and the results of the tests. The weak form of the sandbox protects against
+machine. A program without isolation can read and write every file that the current user can, use the network, and send
+signals to all processes of the current user, including the process that started the sandbox. A program without
+isolation can kill a reward process, for example. A program without isolation can also kill the sandbox's supervising
+process before the supervising process reports the start of the program. If the start of the program is not reported,
+the sample counts as failed and is excluded from training, instead of scoring 0. If the current user is root, a program
+without isolation can read the tests and the results of the tests. The weak form of the sandbox protects against
 mistakes in programs but not against malicious programs.
 
-The strong form of the sandbox has one gap: if the current user is root, a program can change the file mode of the five
+The isolation of the sandbox has one gap: if the current user is root, a program can change the file mode of the five
 device files of the machine that are visible in the sandbox (null, zero, full, random, urandom). If rltrain runs as a
 user other than root, a program in the sandbox cannot change the file mode of the machine's device files.
 
@@ -55,15 +54,15 @@ Status = Literal["ok", "error", "timeout", "killed", "output_limit"]
 LEVELS = ("auto", "required", "limits")
 # Time limit for starting a Python interpreter; the limit is generous because the machine may be busy.
 _START_LIMIT_S = 60.0
-# Time limit for the watcher (the supervising process) to kill all processes of the sandbox. A watcher that exceeds the
-# limit `_END_LIMIT_S` is killed.
+# Time limit for the watcher (the supervising process) to kill all processes of the sandbox. A supervising process that
+# does not finish within `_END_LIMIT_S` seconds is killed itself.
 _END_LIMIT_S = 2.0
 # Time limit for reading the remaining output after the watcher has ended. The time limit `_DRAIN_LIMIT_S` is reached
 # only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
-# `_why_not` is empty until the strong form of the sandbox is tested. After the strong form has been tested, the only
-# item of `_why_not` is the reason why the strong form does not work, or "" if the strong form works.
+# `_why_not` is empty until the isolation of sandboxes has been tested on the local machine. After this test, the only
+# item of `_why_not` is the reason why isolation does not work, or "" if isolation works.
 _why_not: list[str] = []
 _warned: list[str] = []
 
@@ -81,8 +80,8 @@ class SandboxResult:
             MemoryError. "timeout": the limit on wall-clock or CPU time was reached. "output_limit": the program wrote
             more output than allowed. "killed": a signal ended the program, for example after a crash, or the program's
             processes together exceeded a limit.
-        stdout: the program's standard output, cut at the limit. Bytes that are not valid UTF-8 become the character
-            U+FFFD.
+        stdout: the program's standard output, cut after `max_output_bytes` bytes. Bytes that are not valid UTF-8 become
+            the character U+FFFD.
         stderr: the program's standard error, cut and decoded like `stdout`.
         returncode: the exit code; the negative signal number if a signal ended the program; None if the sandbox stopped
             the program.
@@ -125,19 +124,19 @@ def run(
         judge: Python source of a second program, the judge, that runs at the same time as the first program. Two pipes
             connect the program and the judge. The program and the judge each read from the file descriptor LINK[0] and
             write to the file descriptor LINK[1], which the module `sandbox_inside` defines. The program cannot access
-            the judge's memory, source or output, except in the weak form of the sandbox if the current user is root.
+            the judge's memory, source or output, unless the sandbox has no isolation and the current user is root.
             With a judge, the sandbox run ends when the judge ends, and the result has the exit code and the status of
             the judge.
         timeout_s: limit on the wall-clock seconds of the run, without the start-up time of the interpreter.
-        memory_mb: limit on the address space of each process, on the memory of all processes together and, in the
-            strong form, on the size of all files together.
+        memory_mb: limit on the address space of each process, on the memory of all processes together and, with
+            isolation, on the size of all files together.
         cpu_s: limit on the CPU seconds of each process, rounded up to whole seconds; None for no limit on CPU time.
         max_output_bytes: largest number of bytes on standard output, and separately on standard error.
         max_processes: largest number of simultaneous processes and threads, including the first process.
         max_file_mb: largest size of each file in MB.
-        level: "auto": the strong form of the sandbox, or, if the strong form does not work, the weak form with one
-            warning. "required": the strong form, or, if the strong form does not work, a SandboxError. "limits": the
-            weak form.
+        level: "auto": isolation and resource limits, or, if isolation does not work, resource limits and one warning.
+            "required": isolation and resource limits, or, if isolation does not work, a SandboxError. "limits":
+            resource limits without isolation.
 
     Raises:
         SandboxError: no sandbox of the requested level works on the local machine, or Python does not start in the
@@ -153,9 +152,9 @@ def run(
 
 
 def why_not_strong() -> str:
-    """Return one line that says why the strong form does not work on the local machine, or "" if the strong form works.
+    """Return one line that says why programs cannot be isolated on the local machine, or "" if isolation works.
 
-    Only the first call in a process tests the strong form of the sandbox; later calls return the stored result.
+    Only the first call in a process tests whether isolation works; later calls return the stored result.
     """
     with _lock:
         if not _why_not:
@@ -172,10 +171,10 @@ def _check(given: dict[str, Any]) -> None:
 
 
 def weakness(level: str) -> str:
-    """Return a one-line warning if the given level falls back to the weak form of the sandbox, otherwise "".
+    """Return a one-line warning if a sandbox of the level "auto" has to run without isolation, otherwise "".
 
-    The warning lists what a program in the weak form of the sandbox can do to the machine. After `weakness` has
-    returned a warning, `run` does not log the warning again.
+    The warning lists what a program without isolation can do to the machine. After `weakness` has returned a warning,
+    `run` does not log the warning again.
 
     Raises:
         SandboxError: no sandbox of the requested level works on the local machine.
@@ -345,14 +344,14 @@ def _verdict(code: int | None, last: str) -> tuple[Status, str]:
 def _read(source: Any) -> bytes:
     try:
         return os.read(source.fileno(), 1 << 16)
-    except ConnectionResetError:  # The watcher was killed before it had read all data from the control socket.
+    except ConnectionResetError:  # The supervising process was killed before it had read all data from the socket.
         return b""
 
 
 def _bury(process: subprocess.Popen[bytes], control: socket.socket, mark: str | None) -> None:
     """Kill all processes of the sandbox that may still be running.
 
-    `mark` is the path of the sandbox's folder in the weak form, or None in the strong form of the sandbox.
+    `mark` is the path of the temporary folder of a sandbox without isolation, or None for a sandbox with isolation.
     """
     with contextlib.suppress(OSError):
         control.shutdown(socket.SHUT_RDWR)

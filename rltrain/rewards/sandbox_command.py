@@ -1,6 +1,6 @@
 """Build the command line of the watcher, the process that supervises a sandbox; see `rltrain.rewards.sandbox`.
 
-The watcher runs inside bubblewrap in the strong form of the sandbox, and without bubblewrap in the weak form.
+If the sandbox is isolated, the watcher runs inside bubblewrap; otherwise, the watcher runs without bubblewrap.
 """
 
 import functools

@@ -28,7 +28,7 @@ def start(given: dict[str, int]) -> int:
         given: settings of the watcher by name, which `rltrain.rewards.sandbox` passes on the command line.
 
     Returns:
-        The file descriptor of the source text that the forked process must run.
+        The file descriptor from which the forked process can read the source code that it must run.
     """
     has_judge, alone = given["has_judge"], os.getpid() == 1
     if not alone:
@@ -60,7 +60,7 @@ def start(given: dict[str, int]) -> int:
 def _become(given: dict[str, int], text: int, *, links: tuple[int, ...]) -> int:
     """Detach the forked process with setsid, set its limits, and close all descriptors that it must not use.
 
-    Return the file descriptor of the source text that the forked process runs.
+    Return the file descriptor from which the forked process can read the source code that it must run.
     """
     os.setsid()
     last = LINK[1] + 1
@@ -120,7 +120,7 @@ def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
 
 
 def _reap(first: int) -> int | None:
-    """Reap all child processes of the watcher that have ended, including adopted orphans.
+    """Reap all ended child processes of the supervising process, including adopted orphans.
 
     Return the exit code of the process `first` if that process has ended, else None.
     """
@@ -152,7 +152,7 @@ def _excess(given: dict[str, int], *, alone: bool) -> str:
         return f"more than {given['max_processes']} processes and threads"
     if memory > given["memory_mb"] << 20:
         return f"more than {given['memory_mb']} MB in all processes together"
-    if alone:  # In the strong form of the sandbox, /tmp is an in-memory file system.
+    if alone:  # If the sandbox is isolated, /tmp is an in-memory file system.
         folder = os.statvfs("/tmp")
         if (folder.f_blocks - folder.f_bfree) * folder.f_frsize > given["memory_mb"] << 20:
             return f"more than {given['memory_mb']} MB in files"

@@ -3,10 +3,10 @@
 rltrain calls a reward function with the parameters of one sample (`SINGLE`) or of a list of samples (`BATCHED`), and
 with columns of the data. `adapted` recognises a function of TRL, verl or OpenRLHF by the names of its parameters, and
 wraps it in a function that has rltrain's own parameters. Other modules of rltrain call a reward function of another
-trainer only through the function's wrapper. TRL documents its signature in "Using a custom reward function" in the
-documentation of GRPOTrainer. The reward managers `naive` and `batch` of verl define verl's signatures. OpenRLHF
-documents its signature in the section "Custom reward function" of its documentation. `rltrain.rewards.signatures` never
-imports torch.
+trainer only through the function's wrapper. TRL documents the parameters of its reward functions in the section "Using
+a custom reward function" of the documentation of GRPOTrainer. The reward managers `naive` and `batch` of verl define
+the parameters of verl's reward functions. OpenRLHF documents the parameters of its reward functions in the section
+"Custom reward function" of its documentation. `rltrain.rewards.signatures` never imports torch.
 """
 
 import inspect
@@ -60,14 +60,16 @@ class Signature:
 
     Attributes:
         trainer: name of the trainer.
-        marks: sets of parameter names. A function counts as written for the trainer if its parameters include all names
-            of at least one set in `marks`.
+        marks: sets of parameter names. A reward function whose parameters include all names of one set in `marks` is
+            treated as written for the trainer `trainer`.
         first: names of the first two parameters of the function that wraps the user's reward function: `SINGLE` or
             `BATCHED`.
-        reads: columns that the wrapper reads if the data has them.
+        reads: names of the data columns from which rltrain builds the arguments of the reward function, if the data has
+            these columns.
         truth: pair (parameter that gets the right answer, columns that can contain the right answer in order of
             preference); None if the trainer passes no right answer.
-        gives: function that converts the wrapper's arguments to a dict of the arguments that the trainer would pass.
+        gives: function that converts rltrain's arguments for a reward function to a dict of the arguments that the
+            trainer `trainer` would pass.
         converts: function that converts the result of a reward function to the form that rltrain expects.
     """
 
@@ -106,7 +108,7 @@ class Adapted:
         self.__signature__ = inspect.Signature(_wrapper_parameters(own, signature, given))
 
     def __call__(self, **values: Any) -> Any:
-        """Call the wrapped reward function with the arguments that its trainer would pass, and convert the result."""
+        """Call the wrapped function with the arguments that TRL, verl or OpenRLHF passes, and convert the result."""
         return self._converts(self._function(**self._arguments(values)))
 
     def _arguments(self, values: _Values) -> dict[str, Any]:
@@ -127,7 +129,7 @@ class AsyncAdapted(Adapted):
     """Wrapper through which rltrain calls an async reward function that was written for another trainer."""
 
     async def __call__(self, **values: Any) -> Any:
-        """Await the wrapped reward function with the arguments that its trainer would pass, and convert the result."""
+        """Await the wrapped function with the arguments that TRL, verl or OpenRLHF passes, and convert the result."""
         return self._converts(await self._function(**self._arguments(values)))
 
 
@@ -136,8 +138,8 @@ def _wrapper_parameters(
 ) -> list[inspect.Parameter]:
     """Return the parameters of the function that wraps a user's reward function.
 
-    The wrapper takes the prompt, the response and the data columns in `signature.reads`. The wrapper also takes each
-    parameter of the user's function for which the other trainer passes no argument.
+    The returned parameters are the prompt, the response, the data columns in `signature.reads`, and each parameter of
+    the user's function for which the trainer in `signature` (such as TRL) passes no argument.
     """
     kinds = inspect.Parameter
     named = {name: kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in signature.first}
@@ -151,7 +153,7 @@ def _wrapper_parameters(
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a wrapper with rltrain's own parameters if a reward function was written for another trainer.
 
-    A reward function that was not written for another trainer is returned unchanged.
+    A reward function without the parameters of TRL, verl or OpenRLHF is returned unchanged.
     """
     try:
         names = {p.name for p in parameters(function)}
@@ -178,7 +180,7 @@ def offered(function: Callable[..., Any]) -> tuple[str, ...]:
 def one_of(function: Callable[..., Any]) -> tuple[str, ...]:
     """Return the columns that can contain the right answer, or () if the function needs no right answer.
 
-    The data must have at least one of the returned columns.
+    If `one_of` returns columns, the data must have at least one of these columns.
     """
     return function.one_of if isinstance(function, Adapted) else ()
 
@@ -247,7 +249,7 @@ def _nested_truth(values: _Values) -> Any:
 def _verl_result(result: Any) -> Any:
     """Convert a result of verl's `compute_score`, which is a number or a dict with the key `score`.
 
-    If the dict has the key `acc` with the value 0 or 1, the value says whether the answer is correct.
+    In a dict that verl's `compute_score` returns, the value 0 or 1 of the key `acc` says whether the answer is correct.
     """
     if not isinstance(result, Mapping):
         return result

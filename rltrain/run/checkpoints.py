@@ -41,8 +41,8 @@ _NAME = re.compile(r"step_(0|[1-9]\d*)")
 _PARTS = {MANIFEST, DRIVER, CONFIG, HISTORY, MODEL, STATE}
 # Shortest and longest pause, in seconds, between two polls of the training ranks. The driver polls the ranks until all
 # ranks have written their checkpoint files. The pause between two polls doubles after each poll, up to the longest
-# pause. The driver polls because a training rank runs one method call at a time: a call that waited for the files would
-# delay training.
+# pause. The driver polls because a training rank runs one method call at a time: a method call that waited until the
+# checkpoint files are written would delay training.
 _ASK_AFTER_S, _ASK_AT_MOST_AFTER_S = 0.02, 0.5
 
 
@@ -170,8 +170,8 @@ class _Save:
         incarnation: number of times that the run has been restored.
         metric: value of the metric that selects the best checkpoint; None if the metric was not measured.
         files: dict that maps the name of each file that the driver writes to the contents of the file.
-        history: dict that maps the name of each of the run's JSON-lines files to the first bytes of the file, which
-            the driver copies into the checkpoint.
+        history: dict that maps the name of each JSON-lines file of the run to a `FileStart`: the bytes that the driver
+            copies from the start of the file into the checkpoint.
         groups: dict that maps each role to the worker group whose ranks write the role's state.
         saved: dict that maps a role to the results of its ranks, after all ranks of the role have written their files.
     """
@@ -428,8 +428,8 @@ class Checkpoints:
     def _discard(self, name: str) -> None:
         """Remove a checkpoint's folder, starting with its manifest.
 
-        If the process is killed during the removal, the remaining files have no manifest and do not count as a
-        checkpoint.
+        If the process is killed while it removes a checkpoint, the remaining files of the checkpoint have no manifest
+        and do not count as a checkpoint.
         """
         self.folder.remove(f"{name}/{MANIFEST}")
         self.folder.remove(name)

@@ -423,7 +423,7 @@ def _check_machine(config: Config) -> None:
 def _gpu_nodes() -> bool:
     """Return whether a device file of a GPU driver exists.
 
-    The device files are checked because querying torch for GPUs would take seconds.
+    Looking for device files such as `/dev/nvidiactl` is fast, while querying torch for GPUs would take seconds.
     """
     return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
 
@@ -439,9 +439,9 @@ def _largest_demand(config: Config) -> int:
 
 
 def _demands(config: Config) -> list[tuple[str, int]]:
-    """Return a pair (description, number of devices) for each number of devices that the config requires.
+    """Return the numbers of devices that the config requires, each as a pair (description, number of devices).
 
-    The description names the config keys that determine the number of devices, and gives the values of the keys.
+    The description in each pair gives the config keys and values that determine the number of devices.
 
     With `placement.share_ranks`, the roles take turns on the same devices, so the numbers of devices of the roles are
     not added up.

@@ -21,7 +21,8 @@ def command_of(overrides: Sequence[str], files: Sequence[str] = ()) -> Command:
     presets = choices_of(overrides, files)
     try:
         values = dataclasses.asdict(with_all_knobs(compose(presets)[0]))
-    except ConfigError:  # A preset can be invalid without the run's other arguments.
+    # `compose` raises ConfigError if a preset is valid only together with the run's other command-line arguments.
+    except ConfigError:
         values = {}
     return Command([*(f"--config={file}" for file in files), *overrides], presets, values)
 

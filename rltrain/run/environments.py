@@ -31,9 +31,9 @@ def environments_for(
     """Load and check the environment and the tools of a run.
 
     Raises:
-        ConfigError: the environment or a tool cannot be loaded or described to the model, or a data set in `prompts`
-            lacks a column that the environment needs, or all prompts of a data set become longer than
-            `rollout.max_prompt_length` when the descriptions of the tools are added.
+        ConfigError: the environment or a tool cannot be loaded, or the chat template cannot describe the tools to the
+            model. ConfigError is also raised if a data set in `prompts` lacks a column that the environment needs, or
+            if the descriptions of the tools make all prompts of a data set longer than `rollout.max_prompt_length`.
     """
     source, schemas = tools_of_run(config)
     if config.agent is not None:
@@ -129,7 +129,9 @@ def _schemas_of_server(address: str) -> list[dict[str, Any]]:
     try:
         found = tools_of(absolute_command(address))
     except (EnvironmentFailure, ValueError) as error:
-        raise ConfigError(f"rollout.tools: {one_line(str(error), 300)}; start the server, or correct mcp") from error
+        raise ConfigError(
+            f"rollout.tools: {one_line(str(error), 300)}; start the MCP server, or correct the value of the key mcp"
+        ) from error
     if not found:
         raise ConfigError(f"rollout.tools: the MCP server {address} offers no tools; remove it from rollout.tools")
     return found
@@ -242,7 +244,7 @@ def check_prompt_lengths(
                     f"rollout.max_prompt_length={config.max_prompt_length}: the descriptions of the tools add {added} "
                     f"tokens to each prompt, so even the shortest prompt of {one.where} has {total} tokens; set "
                     f"rollout.max_prompt_length={longest + total - len(shortest.ids)}, which is enough for the longest "
-                    "prompt, or describe fewer tools or in fewer words"
+                    "prompt, or use fewer tools or shorter descriptions of the tools"
                 )
 
 

@@ -69,7 +69,7 @@ def _commits(saved: Mapping[str, Any]) -> dict[tuple[str, str], str]:
 def _entries(saved: Mapping[str, Any]) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield (format string of the config key, config entry) for each reward model and teacher in a run's config.
 
-    Inserting the name of the reward model or teacher into the format string gives the config key.
+    A yielded format string becomes a config key when the name of the reward model or teacher is inserted.
     """
     for form, path in (
         (REWARD_MODEL_KEY, ("reward", "models")),

@@ -62,7 +62,8 @@ class RunLock:
 
     def _hold(self, where: str, file: Path) -> None:
         # Without `fallback_to_soft=False`, on a file system without locks, filelock would treat any existing lock file
-        # as a held lock. The lock file of a killed run would then lock the folder forever.
+        # as a held lock. The lock file that a killed run leaves behind would lock the folder forever, if filelock
+        # treated it as a held lock.
         lock = FileLock(file, blocking=False, thread_local=False, fallback_to_soft=False)
         try:
             lock.acquire()

@@ -114,7 +114,7 @@ def show_plan(console: Console, config: Config, facts: Facts) -> None:
 
 
 def _signatures(facts: Facts) -> str:
-    """Return a text that names the reward functions that were written for another trainer."""
+    """Return a text that names the reward functions with the signature of TRL, verl or OpenRLHF."""
     return "; ".join(
         f"reward function {name}: called with {trainer}'s signature" for name, trainer in facts.signatures.items()
     )
@@ -202,9 +202,7 @@ def _evaluation_set(name: str, source: str, config: Config, facts: Facts) -> str
     count = f"{facts.val_prompts[name]:,}" if name in facts.val_prompts else f"at most {config.data.val_size:,}"
     has_own = facts.own_splits or source.startswith("builtin:")
     same = source == config.data.train and not has_own
-    which = (
-        "of the training prompts themselves (set data.val=FILE for held-out prompts)" if same else "held-out prompts"
-    )
+    which = "prompts of the training data (set data.val=FILE for held-out prompts)" if same else "held-out prompts"
     return f"{count} {which if not name else f'prompts of {name}'}"
 
 
@@ -233,7 +231,7 @@ def _teachers(config: Config, facts: Facts) -> str:
     for teacher in distillation.teachers:
         size = facts.teachers.get(teacher.name)
         kind = "endpoint" if teacher.is_endpoint else f"{_size(size)} parameters" if size else ""
-        own = "with its own prompt template" if teacher.prompt_template is not None else ""
+        own = "with a teacher-specific prompt template" if teacher.prompt_template is not None else ""
         said = ", ".join(part for part in (kind, own) if part)
         path = "the starting weights" if teacher.path == REFERENCE else teacher.path
         parts.append(f"{teacher.name} = {path}{f' ({said})' if said else ''}")
@@ -311,8 +309,8 @@ def _switched_on(algorithm: AlgorithmConfig) -> list[str]:
         "truncated answers not trained on": algorithm.mask_truncated,
         "the critic's value of the last state added to the reward of truncated answers": algorithm.bootstrap_truncated,
         "groups with all outcomes equal are left out": algorithm.dynamic_sampling == 1,
-        f"groups with all outcomes equal are replaced, <= {algorithm.dynamic_sampling} batches a "
-        "step": algorithm.dynamic_sampling > 1,
+        "groups with all outcomes equal are replaced (a step generates at most "
+        f"{algorithm.dynamic_sampling} batches of prompts)": algorithm.dynamic_sampling > 1,
         f"entropy bonus {algorithm.entropy_coef:g}": algorithm.entropy_coef > 0 and target is None,
         f"entropy bonus towards a target of {target or 0:g} nats; its coefficient starts at {algorithm.entropy_coef:g} "
         f"and is at most {algorithm.entropy_coef_max:g}": target is not None,
@@ -332,9 +330,9 @@ def _weights(correction: CorrectionConfig) -> str:
     dropped = "tokens dropped" if correction.level == "token" else "answers dropped"
     outside = "truncated" if correction.mode == "truncate" else dropped
     bounds = _bounds(correction.lower, correction.upper)
-    parts = [f"{correction.level} importance weights, actor over engine"]
+    parts = [f"{correction.level} importance weights (actor probability / engine probability)"]
     parts += [f"{outside}{bounds}"] if bounds else []
-    parts += ["divided by their mean over the mini-batch"] if correction.batch_normalize else []
+    parts += ["weights divided by the mean weight of the mini-batch"] if correction.batch_normalize else []
     parts += ["dropped tokens not counted in the policy loss"] if correction.normalize == "kept" else []
     return ", ".join(parts)
 
@@ -366,10 +364,13 @@ def _refresh(config: Config) -> list[str]:
     reference, total = config.algorithm.reference, config.trainer.total_steps
     if not reference.refresh_every:
         return []
-    copied, moved = "becomes a copy of the actor", f"moves by {reference.refresh_coef:g} of its distance to the actor"
+    copied, moved = (
+        "the reference model becomes a copy of the actor",
+        f"the reference model moves by {reference.refresh_coef:g} of its distance to the actor",
+    )
     every = "step" if reference.refresh_every == 1 else _count(reference.refresh_every, "step")
     late = f", which has no effect in a run of {_count(total, 'step')}" if reference.refresh_every >= total else ""
-    return [f"reference {copied if reference.refresh_coef == 1 else moved} every {every}{late}"]
+    return [f"{copied if reference.refresh_coef == 1 else moved} every {every}{late}"]
 
 
 def _knobs(knobs: dict[str, Any]) -> str:
@@ -421,8 +422,9 @@ def _turns(rollout: RolloutConfig) -> str:
 def _sampling(rollout: RolloutConfig) -> str:
     """Describe how top-p and top-k sampling change the log-probs of the engine."""
     return (
-        f"{rollout.restriction}: answers are sampled from a truncated distribution, which the engine's log-probs "
-        "describe; these log-probs are therefore neither used for corrections nor compared with the actor's"
+        f"{rollout.restriction}: the engine samples from a truncated distribution and returns the log-probs of that "
+        "distribution, so training does not use the engine's log-probs for corrections and does not compare them with "
+        "the actor's log-probs"
     )
 
 
@@ -438,7 +440,7 @@ def _processes(config: Config, facts: Facts) -> str:
     shards = config.rollout.shards
     engines = _count(placement.rollout_replicas, "engine") + (f" of {shards} shards" if shards > 1 else "")
     if placement.most_replicas > placement.rollout_replicas:
-        engines += f" (up to {placement.most_replicas} if the cluster has free devices)"
+        engines += f" (up to {placement.most_replicas} engines if the cluster has free devices)"
     where = "Ray on this machine" if placement.address == "local" else f"Ray cluster {placement.address}"
     return f"{training} + {engines} + {_count(placement.reward_workers, 'reward worker')}; {where}, {devices}"
 
@@ -449,10 +451,10 @@ def _staleness(config: Config) -> str:
     versions = _count(config.trainer.steps_ahead, "weight version")
     if config.placement.launcher == "inprocess":
         return (
-            f"; answers may be {versions} old, but this saves no time in one process: with "
-            "trainer.max_staleness=0 the policy learns better"
+            f"; answers may be {versions} old; in a run with one process, stale answers save no time, and the policy "
+            "learns better with trainer.max_staleness=0"
         )
-    return f"; engines generate while ranks train, at most {versions} behind training"
+    return f"; engines generate answers while ranks train, with weights that are at most {versions} old"
 
 
 def _count(number: int, noun: str) -> str:
@@ -463,7 +465,7 @@ def _count(number: int, noun: str) -> str:
 def _broken(text: str, width: int) -> str:
     """Insert line breaks after `;` or before `->` where a line would exceed `width` columns.
 
-    The terminal wraps lines that are still longer than its width.
+    The terminal wraps a line that is longer than `width` and has no `;` or `->`.
     """
     lines = [""]
     for part in re.split(r"(?<=; )|(?=-> )", text):

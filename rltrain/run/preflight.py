@@ -1,6 +1,7 @@
 """Pre-flight check of a Ray cluster: check, before any worker starts, that each node can take part in the run.
 
-`--check` prints the results of all checks. A run on a cluster makes the same checks in its first seconds.
+`--check` prints the results of all checks. A run on a cluster makes the same checks as `--check` in its first
+seconds.
 """
 
 import secrets
@@ -46,7 +47,7 @@ class Finding:
 
     @property
     def passed(self) -> bool:
-        """Whether the check has passed, so that the finding does not prevent the run from starting."""
+        """Whether the finding is the result of a passed check. A failed check prevents the run from starting."""
         return not self.remedy
 
     def __str__(self) -> str:
@@ -65,8 +66,10 @@ def check_nodes(config: Config) -> list[Finding]:
 def ask_nodes(config: Config) -> Answers:
     """Ask all nodes for facts, and return the facts, the nodes that did not answer, and the duration in seconds.
 
-    The facts about the driver's node come first. While the nodes are asked, a small file exists in each folder that all
-    nodes must share (or in the nearest existing parent folder), so that each node can tell whether it sees the file.
+    In the returned list of facts, the driver's node comes first.
+
+    `ask_nodes` creates a small temporary file in each folder that all nodes must share, or in the folder's nearest
+    existing parent. Each node reports whether it sees the temporary files of `ask_nodes`.
     """
     probes: dict[str, str] = {}
     disks: dict[str, str] = {}
@@ -102,7 +105,7 @@ def findings(config: Config, facts: Sequence[NodeFacts], silent: Sequence[Silent
         config: the whole config.
         facts: facts about the nodes that answered, with the driver's node first.
         silent: nodes that did not answer.
-        took_s: seconds from the first question to the last answer.
+        took_s: seconds from the first request for facts to the last reply of a node.
     """
     found = [
         Finding(
@@ -292,7 +295,7 @@ def _shared_folders(config: Config) -> dict[str, Path]:
 def _same_everywhere(config: Config) -> Mapping[str, str]:
     """Return the paths whose content must be the same on each node, in a dict with keys such as `model.path=PATH`.
 
-    Models that are named by a hub id are left out, because each node downloads them by itself.
+    The dict does not contain models that are named by a hub id, because each node downloads such models by itself.
     """
     models = {"model.path": config.model.path} | {model.key: model.path for model in config.reward.models}
     models |= {teacher.key: teacher.path for teacher in config.algorithm.distillation.models}

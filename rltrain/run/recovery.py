@@ -8,8 +8,8 @@ from rltrain.base.errors import WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
 
-# Seconds to wait before the first, second, third and fourth restart. The wait before each restart after the fourth is
-# as long as the wait before the fourth restart.
+# Seconds to wait before the first, second, third and fourth restart. From the fourth restart on, the pause is always
+# the last value of PAUSES_S.
 PAUSES_S = (0.0, 2.0, 8.0, 30.0)
 
 
@@ -41,8 +41,8 @@ class Restarts:
         first = error
         while True:
             if self.restart is None or self.count >= self.limit:
-                # If the other machines lack free devices for new ranks, only the first error names the lost machine, so
-                # the message quotes the first error too.
+                # The error of a failed restart may say only that the remaining machines lack free devices. The raised
+                # WorkerError therefore also quotes `first`, the error that names the lost machine.
                 before = "" if error is first else f"{first}; "
                 raise WorkerError(
                     f"{before}{error}; the training ranks were restarted {self.count} times, and "

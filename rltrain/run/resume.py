@@ -381,7 +381,9 @@ def _try(config: Config, checkpoint: Checkpoint, prompts: PromptSet) -> None:
     if not isinstance(state["sources"], dict):
         raise ValueError("the state has no fingerprints of the data, functions and weights that the run has read")
     if state["step"] != checkpoint.step or state["incarnation"] != checkpoint.incarnation:
-        raise ValueError("the step or the incarnation number in the state differs from the checkpoint's manifest")
+        raise ValueError(
+            "the step or the number of restores in the driver state differs from the checkpoint's manifest"
+        )
     if not isinstance(state["engine_checked"], bool):
         raise ValueError("the value engine_checked in the state is neither true nor false")
     alarms = Alarms(config)

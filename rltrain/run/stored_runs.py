@@ -14,8 +14,8 @@ from rltrain.settings.algorithm_config import AlgorithmConfig
 from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
-# Config keys that determine the distribution from which answers are sampled. The loss of the new run
-# needs the same values of these keys with which the stored answers were sampled.
+# Config keys that determine the distribution from which answers are sampled. The new run must have the sampling
+# settings with which the stored answers were sampled, because the loss depends on the sampling distribution.
 _DISTRIBUTION = ("temperature", "top_p", "top_k")
 
 
@@ -124,6 +124,6 @@ def _require_same_pools(config: Config, earlier: Mapping[str, Any], where: str) 
     shown = [str(value).replace("'", "") if value else "null" for value in (now, then)]
     require(
         now == then,
-        f"data.difficulty={shown[0]}: {where} sampled its prompts with {shown[1]}, and stored groups belong to these "
-        f"prompts; use data.difficulty='{shown[1]}'",
+        f"data.difficulty={shown[0]}: {where} sampled its prompts with data.difficulty={shown[1]}, so answers to some "
+        f"prompts of this run may not be stored; use data.difficulty='{shown[1]}'",
     )

@@ -64,7 +64,7 @@ def sweep(overrides: Sequence[str], files: Sequence[str], console: Console) -> i
         path = create_config_search_path(str(config_dir()))
         hydra = Hydra.create_main_hydra2(task_name="rltrain", config_search_path=path)
         folder = hydra.compose_config("sweep", arguments, RunMode.MULTIRUN).hydra.sweep.dir
-        # The sweep folder is passed with its time stamp filled in, so that all jobs use the same folder.
+        # `hydra.sweep.dir` is passed to Hydra with its time stamp filled in, so that all jobs use the same folder.
         arguments.append(f"hydra.sweep.dir={folder}")
         hydra.multirun("sweep", job, arguments, with_log_configuration=False)
     except (HydraException, OmegaConfBaseException) as error:
@@ -80,7 +80,7 @@ def _is_hydras(text: str) -> bool:
 
 
 def _one_word_key(text: str) -> str:
-    """Convert a setting KEY=VALUE to the form that Hydra accepts for a new key, in which the key is a single word."""
+    """Convert a setting KEY=VALUE to `++set__KEY=VALUE`, with `__` for each dot in KEY, so that Hydra accepts it."""
     key, equals, value = text.partition("=")
     require(bool(equals), f"'{text}': a sweep takes settings of the form KEY=VALUE")
     return f"++{_START}{key.lstrip('+').replace('.', _DOT)}={value}"
@@ -89,7 +89,7 @@ def _one_word_key(text: str) -> str:
 class Job:
     """Function object that Hydra's launcher calls for each combination of values, to run a job and return its result.
 
-    Instances must be picklable, because some launchers of Hydra run jobs in other processes.
+    A `Job` must be picklable, because some launchers of Hydra run jobs in other processes.
 
     Args:
         files: absolute paths of the config files that every run reads.

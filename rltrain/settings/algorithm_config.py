@@ -31,8 +31,8 @@ class RewardShapingConfig:
         values="any number except 0",
     )
     clip: float | None = key(
-        "Maximum absolute value of an answer's score. Scores are clamped after bias and scale are applied. null: no "
-        "limit.",
+        "Maximum absolute value of an answer's score. Scores are clamped after bias and scale are applied. null: "
+        "scores are not clamped.",
         above=0,
     )
     overlong_buffer: int = key(
@@ -46,8 +46,9 @@ class RewardShapingConfig:
     )
     group_length_weight: float = key(
         "Weight of the length reward, which compares the lengths of the answers in a prompt group (Kimi k1.5, "
-        "arXiv:2501.12599). A short correct answer gains up to half the weight. A long answer loses up to half the "
-        "weight, whether it is correct or not. 0: no length reward.",
+        "arXiv:2501.12599). The score of a short correct answer rises by up to group_length_weight / 2. The score of a "
+        "long answer falls by up to group_length_weight / 2, whether the answer is correct or not. 0: no length "
+        "reward.",
         at_least=0,
     )
 
@@ -214,7 +215,8 @@ class CorrectionConfig:
     batch_normalize: bool = key(
         "Rescale the importance weights of a mini-batch to a mean of 1 after the bounds are applied (self-normalised "
         "importance sampling). The mean of the importance weights is taken over tokens if level=token, and over "
-        "answers if level is sequence or geometric. In the mean, a token or answer that mode=mask drops has weight 0."
+        "answers if level is sequence or geometric. A token or answer that mode=mask drops counts as 0 in the mean of "
+        "the importance weights."
     )
     normalize: Literal["all", "kept"] = key(
         "Tokens that loss_agg_mode counts when it averages the policy loss. all: all trained tokens, as in IcePop and "
@@ -282,8 +284,9 @@ class RejectionConfig:
     """
 
     kl_estimator: Literal["k1", "k2", "k3", "abs"] | None = key(
-        "Estimator of the KL divergence between the engine's policy and the policy that is being updated. null: drop "
-        "no tokens."
+        "Estimator of the KL divergence between the engine's policy and the policy that is being updated. Tokens or "
+        "answers whose KL estimate is outside the bounds are dropped from the policy loss. null: no tokens or answers "
+        "are dropped."
     )
     level: Literal["token", "sequence", "max"] = key(
         "What is dropped if a KL estimate is outside the bounds. token: the token with this estimate. sequence: a "
@@ -356,8 +359,9 @@ class AlgorithmConfig:
     )
     dynamic_sampling: int = key(
         "Maximum number of prompt groups that one training step generates, as a multiple of trainer.prompts_per_step. "
-        "Dynamic sampling replaces prompt groups whose answers all have the same outcome. The outcome of an answer is "
-        "its score from the reward functions and models with outcome=true, before shaping. 0: no dynamic sampling.",
+        "0: no dynamic sampling. Dynamic sampling replaces prompt groups whose answers all have the same outcome. The "
+        "outcome of an answer is its score from the reward functions and models with outcome=true, before reward "
+        "shaping.",
         at_least=0,
     )
     entropy_coef: float = key("Coefficient of the entropy bonus in the loss. 0: no entropy bonus.", at_least=0)
@@ -372,17 +376,20 @@ class AlgorithmConfig:
         "Amount by which entropy_coef changes in one training step if entropy_target is set.", above=0
     )
     entropy_coef_max: float = key(
-        "Upper limit of entropy_coef if entropy_target is set. Skywork-OR1's training script uses the upper limit "
-        "0.005.",
+        "Upper limit of entropy_coef if entropy_target is set. Skywork-OR1's training script limits entropy_coef to at "
+        "most 0.005.",
         above=0,
     )
-    reward_shaping: RewardShapingConfig = key("Shaping of the score of each answer.")
+    reward_shaping: RewardShapingConfig = key(
+        "Changes to the score of each answer: bias, scale, clipping, length penalty and length reward."
+    )
     reward_normalization: NormalizationConfig = key("Normalisation of the scores before the advantages are estimated.")
     advantage_normalization: NormalizationConfig = key(
         "Normalisation of the estimated advantages of the tokens that are trained on."
     )
     advantage_clip: float | None = key(
-        "Maximum absolute value of an advantage. Advantages are clamped after normalisation. null: no limit.",
+        "Maximum absolute value of an advantage. After normalisation, advantages are clamped to the range from "
+        "-advantage_clip to advantage_clip. null: advantages are not clamped.",
         above=0,
     )
     kl_in_reward: KLInRewardConfig = key(
@@ -432,7 +439,8 @@ class AlgorithmConfig:
         require(
             self.correction.level is None or self.old_log_probs == "actor",
             f"old_log_probs={self.old_log_probs} with correction.level={self.correction.level}: all importance weights "
-            "(actor over engine) would be 1, because the old log-probs come from the engine; use old_log_probs=actor",
+            "(actor probability / engine probability) would be 1, because the old log-probs come from the engine; use "
+            "old_log_probs=actor",
         )
         require(
             self.correction.normalize == "all" or self.loss_agg_mode != "token-sum",
@@ -475,7 +483,7 @@ class AlgorithmConfig:
     def needs_ref_log_probs(self) -> bool:
         """Whether the KL penalty in the reward or the KL term in the loss is estimated from samples.
 
-        An estimate from samples needs the log-probs of the reference model.
+        Estimating the KL divergence from samples needs the log-probs of the reference model.
         """
         reward, loss = self.kl_in_reward, self.kl_loss
         return (reward.kl_coef > 0 and not reward.full) or (loss.kl_loss_coef > 0 and not loss.full)

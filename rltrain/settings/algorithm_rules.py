@@ -21,7 +21,7 @@ from rltrain.settings.schema import Config
 from rltrain.settings.typed import require
 
 # Maps the names of presets, and names that other trainers use, to rltrain's names of losses and estimators. If a user
-# writes a name in ALIASES, the error message suggests rltrain's name.
+# selects a loss or an estimator by a name that is a key of ALIASES, the error message suggests rltrain's name.
 ALIASES = {
     "ppo": "vanilla",
     "ppo_clip": "vanilla",
@@ -116,12 +116,15 @@ def _check_knobs(
     # tensor.
     except (ArithmeticError, RuntimeError, TypeError) as error:
         shown = ", ".join(f"{key}={value}" for key, value in knobs.items())[:200]
-        raise ConfigError(f"algorithm.{section}: '{name}' cannot compute with {shown} ({error})") from None
+        raise ConfigError(
+            f"algorithm.{section}: '{name}' raises an error with the parameters {shown} ({error})"
+        ) from None
 
 
 def _tiny_column(name: str, components: int) -> Any:
-    """Return the batch column `name` of a tiny batch that tests a loss or an estimator. The tiny batch has one prompt
-    group of two answers with two tokens each.
+    """Return the batch column `name` for a test of a loss or an estimator.
+
+    The batch to which the column belongs has one prompt group: two answers with two tokens each.
     """
     import torch
 
@@ -410,8 +413,8 @@ def _check_rewards_act(config: Config) -> None:
     statistics = "valid" in columns or algorithm.reward_normalization.on or algorithm.advantage_normalization.on
     require(
         not algorithm.exclude_truncated or statistics,
-        f"algorithm.exclude_truncated=true with {estimator} and no normalisation: no statistics are computed from "
-        "which answers could be excluded; use suppress_truncated or mask_truncated",
+        f"algorithm.exclude_truncated=true with {estimator} and no normalisation: the run computes no score "
+        "statistics, so exclude_truncated has no effect; use suppress_truncated or mask_truncated",
     )
 
 

@@ -62,8 +62,8 @@ def _items(overrides: Sequence[str], files: Sequence[str]) -> list[Item]:
 def choices_of(overrides: Sequence[str], files: Sequence[str] = ()) -> list[str]:
     """Return the user's choices in config groups, each as a command-line setting `GROUP=CHOICE`.
 
-    If the user chooses no profile, but the user's model or task needs a profile other than the default, the choice of
-    this profile is also returned.
+    If the user chooses no profile, but the user's model or task needs a profile other than the default, the returned
+    list contains the choice of the needed profile.
     """
     return [f"{group}={choice}" for group, choice in chosen(_items(overrides, files)).items()]
 

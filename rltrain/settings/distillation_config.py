@@ -27,7 +27,7 @@ class TeacherConfig:
 
     name: str = key(
         "Name of the teacher in metrics, messages and the column algorithm.distillation.teacher_column.",
-        if_left_out="last part of `path`, or the host of an endpoint",
+        if_left_out="name is the last part of `path`, or the host of an endpoint",
     )
     path: str = key(
         "The teacher, which must have the policy's tokenizer. A directory or a name on the Hugging Face hub: a causal "
@@ -88,7 +88,7 @@ class TeacherConfig:
     @property
     def role(self) -> str:
         """Name of the role on the training ranks that computes the teacher's log-probs."""
-        assert not self.is_endpoint, "an endpoint has no role on the training ranks"
+        assert not self.is_endpoint, "the training ranks do not compute the log-probs of an endpoint"
         return REFERENCE if self.path == REFERENCE else f"{TEACHER} {self.name}"
 
 
@@ -100,8 +100,8 @@ class DistillationConfig:
         "List of teachers, each given as a mapping or only by its path. An empty list: no distillation."
     )
     teacher_column: str | None = key(
-        "Column of the data that holds the name of each row's teacher. null: the list has only one teacher, which is "
-        "used for all rows."
+        "Column of the data that holds the name of each row's teacher. null: all rows have the same teacher, which "
+        "must be the only entry of algorithm.distillation.teachers."
     )
     mode: Literal["reward", "loss"] | None = key(
         "How distillation lowers the reverse KL divergence from the policy to the teacher. reward: log(pi_teacher / "

@@ -20,9 +20,9 @@ AUTO = "auto"
 # Upper bound of the importance weights if `algorithm.correction.level=auto` selects `token`. The preset `algorithm=tis`
 # sets the upper bound of the importance weights to 2.
 STALE_UPPER = 2.0
-# Estimators whose critic is trained before the policy (VC-PPO and VAPO). With `critic.warmup_steps=auto`, the critic of
-# an estimator in PRETRAINED is warmed up for WARMUP_STEPS training steps. The papers on VC-PPO and VAPO warm up the
-# critic for 50 steps, in runs of thousands of steps.
+# Estimators whose critic is trained before the policy (VC-PPO and VAPO). With `critic.warmup_steps=auto` and an
+# estimator in PRETRAINED, the first WARMUP_STEPS training steps train only the critic. The papers on VC-PPO and VAPO
+# warm up the critic for 50 steps, in runs of thousands of steps.
 PRETRAINED = ("decoupled_gae", "length_adaptive_gae")
 WARMUP_STEPS = 5
 
@@ -84,8 +84,9 @@ def _set_max_replicas(placement: dict[str, Any]) -> None:
 
 
 def _tool(tool: Any) -> Any:
-    """Convert an entry of `rollout.tools` to a mapping with all keys. An entry that is a string is taken as the path of
-    a function.
+    """Convert an entry of `rollout.tools` to a mapping with all keys.
+
+    If the entry of `rollout.tools` is a string, the string is the path of a function.
     """
     given = {"path": tool} if isinstance(tool, str) else tool
     return {"path": None, "mcp": None} | given if isinstance(given, dict) else given
@@ -94,10 +95,10 @@ def _tool(tool: Any) -> Any:
 def _reward_functions(functions: Any) -> list[Any]:
     """Convert each entry of `reward.functions` to a mapping with all keys.
 
-    An entry that is a string is taken as the path of the reward function. By default, a reward function has the name of
-    the Python function, and weight 1. By default, `outcome` is true unless the reward function is one of rltrain's own
-    penalties. By default, only those built-in reward functions that compare an answer with the right answer decide
-    whether the answer is correct.
+    If an entry of `reward.functions` is a string, the string is the path of the reward function. By default, a reward
+    function has the name of the Python function, and weight 1. By default, `outcome` is true unless the reward function
+    is one of rltrain's own penalties. By default, only those built-in reward functions that compare an answer with the
+    right answer decide whether the answer is correct.
     """
     require(
         isinstance(functions, list),
@@ -127,8 +128,9 @@ def _reward_function(function: Any) -> Any:
 def _reward_models(models: Any) -> list[Any]:
     """Convert each entry of `reward.models` to a mapping with all keys.
 
-    An entry that is a string is taken as the reward model's directory or the reward model's name on the Hugging Face
-    hub. By default, a reward model has weight 1 and is named after the last part of its path, without the revision.
+    If an entry of `reward.models` is a string, the string is the reward model's directory, or its name on the Hugging
+    Face hub. By default, a reward model has weight 1 and is named after the last part of its path, without the
+    revision.
     """
     require(
         isinstance(models, list), f"reward.models={models}: must be a list, as in reward.models=[path/to/directory]"
@@ -208,8 +210,8 @@ def _difficulty(difficulty: Any) -> Any:
 def _reuse(reuse: Any, max_staleness: Any) -> Any:
     """Convert `trainer.reuse` to a mapping with all keys.
 
-    By default, `trainer.reuse.steps` equals the staleness bound `trainer.max_staleness`. The engines then do not run
-    ahead of training, because they may run only `max_staleness - reuse.steps` training steps ahead.
+    By default, `trainer.reuse.steps` equals the staleness bound `trainer.max_staleness`. With this default value of
+    `trainer.reuse.steps`, the engines run `max_staleness - reuse.steps` = 0 training steps ahead of training.
     """
     if reuse is None:
         return None

@@ -17,7 +17,7 @@ class Name:
         trl: name of the setting in TRL's GRPOConfig; "" if TRL has no such setting.
         verl: name of the setting in verl; "" if verl has no such setting.
         openrlhf: name of OpenRLHF's flag without the leading dashes; "" if OpenRLHF has no such flag.
-        hint: how rltrain's key differs in meaning or unit from the other trainers' options; "" if there is no
+        hint: how rltrain's key differs in meaning or unit from the options of TRL, verl and OpenRLHF; "" if there is no
             difference.
     """
 
@@ -38,13 +38,18 @@ NAMES = (
     Name("data.train", "dataset_name", "data.train_files", "prompt_data"),
     Name("data.val", "eval_dataset", "data.val_files", "eval_dataset"),
     Name("data.prompt", "", "data.prompt_key", "input_key"),
-    Name("data.sft_response", "", "data.response_key", hint="for the supervised loss that algorithm.sft_coef adds"),
+    Name(
+        "data.sft_response",
+        "",
+        "data.response_key",
+        hint="data.sft_response is used only by the supervised loss, which algorithm.sft_coef turns on",
+    ),
     Name(
         "reward.functions",
         "reward_funcs",
         "custom_reward_function.path",
         "remote_rm_url",
-        "takes a list of functions",
+        "reward.functions takes a list of functions",
     ),
     Name("actor.lr", "learning_rate", "actor_rollout_ref.actor.optim.lr", "actor_learning_rate"),
     Name("actor.lr_schedule", "lr_scheduler_type", "actor_rollout_ref.actor.optim.lr_scheduler_type", "lr_scheduler"),
@@ -53,7 +58,7 @@ NAMES = (
         "warmup_steps",
         "actor_rollout_ref.actor.optim.lr_warmup_steps",
         "lr_warmup_ratio",
-        "takes a number of optimizer steps",
+        "actor.lr_warmup_steps is a number of optimizer steps",
     ),
     Name("actor.weight_decay", "weight_decay", "actor_rollout_ref.actor.optim.weight_decay", "l2"),
     Name("actor.max_grad_norm", "max_grad_norm", "actor_rollout_ref.actor.grad_clip", "max_norm"),
@@ -64,7 +69,7 @@ NAMES = (
         "per_device_train_batch_size",
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
         "micro_train_batch_size",
-        "takes a number of tokens, which limits memory use and does not change results",
+        "max_tokens_per_microbatch is a number of tokens; it limits memory use and does not change results",
     ),
     Name("critic.lr", "", "critic.optim.lr", "critic_learning_rate"),
     Name("critic.clip_range_value", "cliprange_value", "critic.cliprange_value", "value_clip"),
@@ -73,14 +78,14 @@ NAMES = (
         "generation_batch_size",
         "data.train_batch_size",
         "rollout_batch_size",
-        "counts prompts, not answers",
+        "prompts_per_step counts prompts, not answers",
     ),
     Name(
         "trainer.prompts_per_minibatch",
         "gradient_accumulation_steps",
         "actor_rollout_ref.actor.ppo_mini_batch_size",
         "train_batch_size",
-        "the number of prompts in one optimizer step",
+        "prompts_per_minibatch is the number of prompts in one optimizer step",
     ),
     Name("trainer.epochs_per_step", "num_iterations", "actor_rollout_ref.actor.ppo_epochs", "max_epochs"),
     Name("trainer.total_steps", "max_steps", "trainer.total_training_steps"),
@@ -92,15 +97,24 @@ NAMES = (
         "resume_from_checkpoint",
         "trainer.resume_mode",
         "load_checkpoint",
-        "takes 'never', 'auto' or a path",
+        "trainer.resume is 'never', 'auto' or a path",
     ),
     Name("trainer.output_dir", "", "trainer.default_local_dir", "save_path"),
     Name("trainer.keep_checkpoints", "save_total_limit", "trainer.max_actor_ckpt_to_keep", "max_ckpt_num"),
     Name("rollout.samples_per_prompt", "num_generations", "actor_rollout_ref.rollout.n", "n_samples_per_prompt"),
     Name("rollout.temperature", "", "actor_rollout_ref.rollout.temperature", ""),
     Name("rollout.top_p", "top_p", "actor_rollout_ref.rollout.top_p", "top_p"),
-    Name("rollout.top_k", "top_k", "actor_rollout_ref.rollout.top_k", hint="0, not -1, turns top-k sampling off"),
-    Name("rollout.stop", "generation_kwargs", hint="for stop strings; top_p and top_k have their own keys"),
+    Name(
+        "rollout.top_k",
+        "top_k",
+        "actor_rollout_ref.rollout.top_k",
+        hint="rollout.top_k=0, not -1, turns top-k sampling off",
+    ),
+    Name(
+        "rollout.stop",
+        "generation_kwargs",
+        hint="rollout.stop takes only stop strings; rltrain has other keys for top_p and top_k",
+    ),
     Name("rollout.max_prompt_length", "max_prompt_length", "data.max_prompt_length", "prompt_max_len"),
     Name("rollout.max_response_length", "max_completion_length", "data.max_response_length", "generate_max_len"),
     Name(
@@ -121,7 +135,7 @@ NAMES = (
         "",
         "trainer.n_gpus_per_node",
         "actor_num_gpus_per_node",
-        "takes the total number over all nodes, not the number per node",
+        "placement.actor_ranks is the number of ranks on all nodes together, not per node",
     ),
     Name("placement.sequence_ranks", "", "actor_rollout_ref.actor.ulysses_sequence_parallel_size", "ring_attn_size"),
     Name(
@@ -144,14 +158,14 @@ NAMES = (
     Name(
         "algorithm.reference.refresh_every",
         "ref_model_sync_steps",
-        hint="takes a number of training steps; 0 turns the updates off",
+        hint="refresh_every is a number of training steps; with 0, the reference model is not updated",
     ),
     Name("algorithm.reference.refresh_coef", "ref_model_mixup_alpha"),
     Name("algorithm.entropy_coef", "entropy_coef", "actor_rollout_ref.actor.entropy_coeff", "entropy_loss_coef"),
     Name(
         "algorithm.sft_coef",
         openrlhf="ptx_coef",
-        hint="for supervised answers in columns of the training data (data.sft_response), not in a second data set",
+        hint="rltrain takes supervised answers from the training data (data.sft_response), not from a second data set",
     ),
     Name("algorithm.advantage_estimator", "", "algorithm.adv_estimator", "advantage_estimator"),
     Name("algorithm.loss_mode", "", "actor_rollout_ref.actor.policy_loss.loss_mode", "policy_loss_type"),
@@ -169,15 +183,21 @@ NAMES = (
         "eps_clip_low_high",
     ),
     Name("algorithm.loss.clip_ratio_c", "delta", "actor_rollout_ref.actor.clip_ratio_c", "dual_clip"),
-    Name("algorithm.advantage.gamma", "gamma", "algorithm.gamma", "gamma", "for estimators with gamma, such as gae"),
-    Name("algorithm.advantage.lam", "lam", "algorithm.lam", "lambd", "for estimators with lam, such as gae"),
+    Name(
+        "algorithm.advantage.gamma",
+        "gamma",
+        "algorithm.gamma",
+        "gamma",
+        "gamma is a parameter of estimators such as gae",
+    ),
+    Name("algorithm.advantage.lam", "lam", "algorithm.lam", "lambd", "lam is a parameter of estimators such as gae"),
     Name("algorithm.mask_truncated", "mask_truncated_completions"),
     Name(
         "algorithm.dynamic_sampling",
         "",
         "algorithm.filter_groups.enable",
         "dynamic_filtering",
-        "takes the maximum number of batches that one step generates; 0 turns dynamic sampling off",
+        "dynamic_sampling is the maximum number of batches that one step generates; 0 turns dynamic sampling off",
     ),
     Name("algorithm.correction.level", "", "algorithm.rollout_correction.rollout_is"),
     Name(
@@ -204,8 +224,8 @@ def name_here(key: str) -> Name | None:
     """Return the entry of `NAMES` for the option that another trainer calls `key`, or None if the option is unknown.
 
     An option matches by its whole name or by the last parts of its name: `rollout.n` matches verl's
-    `actor_rollout_ref.rollout.n`. If the other trainer's option belongs to no section, a section that the user writes
-    before the option is ignored: `algorithm.beta` matches TRL's option `beta`.
+    `actor_rollout_ref.rollout.n`. If no option matches the whole `key`, only the last part of `key` is
+    compared, so that `algorithm.beta` matches TRL's option `beta`.
     """
     plain = key.lstrip("-")
     for name in NAMES:

@@ -87,7 +87,8 @@ def from_command_line(text: str) -> Item:
     Hydra does not parse the values of the keys in `TEXT_KEYS`, which are free text and may contain any character. In
     free text, a backslash followed by `n` stands for a line break, and two backslashes followed by `n` stand for one
     backslash and `n`. For a free-text key, the value `null` means that there is no text. In the texts of the keys in
-    `LISTS_OF_TEXT`, a backslash before `n` has the same meaning as in free text.
+    `LISTS_OF_TEXT`, too, a backslash followed by `n` stands for a line break, and two backslashes followed by `n` stand
+    for one backslash and `n`.
 
     Hydra requires a `+` before a key that is not in the YAML files, such as an optional function parameter. rltrain
     accepts `KEY=VALUE` without a `+` for all keys.
@@ -185,13 +186,13 @@ def _defaults(entries: Any) -> Iterator[tuple[str, Any]]:
 def _settings(key: str, value: Any) -> list[Item]:
     """Convert one entry of a config file, given as key and value, to settings.
 
-    If the entry is a section, the returned list has one setting for each key in the section.
+    If `key` names a section, the returned list has one setting for each key in the section.
     """
     inside = any(name.startswith(f"{key}.") for name in keys(Config))
     if not (inside and isinstance(value, dict)):
         text = f"{key}: {value}"
-        # In a config file, the value of a section may be null. If the section must not be null, the conversion to the
-        # typed config raises an error.
+        # In a config file, the value of a section may be null. `parse` raises ConfigError later if a section
+        # that must not be null is null.
         if not (inside and value is None):
             _check_key(key, text)
         return [_setting(key, value, text)]
@@ -286,7 +287,7 @@ def _set(composed: Any, setting: Setting) -> None:
 
 
 def set_text(values: dict[str, Any], items: list[Item]) -> None:
-    """Write the user's values of free-text keys into a config of nested plain values."""
+    """Set the keys in `TEXT_KEYS` to the user's values in the config `values`, which consists of nested dicts."""
     for item in items:
         if isinstance(item, Setting) and item.key in TEXT_KEYS:
             *sections, name = item.key.split(".")

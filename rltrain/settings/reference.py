@@ -6,11 +6,10 @@ generated pages and comments, and prints the names of the changed files:
 
     python -m rltrain.settings.reference
 
-A YAML file that inherits from another choice of its config group contains only the values that differ from that choice.
-The comments in a YAML file that inherits from another choice are not replaced, because the comments explain why the
-file sets particular values. A YAML file that does not inherit from another choice contains every key of its sections,
-and the comments of all keys are generated. The comment at the start of a YAML file, and comments above lines without a
-key, are kept.
+A YAML file whose `defaults` name another file of its config group contains only the values that differ from that other
+file. In a YAML file whose `defaults` name another file of its config group, all comments are kept, because they explain
+why the file sets particular values. Every other YAML file contains all keys of its sections, and the comments of the
+keys are generated. The comment at the start of a YAML file, and comments above lines without a key, are kept.
 """
 
 import re
@@ -144,9 +143,9 @@ def _parent(path: str) -> str:
 
 
 def _is_set_whole(one: Declared) -> bool:
-    """Return whether the user sets a section as one value.
+    """Return whether the value of a key is a list, or is a whole section, as in `model.lora={rank:8}`.
 
-    The user sets a section as one value if the section is a list or has the attribute `given_whole`.
+    A section with the attribute `given_whole` is the value of one key.
     """
     return get_origin(one.hint) is list or bool(getattr(one.section, "given_whole", False))
 

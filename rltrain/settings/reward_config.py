@@ -9,7 +9,7 @@ from rltrain.settings.typed import require
 # Format string that names the config key `path` of a reward model in error messages; `{}` is replaced by the model's
 # name.
 REWARD_MODEL_KEY = "reward.models: path of '{}'"
-_LARGEST_WEIGHT = 3.4e38  # Largest finite float32 number, rounded down.
+_LARGEST_WEIGHT = 3.4e38  # The largest finite float32 number, 3.4028e38, rounded down to two digits.
 _OF_THE_SAMPLE = ("prompt", "response", "prompts", "responses")
 
 
@@ -34,12 +34,12 @@ class RewardFunctionConfig:
     outcome: bool = key(
         "Whether the function's score says if the task was solved (true), or rates the form of the answer, such as its "
         "length (false).",
-        if_left_out="`true`; `false` for rltrain's own penalties",
+        if_left_out="`true`; for rltrain's own penalties, `outcome` is `false`",
     )
     success: float | None = key(
         "This function judges an answer as correct if its score of the answer is at least this value. null: the "
         "function's score does not decide whether an answer is correct; RewardResult.success can decide.",
-        if_left_out="`null`; `1.0` for rltrain's functions that compare an answer with the right answer",
+        if_left_out="`null`; for rltrain's functions that compare an answer with the right answer, `success` is `1.0`",
     )
     kwargs: dict[str, Any] = key(
         "Keyword arguments that every call of the reward function gets in addition to the values of the sample.",
@@ -139,7 +139,7 @@ class RewardConfig:
     )
     max_failed_fraction: float = key(
         "Largest tolerated fraction of samples with failed rewards in one training step or evaluation. The run stops "
-        "if the rewards of a larger fraction of samples fail.",
+        "if the fraction of samples with failed rewards is larger than max_failed_fraction.",
         at_least=0,
         at_most=1,
         changeable=True,

@@ -26,7 +26,7 @@ class DifficultyConfig:
     `rltrain.data.prompt_pools` defines how prompts are sampled from the pools.
     """
 
-    given_whole = True  # True means that the user sets all of `data.difficulty` as one mapping.
+    given_whole = True  # The function `keys` counts `data.difficulty` as one key, whose value is a mapping or null.
 
     easy_threshold: float = key(
         "A prompt is easy if its success rate is at least this value. The success rate of a prompt is the share of "
@@ -88,7 +88,7 @@ class ReuseConfig:
     `rltrain.trajectories.reuse_buffer` defines which groups are trained on again.
     """
 
-    given_whole = True  # True means that the user sets all of `trainer.reuse` as one mapping.
+    given_whole = True  # The function `keys` counts `trainer.reuse` as one key, whose value is a mapping or null.
 
     groups: int = key(
         "Maximum number of prompt groups from earlier training steps that one training step reuses.",

@@ -56,8 +56,8 @@ class TrainerConfig:
     )
     reuse: ReuseConfig | None = key(
         "Settings for training again on prompt groups of earlier training steps, such as {groups: 4}. Only groups "
-        "whose answers have different outcomes are reused. Reuse needs trainer.max_staleness of at least 1. null: "
-        "train on each group in only one training step."
+        "whose answers have different outcomes are reused. trainer.reuse needs trainer.max_staleness of at least 1. "
+        "null: each prompt group is trained on in only one training step."
     )
     seed: int = key(
         "Seed of all random choices, such as the order of the prompts and the sampling of answers.",
@@ -194,7 +194,8 @@ class TrainerConfig:
     def steps_ahead(self) -> int:
         """Number of training steps by which the engines may run ahead of training.
 
-        With `reuse`, a part of the staleness bound is reserved for the steps in which groups are trained on again.
+        With `reuse`, the engines may run only `max_staleness - reuse.steps` steps ahead, because a prompt group can
+        become `reuse.steps` weight versions older between its first and its last use.
         """
         return self.max_staleness - (self.reuse.steps if self.reuse else 0)
 
@@ -211,7 +212,7 @@ class LoRAConfig:
     and B are trained.
     """
 
-    given_whole = True  # True means that the user sets all of `model.lora` as one mapping.
+    given_whole = True  # The function `keys` counts `model.lora` as one key, whose value is a mapping or null.
 
     rank: int = key("Rank of an adapter's matrices A and B.", if_left_out="required", at_least=1)
     alpha: float = key(
@@ -232,7 +233,7 @@ class LoRAConfig:
         require(len(set(targets)) == len(targets), f"targets={targets}: names a layer twice; {hint}")
         require(
             ALL_LINEAR not in targets or len(targets) == 1,
-            f"targets={targets}: {ALL_LINEAR} already includes every other layer; {hint} alone",
+            f"targets={targets}: {ALL_LINEAR} already includes every other layer, so it must be the only entry; {hint}",
         )
 
 
@@ -425,7 +426,8 @@ class DataConfig:
         return main | {name: (f"val_sets.{name}", source) for name, source in self.val_sets.items()}
 
 
-# Maps each vLLM engine argument that rltrain sets itself to what a user must set or use instead.
+# Engine arguments of vLLM that a user must not set, because rltrain sets them. Each engine argument is mapped to the
+# end of the error message, which says what the user must set or use instead.
 ENGINE_ARGUMENTS = {
     "model": "model.path",
     "dtype": "model.dtype",
@@ -437,11 +439,11 @@ ENGINE_ARGUMENTS = {
     "tensor_parallel_size": "rollout.vllm.tensor_parallel_size",
     "gpu_memory_utilization": "rollout.vllm.gpu_memory_utilization",
     "kv_cache_memory_bytes": "rollout.vllm.kv_cache_mb",
-    "logprobs_mode": "the log-probs that rltrain requests, because training compares them with the actor's log-probs",
+    "logprobs_mode": "rltrain's setting, because training compares the engine's log-probs with the actor's",
     "generation_config": "rollout.temperature, rollout.top_p and rollout.top_k",
-    "skip_tokenizer_init": "the tokenizer of rltrain",
-    "weight_transfer_config": "the weight sync of rltrain",
-    "worker_extension_cls": "the weight sync of rltrain",
+    "skip_tokenizer_init": "rltrain's own tokenizer, because the engine gets and returns only token ids",
+    "weight_transfer_config": "rltrain's weight sync, which sends the trained weights to the engines",
+    "worker_extension_cls": "rltrain's weight sync, which sends the trained weights to the engines",
     "distributed_executor_backend": "rollout.vllm.process",
     "enable_sleep_mode": "placement.share_ranks",
 }
@@ -455,7 +457,11 @@ class VLLMConfig:
         "Process in which vLLM's engine core runs. inprocess: the worker's process. async: a separate process. auto: "
         "inprocess on CPUs; async on GPUs and for tensor parallelism."
     )
-    tensor_parallel_size: int = key("Number of shards of one engine. Each shard runs on a separate device.", at_least=1)
+    tensor_parallel_size: int = key(
+        "Number of shards into which the model of one engine is split. Each shard of the model runs on a separate "
+        "device.",
+        at_least=1,
+    )
     kv_cache_mb: int = key(
         "Size of one engine's KV cache on CPUs. On GPUs, kv_cache_mb has no effect.", unit="MB", at_least=1
     )
@@ -535,13 +541,14 @@ class RolloutConfig:
     )
     top_p: float = key(
         "Sample each token only from the smallest set of most likely tokens whose probabilities sum to at least "
-        "top_p. The loss still uses the policy's whole distribution. 1: all tokens.",
+        "top_p. The loss uses the policy's whole distribution, whatever top_p is. 1: tokens are sampled from the whole "
+        "vocabulary.",
         above=0,
         at_most=1,
     )
     top_k: int = key(
-        "Sample each token only from the top_k most likely tokens. The loss still uses the policy's whole "
-        "distribution. 0: all tokens.",
+        "Sample each token only from the top_k most likely tokens. The loss uses the policy's whole distribution, "
+        "whatever top_k is. 0: tokens are sampled from the whole vocabulary.",
         at_least=0,
         refusal="{name} must be {rule}, got {value}: 0 turns top-k sampling off",
     )
@@ -561,7 +568,8 @@ class RolloutConfig:
     )
     agent: str | None = key(
         "Program that talks with the model through an OpenAI-compatible HTTP API: the path of a function, as in "
-        "my_agent.py:run, or a command. The run starts the program once for each conversation. null: no program.",
+        "my_agent.py:run, or a command. The run starts the agent program once for each conversation. null: no agent "
+        "program.",
     )
     tool_format: str = key(
         "Format in which the model writes tool calls. auto: the format of the model's chat template. A path: the "
@@ -605,10 +613,10 @@ class RolloutConfig:
     )
     verify_sync: bool = key("Check after each weight sync that the engines use the trainer's weights.", changeable=True)
     keep_kv_cache: bool = key(
-        "Keep the KV cache of unfinished answers when the weights change. Tokens that are sampled after the change "
-        "then attend to keys and values that the earlier weights computed. keep_kv_cache needs trainer.max_staleness "
-        "of at least 1 and importance weights (algorithm.correction.level). false: the engine recomputes the KV cache "
-        "with the new weights."
+        "Keep the KV cache of unfinished answers when the weights change. With a kept KV cache, tokens that are "
+        "sampled with the new weights attend to keys and values of the old weights. keep_kv_cache=true needs "
+        "trainer.max_staleness of at least 1 and importance weights (algorithm.correction.level). false: the engine "
+        "recomputes the KV cache with the new weights."
     )
     vllm: VLLMConfig | None = key(
         "Settings that only the engine vLLM uses. null: the run uses another engine.", changeable=True
@@ -710,8 +718,8 @@ class PlacementConfig:
     )
     max_rollout_replicas: int | None = key(
         "Maximum number of engines. Additional engines above rollout_replicas start when the cluster has free "
-        "resources, for example after a machine has joined. The run also works without the additional engines. null: "
-        "rollout_replicas.",
+        "resources, for example after a machine has joined. The run does not need more than rollout_replicas engines. "
+        "null: the maximum is rollout_replicas.",
         values="whole number >= rollout_replicas, or `null`",
     )
     reward_workers: int = key("Number of processes that run reward functions.", at_least=1)
@@ -731,7 +739,8 @@ class PlacementConfig:
         "Time limit within which a worker process must start and load its model.", unit="seconds", above=0
     )
     env_vars: dict[str, str] = key(
-        "Environment variables of all worker processes, such as NCCL_DEBUG.", values="mapping from names to text"
+        "Environment variables of all worker processes, such as NCCL_DEBUG.",
+        values="mapping from names of environment variables to their values",
     )
     nodes: int | None = key(
         "Number of machines of a planned cluster for which --plan computes the memory plan. nodes has no effect on "
@@ -739,15 +748,17 @@ class PlacementConfig:
         at_least=1,
     )
     gpus_per_node: int | None = key(
-        "With placement.nodes, number of GPUs of one machine. null: no GPUs.",
+        "Number of GPUs of each machine that placement.nodes describes. null: the machines have no GPUs.",
         at_least=0,
     )
     gpu_memory_gb: float | None = key(
-        "With placement.nodes, memory of one GPU. null: unknown, allowed only without GPUs.", unit="GB", above=0
+        "Memory of each GPU of the machines that placement.nodes describes. null: the machines have no GPUs.",
+        unit="GB",
+        above=0,
     )
     node_memory_gb: float | None = key(
-        "With placement.nodes, memory of one machine. null: unknown, so that the memory plan does not check whether "
-        "the run fits in the machine's memory.",
+        "Memory of each machine that placement.nodes describes. null: unknown, so that the memory plan does not check "
+        "whether the run fits in the machine's memory.",
         unit="GB",
         above=0,
     )
@@ -913,15 +924,15 @@ class Config:
         """Raise ConfigError if `rollout.keep_kv_cache` has no effect, or is used without importance weights.
 
         An engine that keeps keys and values of earlier weights samples from a mixture of weight versions. The
-        distribution of this mixture differs from the distribution of each single version of the policy.
+        sampling distribution of a mixture of weight versions differs from the distribution of every single version.
         """
         keep, correction = self.rollout.keep_kv_cache, self.algorithm.correction.level
         require(
             not keep or self.trainer.steps_ahead > 0,
             f"rollout.keep_kv_cache=true with trainer.max_staleness={self.trainer.max_staleness}"
             + (f" and trainer.reuse.steps={self.trainer.reuse.steps}" if self.trainer.reuse else "")
-            + ": no answer is unfinished when the weights change; use a larger trainer.max_staleness, or "
-            "rollout.keep_kv_cache=false",
+            + ": all answers are finished before the weights change, so there is no KV cache to keep; use a larger "
+            "trainer.max_staleness, or rollout.keep_kv_cache=false",
         )
         require(
             not keep or correction is not None,

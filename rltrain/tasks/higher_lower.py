@@ -18,7 +18,8 @@ CONSISTENT = 0.35  # Share of the imitated games in which each guess agrees with
 # guesses agree with all hints.
 MIDDLE = 0.5
 STUBBORN = 0.5  # Probability that a guess repeats the last guess, in games whose guesses ignore the hints.
-SPOILT = 0.05  # Probability that an imitated message is "?" instead of a digit.
+# Probability that a message of the player is "?" instead of a digit, in the games that the starting model imitates.
+SPOILT = 0.05
 
 
 def draw(split: str, rng: Random) -> Row:

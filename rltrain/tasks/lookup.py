@@ -18,7 +18,7 @@ MAX_HOPS = 3
 # The probabilities below define the flawed conversations that the starting model imitates. Most imitated conversations
 # stop one call too early and give the last result as the answer, so reinforcement learning has to discover that one
 # more call earns more reward.
-RIGHT_COUNT = 0.25  # Probability that a conversation has the right number of calls: one per pointer.
+RIGHT_COUNT = 0.25  # Probability that a conversation has one call for each pointer, which is the right number.
 # Probability that a conversation has one call too few. A conversation has a random number of calls with the probability
 # 1 - RIGHT_COUNT - TOO_FEW.
 TOO_FEW = 0.65
@@ -39,7 +39,7 @@ def path(table: str, start: int, hops: int) -> list[int]:
 
 
 def draw(split: str, rng: Random) -> Row:
-    """Draw a data row of the given split in which the path to the answer looks up no key twice.
+    """Draw a data row of the given split, such that the lookups on the path to the answer use different keys.
 
     A hash of the table, the start and the number of hops decides to which split a row belongs.
     """

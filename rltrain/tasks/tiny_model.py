@@ -192,8 +192,8 @@ def _answer_loss(model: Qwen2ForCausalLM, ids: torch.Tensor, labels: torch.Tenso
 def _save(model: Qwen2ForCausalLM, tokenizer: Qwen2Tokenizer, path: Path) -> None:
     """Write the model, its generation defaults and the tokenizer to the directory `path`.
 
-    The model files are first written to a temporary directory. The temporary directory is then renamed to `path`, so
-    that a reader never sees an incomplete directory.
+    The model files are first written to a temporary directory, which is then renamed to `path`, so that a reader never
+    sees an incomplete directory.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.parent / f".{path.name}.{uuid.uuid4().hex}"

@@ -38,8 +38,8 @@ def byte_tokenizer(
         eos_token: name of the end token, whose id is `EOS_ID`.
         control: dict that maps a token id to the name of a control token, for control tokens other than the padding,
             end and unknown tokens.
-        phrases: dict that maps a token id to the text for which the token stands. Phrases are ordinary text, not
-            control tokens.
+        phrases: dict that maps a token id to the text for which the token stands. The tokens in `phrases` are ordinary
+            text, not control tokens.
     """
     special = {PAD_ID: PAD_TOKEN, EOS_ID: eos_token, UNK_ID: UNK_TOKEN, **control}
     vocab = {{**special, **phrases}.get(code) or _visible(code): code for code in range(VOCAB_SIZE)}

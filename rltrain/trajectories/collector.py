@@ -268,7 +268,8 @@ class Collector:
     def take(self) -> Finished:
         """End the training step and count its groups as used.
 
-        A checkpoint that was saved before the call of `take` stores the training step as still open.
+        A run that is resumed from a checkpoint continues a training step that `take` had not ended when the checkpoint
+        was saved.
 
         Returns:
             The uids of the groups that the step has dropped, and of the groups on which the step has trained again.
@@ -327,9 +328,9 @@ class Collector:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]), reused=reused)
             for one in kept["seen"]:
                 group = self.groups.restored(one, self._prompt)
-                # A restored group that is not in the state READY had failed scores or conversations, which are
-                # requested again. The answers of a restored group that is not READY must be checked again for equal
-                # outcomes.
+                # If rewards or conversations of a restored group had failed, they are requested again, and the group is
+                # not in the state READY. The answers of the restored group are then checked for equal outcomes again,
+                # because the new results can change the outcomes.
                 if group.state is GroupState.READY:
                     self.step.seen[group.uid] = group
         self._changes.notify()
@@ -368,8 +369,8 @@ class Collector:
                 self.groups.drop(group.uid, replace=replaced)
                 step.dropped.add(group.uid)
                 step.refills, step.places = step.refills - replaced, step.places - (not replaced)
-                # Once dropped groups can no longer be replaced, `_unseen` returns no group until all groups are
-                # finished.
+                # When the step may replace no further groups, `_unseen` returns groups only after all groups of the
+                # step are finished.
                 if replaced and not step.refills:
                     break
 
@@ -391,9 +392,9 @@ class Collector:
         """
         oldest = self.groups.oldest(step.places)
         ready = [group for group in oldest if group.state is GroupState.READY]
-        # Once dropped groups can no longer be replaced, the answers of a group are checked for equal outcomes only
-        # after all groups of the step are finished. If in every group all answers have the same outcome, one group
-        # stays in the step, and the choice of that group must not depend on timing.
+        # When the step may replace no further groups, answers are checked for equal outcomes only after all groups of
+        # the step are finished. If in every group all answers have the same outcome, the step drops all groups but one.
+        # Which group the step keeps must not depend on the order in which groups finish.
         if not step.refills and len(ready) < len(oldest):
             return []
         return [group for group in ready if group.uid not in step.seen]
@@ -523,7 +524,7 @@ class Collector:
         """Stop the run early if too many rewards of the given groups have already failed.
 
         The run is stopped only if at least `PATIENCE_S` seconds have passed since the first failed reward of the step.
-        With dynamic sampling, failed rewards never stop the run early.
+        With dynamic sampling, rewards that could not be computed can stop the run only at the end of the step.
 
         Raises:
             RewardError: too many rewards have failed.
@@ -554,9 +555,9 @@ class Collector:
         conversations = sum(result.key in broken for result in failures)
         what, note = "rewards", ""
         if conversations == len(failures):
-            what, note = "conversations", ", which limits failed conversations too"
+            what, note = "conversations", " (the limit applies to failed conversations too)"
         elif conversations:
-            note = f" ({conversations} of them because the conversation failed)"
+            note = f" ({conversations} of the rewards failed because their conversations failed)"
         return RewardError(
             f"{len(failures) / total:.0%} of the {what} failed, {len(failures)} of {total}, above "
             f"reward.max_failed_fraction={limit:g}{note}: {shown}"

@@ -16,9 +16,9 @@ def correct_answers(groups: Sequence[Group], config: Config) -> dict[int, tuple[
     The setting `success` in a reward function's config, or the function's `RewardResult.success`, decides whether an
     answer is correct. An answer is judged if at least one reward function decides whether the answer is correct.
     Shaping and length penalties do not affect whether an answer is correct. With `algorithm.suppress_truncated`, a
-    judged answer that was cut at the length limit counts as wrong. With `algorithm.exclude_truncated`, an answer that
-    was cut at the length limit does not count as judged. ReMax's greedy baseline answers are counted neither as correct
-    nor as judged.
+    judged answer that was cut at the length limit counts as wrong. With `algorithm.exclude_truncated`, answers that
+    were cut at the length limit are not included in the number of judged answers. The greedy baseline answers of ReMax
+    are included neither in the number of correct answers nor in the number of judged answers.
 
     Raises:
         RewardError: answers have scores, but no reward function decides whether any answer is correct.

@@ -33,8 +33,8 @@ from workers.reward.messages import SampleScores
 def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | RewardModelConfig]) -> Tensor:
     """Compute the weighted sum of each row's component scores: (B, K) -> (B,).
 
-    If a gate component scores <= 0 on a row, all other scores of the row count as 0. If no reward component applies to
-    a row, the row's score is NaN.
+    If a component with the setting `gate` has a score <= 0 for a row, all other scores of the row count as 0. If no
+    reward component applies to a row, the row's score is NaN.
 
     Raises:
         RewardError: the weighted sum of a row is outside float32's range.
@@ -46,7 +46,7 @@ def weighted_sum(matrix: Tensor, components: Sequence[RewardFunctionConfig | Rew
 def component_matrix(results: Sequence[SampleScores]) -> Tensor:
     """Return the scores of the reward functions and models as a matrix (B, K).
 
-    The matrix has NaN where a component does not apply or where the reward failed.
+    The score of a component is NaN in a row to which the component does not apply, and in a row whose reward failed.
     """
     nan = float("nan")
     return torch.tensor([[nan if s is None or r.failed else s for s in r.scores] for r in results], dtype=torch.float32)
@@ -144,8 +144,9 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
     except KeyboardInterrupt:
         raise
     except BaseException as error:
-        # Every exception except KeyboardInterrupt becomes a RewardError. For example, a SystemExit that the user's
-        # function raises must not end the run silently. Inspecting the returned object may also raise an exception.
+        # Every exception except KeyboardInterrupt becomes a RewardError, even a SystemExit, which would otherwise end
+        # the run silently. The user's aggregation function may also return an object that raises an exception when its
+        # shape, type or values are read.
         raise _aggregation_error(path, f"raised {described(error)}") from error
     if totals is None:
         raise _aggregation_error(
@@ -220,7 +221,8 @@ def shaped_scores(batch: DataProto, config: Config) -> ShapedScores:
     scores of truncated answers are lowered, so the length penalty also applies to truncated answers. The length reward,
     whose weight is `group_length_weight`, is added last. The length penalty and the length reward count only the
     sampled tokens of an answer and not the tokens of observations. The lowered scores of truncated answers affect only
-    estimators with a critic. Other estimators skip truncated answers, which are excluded from their statistics.
+    estimators with a critic. Estimators without a critic skip truncated answers, because truncated answers are excluded
+    from the score statistics.
     """
     algorithm, shaping, cut = config.algorithm, config.algorithm.reward_shaping, truncated_rows(batch)
     components, uid, counted = batch.batch["reward_components"], batch.batch["uid"], in_statistics(batch, algorithm)
@@ -291,7 +293,7 @@ def _shaped(scores: Tensor, shaping: RewardShapingConfig) -> Tensor:
 def zero_spread(uid: Tensor, scores: Tensor, valid: Tensor) -> Tensor:
     """Return for each row whether all valid rows in its group have the same score: (B,) bool.
 
-    If no row of a group is valid, True is returned for all rows of the group. Nothing can be learned from a group whose
+    The rows of a group without any valid row count as having the same score. Nothing can be learned from a group whose
     valid rows all have the same score.
     """
     groups, which = uid.unique(return_inverse=True)
@@ -309,9 +311,9 @@ def flat_rows(batch: DataProto, config: Config) -> Tensor:
     answers of different lengths have the same outcome.
 
     If `reward.aggregation` names a user's function, the function receives all reward components, and the returned score
-    of an answer is the answer's outcome. If the estimator reads the components separately, all answers of a group have
-    the same outcome only if the scores of every component with `outcome` are equal within the group. `flat_rows`
-    ignores rows that are excluded from the statistics.
+    of an answer is the answer's outcome. For an advantage estimator that reads the scores of each reward function and
+    model separately, two answers have the same outcome only if their scores are equal for every function and model that
+    has `outcome` set. `flat_rows` ignores rows that are excluded from the statistics.
     """
     uid, counted, components = (
         batch.batch["uid"],
@@ -351,7 +353,7 @@ def place_scores(batch: DataProto, scores: Tensor, config: Config) -> Tensor:
 def _turn_weight(config: Config) -> float:
     """Return the factor by which an environment's reward is multiplied in a row's score.
 
-    The factor is 0 if the score is not a weighted sum of rewards.
+    Return 0 if a row's score is not a weighted sum of rewards.
     """
     reward, algorithm = config.reward, config.algorithm
     is_sum = reward.aggregation == "sum" and not any(component.gate for component in reward.components)

@@ -100,14 +100,14 @@ class Teacher:
         """Score the responses in the rows that are assigned to the teacher.
 
         Args:
-            batch: the whole batch.
+            batch: the batch of the training step, including the rows that are assigned to other teachers.
             rows: indices of this teacher's rows, in ascending order.
             prompts: the policy's prompts of the rows in `rows`, in the same order.
 
         Returns:
-            A batch of the teacher's columns and a list of texts, both with one entry for each row in `rows`. The text
-            of a row is the reason why the teacher has not scored the row; the text of a scored row is "". The columns
-            of a row that was not scored are undefined.
+            A batch of the teacher's columns and a list of texts, both with one entry for each row in `rows`. If the
+            teacher could not score a row, the list contains the reason for this row; for a scored row, the list
+            contains "". The teacher's columns are undefined in a row that was not scored.
         """
         if self.prompts is None and self.group is not None:
             return await self._on_ranks(self.group, batch, rows), [""] * len(rows)
@@ -267,7 +267,7 @@ def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Co
     hidden states are padded with zeros to the largest width.
 
     Args:
-        batch: the whole batch.
+        batch: the batch whose rows the teachers have scored.
         found: for each teacher, the indices of its rows in ascending order, and its columns for these rows.
     """
     lengths = batch.lengths("responses")

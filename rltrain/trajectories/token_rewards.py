@@ -1,7 +1,6 @@
 """Computes token rewards and advantages, and chooses the tokens that are trained on.
 
-The module `token_rewards` applies the pure functions of `rltrain.algorithms` to whole batches. The module
-`token_rewards` contains all code of the driver that combines batch columns with algorithm parameters.
+The module `token_rewards` applies the pure functions of `rltrain.algorithms` to whole batches.
 """
 
 import dataclasses
@@ -70,8 +69,8 @@ def needs_actor_pass(config: Config) -> bool:
     """Return whether a training step needs a forward pass of the actor before the update.
 
     If one optimizer step trains on the whole batch, the old log-probs equal the detached log-probs of the update
-    itself. With a single optimizer step, a forward pass before the update is needed only for computations that precede
-    the update, such as the KL penalty in the reward.
+    itself. With a single optimizer step, a separate forward pass is needed only if the actor's log-probs or entropies
+    are read before the update, for example for the KL penalty in the reward.
     """
     algorithm = config.algorithm
     columns = set(columns_of(ADVANTAGE_ESTIMATORS.get(algorithm.advantage_estimator)))
@@ -108,8 +107,8 @@ def kl_controller(config: KLInRewardConfig) -> FixedKLController:
 def held(controller: FixedKLController) -> FixedKLController:
     """Return a controller that keeps the current coefficient of `controller` constant.
 
-    The KL coefficient must stay constant while the actor does not change, because the KL of an unchanged actor does not
-    depend on the coefficient.
+    While the actor is not trained, its KL does not react to the KL coefficient, so an adaptive controller would keep
+    raising or lowering the coefficient.
     """
     return FixedKLController(controller.value)
 
@@ -121,7 +120,8 @@ def assign_rewards(
 
     The reward of a turn is placed on the last token of the turn. A row's score minus the rewards of the row's turns is
     placed on the last trained token of the row, as `place_scores` describes. The KL penalty of each token is subtracted
-    from the token's reward. The scores in `token_level_rewards` are shaped and, if configured, normalised.
+    from the token's reward. The scores in `token_level_rewards` include reward shaping and, if configured,
+    normalisation.
 
     `assign_rewards` also sets the column `valid` to False in rows that are excluded from the statistics because the
     answer was cut at the length limit. The score of an excluded row is shaped and normalised in the same way as the
@@ -166,8 +166,8 @@ def penalize_kl(
         return batch, {}
     mask, estimator = batch.padded("response_mask"), config.kl_estimator
     if config.full:
-        # The KL estimator k1 returns the difference of its two inputs. With the exact KL and 0 as inputs, k1 returns
-        # the exact KL.
+        # `apply_kl_in_reward` computes the KL of a token from two inputs. The KL estimator k1 is the difference of its
+        # two inputs, so the exact KL is passed as the first input, and 0 as the second.
         old = batch.padded("full_kl")
         ref, estimator = torch.zeros_like(old), "k1"
     else:
@@ -188,8 +188,8 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     With `bootstrap_truncated`, the critic also computes the value of the state after the last token of each answer that
     was cut at the length limit. The critic's value of a token is the value of the state before the token, and the
     critic does not read the last token of a row. With `bootstrap_truncated`, one arbitrary token is appended to each
-    truncated answer, so that the critic reads the answer's last token. The critic's value of this appended token is the
-    value of the state after the truncated answer's last token.
+    truncated answer, so that the critic reads the answer's last token. The critic's value of a token that was appended
+    to a truncated answer is the value of the state after the answer's last token.
     """
     if not algorithm.bootstrap_truncated:
         return batch

@@ -91,13 +91,16 @@ CASES = {
     ),
     "weights that were cut short": (
         ["profile=demo", "model.path={files}/cut", "data.train={files}/good.jsonl"],
-        ["model.path={files}/cut: model.safetensors is not a complete safetensors file (", "copy or download it again"],
+        [
+            "model.path={files}/cut: model.safetensors is not a complete safetensors file (",
+            "copy or download the model's files again",
+        ],
     ),
     "weights whose header is garbage": (
         ["profile=demo", "model.path={files}/garbage", "data.train={files}/good.jsonl", "rollout=hf"],
         [
             "model.path={files}/garbage: model.safetensors is not a complete safetensors file (",
-            "copy or download it again",
+            "copy or download the model's files again",
         ],
     ),
     "weights that are garbage to torch": (

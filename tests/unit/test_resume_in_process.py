@@ -341,7 +341,7 @@ async def test_a_run_that_ends_in_the_users_aggregation_goes_on_when_it_is_repai
             (tmp_path / "broken").touch()
 
     failed.trainer.between_steps = breaks_after_2
-    said = r"KeyError: 'level'; step 2 is saved, and trainer\.resume=auto continues from it, even if the file with"
+    said = r"KeyError: 'level'; step 2 is saved, and trainer\.resume=auto continues from it; the file with the"
     with pytest.raises(RewardError, match=said):
         await failed.fit()
     await failed.checkpoints.finish()

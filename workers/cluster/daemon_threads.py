@@ -13,14 +13,15 @@ from rltrain.base.process_limits import start_thread, thread_ends
 async def in_daemon_thread(function: Callable[[], Any]) -> Any:
     """Call a function in a new thread, and return the function's result.
 
-    The thread is a daemon thread, so the process can exit while the function is still running. If the caller is
-    cancelled, the function keeps running, and its result is dropped. `asyncio.to_thread` is not used, for two reasons:
-    asyncio limits the number of its threads, and at exit Python waits until asyncio's threads have ended.
+    `function` runs in a daemon thread, so the process can exit before `function` returns. If the caller is cancelled,
+    `function` keeps running, and its result is dropped. `asyncio.to_thread` is not used, for two reasons: asyncio
+    limits the number of its threads, and at exit Python waits until asyncio's threads have ended.
 
     Raises:
-        RuntimeError: the function raised StopIteration, or an exception such as SystemExit that is no subclass of
+        RuntimeError: `function` raised StopIteration, or an exception such as SystemExit that is no subclass of
             Exception.
-        Exception: the function raised any other exception, which is raised unchanged.
+        Exception: `function` raised a subclass of Exception other than StopIteration. The caller of `in_daemon_thread`
+            gets the same exception.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()

@@ -32,8 +32,8 @@ def marked(mark: str, logs: Path | None = None) -> list[psutil.Process]:
     `mark`.
 
     Ray's processes change their process titles. A process that changes its title overwrites part of its environment in
-    memory, possibly including the variable `RLTRAIN_RUN_MARK`. `marked` still finds a Ray process that has overwritten
-    `RLTRAIN_RUN_MARK`, because Ray processes write to log files in the folder `logs`.
+    memory, possibly including the variable `RLTRAIN_RUN_MARK`. If a Ray process has overwritten `RLTRAIN_RUN_MARK`,
+    `marked` recognizes the process by its open log files in the folder `logs`.
     """
     found, wanted = [], f"{MARK}={mark}".encode()
     for pid in psutil.pids():

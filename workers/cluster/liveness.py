@@ -31,7 +31,7 @@ STOPPED_S = 3.0  # Seconds after which a stopped process (SIGSTOP) counts as dea
 _PROOF_S = 2.0  # Seconds to wait, after a call has failed, for evidence that a process's death caused the failure.
 _REMOTE_S = 10.0  # Timeout in seconds of a request to the observer actor of a remote machine.
 _PORT_S = 1.0  # Timeout in seconds of a connection to the raylet of a remote machine.
-_NODE_LOST = "is gone with its node (its raylet ended, or the node lost its power or its network)"
+_NODE_LOST = "is gone with its node (the node's raylet ended, or the node lost power or its network connection)"
 T = TypeVar("T")
 
 
@@ -96,7 +96,9 @@ class WatchedProcess:
             self.lose(f"has been stopped (SIGSTOP) for {STOPPED_S:g} s")
 
     async def unless_lost(self, awaitable: Awaitable[T]) -> T:
-        """Wait for `awaitable`, which depends on this worker process, even while the process makes no progress.
+        """Return the result of `awaitable`, which depends on this worker process, unless the process is lost first.
+
+        `unless_lost` has no timeout, so this worker process may be idle while the caller waits.
 
         Raises WorkerLost if the process is marked as lost.
         """
@@ -161,7 +163,8 @@ class Liveness:
 
         Args:
             process: The process to observe.
-            introduction: Ray reference to the result of `Host.introduce`, which was called in the process.
+            introduction: Ray reference to the result of `Host.introduce`, the remote call with which the new process
+                reports its identity.
         """
         self.processes.append(process)
         self.tasks.start(self._introduce(process, introduction), f"introduction of {process.name}")
@@ -172,7 +175,10 @@ class Liveness:
         self.processes.remove(process)
 
     def lost(self, process: WatchedProcess) -> None:
-        """Kill a process that was marked as lost, and wake the task that reports the loss to all waiting coroutines."""
+        """Kill a process that was marked as lost, and wake the background task `_observe_all`.
+
+        The task `_observe_all` makes all coroutines that wait for a lost process raise WorkerLost.
+        """
         if process.identity is not None:
             self.kill([process.identity])
         self._exits.notify()

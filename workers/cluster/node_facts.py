@@ -39,8 +39,8 @@ class Questions:
     Attributes:
         paths: Maps the description of a file or folder, such as "model.path=/models/a", to its path. The file or folder
             must have the same content on all nodes.
-        probes: Mapping whose keys describe folders that all nodes must share. Each value is the path of a file that the
-            driver has just written in the folder.
+        probes: Maps the description of a folder that all nodes must share to the path of a file that the driver has
+            just written in this folder.
         disks: Maps the description of a folder to the path of an existing folder on the same disk.
     """
 
@@ -66,11 +66,11 @@ class NodeFacts:
         gpu_memory: Bytes of memory of the node's smallest GPU; None if torch can use no GPU on the node.
         shm_free: Free bytes of /dev/shm; None on a machine without /dev/shm.
         clock: Time of the node's clock, in seconds since 1970, when the node replied.
-        contents: Maps each description in `Questions.paths` to a checksum of the content; None if the path cannot be
-            read.
+        contents: Maps each key of `Questions.paths` to a checksum of the file or folder; None if the file or folder
+            cannot be read.
         sees: The keys of `Questions.probes` whose file exists on the node.
-        disk_free: Maps each description in `Questions.disks` to the free bytes of the disk; None if the folder does not
-            exist.
+        disk_free: Maps each key of `Questions.disks` to the free bytes of the folder's disk; None if the folder does
+            not exist.
     """
 
     name: str
@@ -144,7 +144,8 @@ def memory_here() -> int:
     """Return the bytes of memory that the processes of this machine, or of this container, may use."""
     memory = int(psutil.virtual_memory().total)
     for file in _CONTAINER_LIMITS:
-        with contextlib.suppress(OSError, ValueError):  # The memory limit's file may be missing or contain "max".
+        # A file in `_CONTAINER_LIMITS` may be missing, or may contain "max" instead of a number.
+        with contextlib.suppress(OSError, ValueError):
             memory = min(memory, int(file.read_text("utf-8")))
     return memory
 
@@ -223,7 +224,8 @@ def facts_of_nodes(questions: Questions, timeout_s: float) -> tuple[list[NodeFac
 
     Returns:
         The facts, with the driver's own node first; the nodes that did not send their facts; and the number of seconds
-        from the first request to the last reply, by which the `clock` values can differ even if all clocks agree.
+        from the first request to the last reply. Even if the clocks of all nodes agree, their `clock` values can differ
+        by up to the returned number of seconds, because the nodes reply at different times.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

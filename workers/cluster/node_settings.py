@@ -31,7 +31,7 @@ class Sharing:
     threads: int | None
 
     def threads_on(self, amount: float) -> int:
-        """Return the number of threads of a process on this node.
+        """Return the number of CPU threads that each worker process on this node may use.
 
         Args:
             amount: Amount of `resource` that the node offers to Ray.

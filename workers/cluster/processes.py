@@ -61,7 +61,9 @@ class WorkerProcess(Protocol):
         """Store a large value, and return a reference that can be passed to several processes instead of the value."""
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for `awaitable`, which depends on this worker process, even while the process makes no progress.
+        """Return the result of `awaitable`, which depends on this worker process, unless the process is lost first.
+
+        `unless_lost` has no timeout, so this worker process may be idle while the caller waits.
 
         Raises WorkerLost if the process is marked as lost.
         """
@@ -87,9 +89,10 @@ class Pending(Generic[R]):
 
     @property
     def later(self) -> R:
-        """Return the future result of this call. The future result can be passed as an argument to another call.
+        """Return a Ray reference to the result of a started call, for use as an argument of another call.
 
-        If an argument of a call is a future result, the process that runs the call waits for the result and fetches it.
+        A process that gets a Ray reference as an argument of a call waits for the referenced result and fetches it. If
+        the started call ran in the driver's own process, `later` returns the result itself.
         """
         return cast(R, self.outcome)
 
@@ -98,7 +101,7 @@ class Pending(Generic[R]):
 class Shared:
     """Selected rows and columns of a batch, passed to a call as several parts that are in Ray's object store.
 
-    The process that runs the call joins the parts, as `joined_rows` describes.
+    A worker process that receives a `Shared` argument joins its parts into one batch with the function `joined_rows`.
 
     Attributes:
         references: Ray references to the parts, each of which is a batch.
@@ -113,12 +116,12 @@ class Shared:
     columns: Sequence[str]
 
     def as_batch(self) -> DataProto:
-        """Return this object, typed as `DataProto`, because the called method receives a `DataProto`."""
+        """Return this object, cast to `DataProto` so that type checkers accept it as a `DataProto` argument."""
         return cast(DataProto, self)
 
     @property
     def join(self) -> Join:
-        """Return the rule by which the called process joins the parts of the batch."""
+        """Return the `Join` that tells the worker process how to build one batch from the parts."""
         return Join(self.rows_of_parts, self.rows, self.columns)
 
 
@@ -141,12 +144,12 @@ class Role(Generic[W_co]):
     def argument_for(
         self, other: "Role[Any]", method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs
     ) -> R:
-        """Return a reference to the result of calling `method`. The reference can be passed as an argument to a method
-        of the role `other`.
+        """Return a reference to the result of `method`, for use as an argument of a method of the role `other`.
 
-        If both roles are in the same process, the process runs `method` immediately before the method of `other`, and
-        passes the result on without copying it. If the roles are in different processes, `method` is started at once,
-        and its result is sent to the process of `other` without passing through the driver.
+        If this role and `other` are in the same process, the process runs `method` immediately before the method of
+        `other`, and passes the result of `method` to the method of `other` without copying. If this role and `other`
+        are in different processes, `method` is started at once, and its result is sent to the process of `other`
+        without passing through the driver.
         """
         if self.process is other.process:
             return cast(R, InnerCall(self.name, method.__name__, args, kwargs))
@@ -170,13 +173,13 @@ class LocalProcess:
         self.host = host
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
-        """Create the role's object in the driver's process before `build` returns. See `WorkerProcess.build`."""
+        """Create the role's object in the driver's process, and then return. See `WorkerProcess.build`."""
         with outside_event_loop():
             self.host.build(role, path, *args, **kwargs)
         return Pending(self, None)
 
     def model_directory(self, path: str) -> Pending[str]:
-        """Find or download the model before `model_directory` returns. See `WorkerProcess.model_directory`."""
+        """Find or download the model, and return after the download. See `WorkerProcess.model_directory`."""
         return Pending(self, self.host.model_directory(path))
 
     def start(self, role: str, method: str, *args: Any, **kwargs: Any) -> Pending[Any]:
@@ -199,7 +202,7 @@ class LocalProcess:
         return value
 
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
-        """Wait for the result, without a check for lost processes: the driver cannot outlive its own process."""
+        """Wait for `awaitable` without a check for lost processes: the driver cannot outlive its own process."""
         return await awaitable
 
     def lose(self, how: str) -> None:
@@ -215,7 +218,7 @@ class RayProcess(WatchedProcess):
     """A worker process that is a Ray actor of the class `Host`.
 
     Args:
-        actor: Ray's handle of the Ray actor.
+        actor: Handle of the Ray actor whose class is `Host`.
         name: Name of the process in messages.
         liveness: The `Liveness` object that observes the process, or None if no object observes the process.
     """
@@ -353,7 +356,8 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
             f"a worker process died during a call of {name}: the process was killed, crashed, or ran out of memory "
             "(verbose=true shows Ray's report)"
         ) from error
-    except ray.exceptions.RayError as error:  # Ray reports a lost object, a lost machine, a lack of memory or the like
+    except ray.exceptions.RayError as error:
+        # Ray raises RayError if, for example, an object or a machine was lost, or memory ran out.
         first = (redacted(str(error)).strip().splitlines() or [""])[0]
         await scope.proof()
         raise WorkerError(f"{type(error).__name__}: {first} (verbose=true shows Ray's report)") from error
@@ -390,8 +394,8 @@ def _where(scope: ProgressScope, error: Exception) -> str:
     Args:
         scope: The `ProgressScope` in which the name of the call's process is looked up.
         error: The `RayTaskError` of the failed call. Only the error's text says in which process the call failed. If
-            the call failed because a call in another process had failed, the error's text names that other process
-            last.
+            the failure of one call made a call in another process fail, the error's text mentions both processes, and
+            the process of the first failure comes last in the text.
     """
     actors = {one.actor._actor_id.hex(): one.name for one in scope.processes if isinstance(one, RayProcess)}
     for pid, address, actor in reversed(_FAILED_IN.findall(str(error))):

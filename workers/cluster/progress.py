@@ -1,8 +1,8 @@
 """Progress counter and stack traces of this process, which other processes on the same machine can read at any time.
 
-The counter and the stack traces are stored in unnamed files in memory. The unnamed files of a process vanish when the
-process ends, and other processes open the files through `/proc`. Long-running code calls `tick` repeatedly to show that
-this process makes progress. The function `tick` does nothing until `announce` has been called.
+A process stores its progress counter and its stack traces in unnamed files in memory. The unnamed files of a process
+vanish when the process ends, and other processes open the files through `/proc`. Long-running code calls `tick`
+repeatedly to show that this process makes progress. The function `tick` does nothing until `announce` has been called.
 
 The start time of a process is read from `/proc`, because the number in `/proc` never changes and is the same for all
 readers. The function `create_time()` of psutil is not suitable, because it returns a time of day, which changes when

@@ -221,8 +221,8 @@ def _listener(path: str) -> int:
 def _is_gcs_of(session: str, pid: int) -> bool:
     """Return whether the process `pid` is the gcs_server of the Ray cluster with the session name `session`.
 
-    The session name is also compared, because this process may have started a second Ray cluster, whose gcs_server has
-    the same program name.
+    Comparing only the program name is not enough, because this process may have started a second Ray cluster, whose
+    gcs_server has the same program name.
     """
     try:
         arguments = psutil.Process(pid).cmdline() or [""]

@@ -44,7 +44,7 @@ class SharedDevices:
     def options(self, number: int) -> dict[str, Any]:
         """Return the Ray options that place an actor on the reserved GPU with the number `number`.
 
-        If the machine with the GPU is lost, Ray reserves a free GPU on another machine instead.
+        If the machine of a reserved GPU fails, Ray replaces the reserved GPU by a free GPU on another machine.
         """
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 

@@ -33,8 +33,8 @@ class Join:
 
     Attributes:
         rows_of_parts: For each part, the row numbers of the part's rows in the whole batch.
-        rows: Row numbers of the rows of the joined argument.
-        columns: Names of the columns of the joined argument.
+        rows: Row numbers, in the whole batch, of the rows that the called method receives.
+        columns: Names of the columns that the called method receives.
     """
 
     rows_of_parts: Sequence["np.ndarray"]
@@ -44,15 +44,16 @@ class Join:
 
 @dataclass(frozen=True)
 class InnerCall:
-    """Placeholder, in the arguments of a call, for the result of calling another role in the same process.
+    """Placeholder argument that stands for the result of a method of another role in the same process.
 
-    The process calls the other role first, and replaces the placeholder by the result without copying the result.
+    Before a process calls a method, it replaces each `InnerCall` argument by the result of the method that the
+    `InnerCall` names, without copying the result.
 
     Attributes:
-        role: Name of the other role.
-        method: Name of the method of the other role.
-        args: Positional arguments of the method.
-        kwargs: Keyword arguments of the method.
+        role: Name of the role whose method is called.
+        method: Name of the called method.
+        args: Positional arguments of the called method.
+        kwargs: Keyword arguments of the called method.
     """
 
     role: str
@@ -67,8 +68,8 @@ class Host:
     Args:
         environment: Environment variables to set before any large package, such as torch, is imported.
         verbose: Whether libraries may print log messages below the level of errors.
-        sharing: How processes share the cores of a node of a cluster. If `sharing` is None, the environment variables
-            do not depend on the node.
+        sharing: How processes share the cores of a node of a cluster. If `sharing` is None, the process gets no
+            node-specific environment variables.
     """
 
     def __init__(
@@ -90,8 +91,8 @@ class Host:
 
         See `directory_on_node`.
 
-        The download is allowed to use the network even if this process runs its libraries in offline mode. If the user
-        has set HF_HUB_OFFLINE on this machine, the user's value applies to the download.
+        The download of a model may use the network even if this process runs its libraries in offline mode. If the user
+        has set HF_HUB_OFFLINE on this machine, the user's value applies to the download of a model.
         """
         from rltrain.data.hub import directory_on_node
 
@@ -132,10 +133,10 @@ class Host:
         Args:
             role: Name of the role.
             method: Name of the method.
-            joins: One entry (a `Join` or None) for each argument of the called method. A `Join` says how the next
-                elements of `args` are joined into one argument. If the entry is None, the argument is the next element
-                of `args`.
-            args: All arguments and parts of arguments, in the order of `joins`.
+            joins: One entry for each argument of the called method, in order: a `Join` if the argument arrives in
+                several parts, None if the argument arrives whole.
+            args: The arguments of the called method, in order. An argument that arrives in several parts takes up
+                several elements of `args`, one for each part.
             kwargs: Keyword arguments of the method.
         """
         from rltrain.batch.partial_batches import joined_rows
@@ -171,8 +172,8 @@ class Host:
     def join(self, rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:
         """Join the torch.distributed process group of the training ranks (gloo for CPU tensors, nccl for GPU tensors).
 
-        Rank 0 must be the process whose `Host.address` returned `address`. If `address` is None, the group has one
-        rank.
+        Rank 0 must be the process whose `Host.address` returned `address`. If `address` is None, the process group
+        consists of this process alone.
         """
         from workers.cluster.torch_process_group import join
 
@@ -195,8 +196,8 @@ def keep_freed_memory() -> None:
 def return_freed_memory() -> None:
     """Make glibc return the freed memory of all threads to the operating system.
 
-    Writing a checkpoint temporarily needs as much memory as the training state. Without a call of `return_freed_memory`
-    after writing, the process would keep most of the memory.
+    Writing a checkpoint temporarily needs as much memory as the training state. `return_freed_memory` is called after a
+    checkpoint has been written, because glibc would keep most of the freed memory for later allocations.
     """
     with contextlib.suppress(OSError, AttributeError):  # the C library may not be glibc
         ctypes.CDLL("libc.so.6").malloc_trim(0)

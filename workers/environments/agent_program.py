@@ -126,7 +126,7 @@ class CommandProgram:
 
 
 def _ending_with_this_process(words: Sequence[str]) -> list[str]:
-    """Return a command that runs the command `words`, and that the kernel kills when this process ends."""
+    """Wrap the command `words`, so that the kernel kills the command's process when the current process ends."""
     return [sys.executable, "-I", "-S", "-c", _WRAPPER, str(os.getpid()), *words]
 
 

@@ -30,7 +30,11 @@ class Answered:
     answer: ModelAnswer
 
     def begins(self, asked: ModelRequest, size: int) -> bool:
-        """Return whether `asked` has the same tools and the same first `size` messages as this answered request."""
+        """Return whether the new request `asked` and this earlier request have the same tools and first messages.
+
+        `begins` compares the first `size` messages. The answer to an earlier request counts as the earlier request's
+        last message.
+        """
         same = len(asked.messages) >= size and asked.tools == self.tools
         return same and list(asked.messages[:size]) == list(self.messages[:size])
 
@@ -188,7 +192,7 @@ def shown(action: ParsedAction) -> ParsedAction:
     """Return a copy of an action in which malformed tool calls are ordinary text.
 
     The OpenAI API cannot represent a malformed tool call. If an action has both well-formed and malformed tool calls,
-    the copy leaves out the malformed tool calls.
+    `shown` drops the malformed tool calls.
     """
     broken = [call.text for call in action.calls if isinstance(call, BrokenCall)]
     calls = [call for call in action.calls if not isinstance(call, BrokenCall)]

@@ -51,7 +51,7 @@ class RayConnection:
     """Connection to a rollout worker in another process, which is a Ray actor of the class `Host`.
 
     Args:
-        actor: Ray's handle of the actor.
+        actor: Handle of the Ray actor in whose process the rollout worker runs.
         role: Name under which the Ray actor stores the rollout worker.
     """
 

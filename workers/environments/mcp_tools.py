@@ -43,7 +43,7 @@ def tools_of(address: str) -> list[dict[str, Any]]:
 
 
 class McpServer:
-    """A connection to an MCP server. All trajectories of an environment worker share the connection.
+    """A connection to an MCP server that all trajectories of an environment worker share.
 
     The first call of a tool opens the connection to the MCP server. If the connection fails, the next call of a tool
     opens a new connection.
@@ -104,8 +104,8 @@ class McpServer:
             if not ready.done():
                 failure = error if isinstance(error, EnvironmentFailure) else _unreachable(self.address, error, "")
                 ready.set_exception(failure)
-                # The call of `exception` keeps asyncio from logging the exception if no trajectory waits for the
-                # connection.
+                # asyncio logs an error if the exception of a future is never read. `ready.exception()` reads the
+                # exception, in case no trajectory waits for the future `ready`.
                 ready.exception()
 
     def close(self) -> asyncio.Task[None] | None:

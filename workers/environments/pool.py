@@ -88,7 +88,7 @@ class EnvironmentPool:
                 await results(worker.sent)  # The worker must receive all earlier `submit` calls before `abort`.
                 await worker.role.call(EnvironmentWorker.abort)
             except WorkerLost:
-                continue  # The background task of the worker replaces the lost process.
+                continue  # The background task `_live` starts a new process for an environment worker that died.
 
     def close(self) -> None:
         """End the workers that run in the driver's own process. Workers in other processes end when the run ends."""

@@ -37,8 +37,8 @@ class Recording:
     """The turns of a running trajectory.
 
     Each turn either continues the context of an earlier turn or has a new context. If a new turn continues the context
-    of a turn that is not the last recorded turn, the whole context is recorded again. Recording the whole context again
-    is necessary, because a row of a batch contains the tokens of all turns in the order of the turns.
+    of a turn that is not the last recorded turn, the whole context is recorded again. Each turn must be recorded
+    directly after its context, because a row of a batch is one sequence with the tokens of all turns in their order.
 
     Args:
         request: The prompt, the data columns and the seed of the trajectory.
@@ -135,8 +135,8 @@ class Recording:
     def _continued(self, after: int | None) -> tuple[_Context, bool]:
         """Return the context that a new turn continues, and whether it is the context of the last finished turn.
 
-        If the turn has a new context, the returned context is empty. For the first turn of a trajectory, the second
-        returned value is True.
+        If the new turn continues no earlier context, the returned `_Context` has no tokens. For the first turn of a
+        trajectory, `_continued` returns a `_Context` without tokens, and True.
         """
         if after is None or not self.turns:
             return _Context([], 0, 0), not self.turns

@@ -156,9 +156,9 @@ def raised_at(error: BaseException) -> str:
 async def without_exit(call: Awaitable[Any]) -> Any:
     """Await a call of the user's code, and raise RuntimeError if the code tries to end the process or its own task.
 
-    Without `without_exit`, SystemExit and similar exceptions of the user's code would end the process, and a
-    CancelledError of the user's code would end the trajectory without a result. If the trajectory itself was cancelled,
-    `without_exit` raises the CancelledError unchanged.
+    An uncaught SystemExit or KeyboardInterrupt of the user's code would end the process. An uncaught CancelledError of
+    the user's code would end the trajectory without a result. If the trajectory itself was cancelled, `without_exit`
+    raises the CancelledError unchanged.
     """
     try:
         return await call

@@ -131,7 +131,7 @@ def _minus_softmax(
 ) -> Tensor:
     """For a chunk of logits, return the part of the gradient that depends on the softmax.
 
-        -pi * (g + e * (log_pi + entropy)), pi = exp(log_pi)
+        gradient = -pi * (g + e * (log_pi + entropy)),   pi = exp(log_pi)
 
     `g` is the gradient of the loss with respect to the log-probs, and `e` is the gradient of the loss with respect to
     the entropies. The memory of `log_pi` is overwritten.
@@ -194,9 +194,10 @@ def check_probe(probes: Tensor, model: nn.Module) -> None:
     """Raise ValueError if the model does anything to its last layer's output except multiply it by `logit_scale`.
 
     Args:
-        probes: output of the model for a test column. The function that replaces the last layer has filled this column
-            with PROBE / `logit_scale`. If the model only multiplies by `logit_scale`, every element of `probes` equals
-            PROBE.
+        probes: (R,) final values of a test logit, after everything that the model does to the output of its last layer.
+            The function that `replaced_head` installs as the last layer must have returned the test logit as
+            PROBE / `logit_scale`. If the model multiplies the output of its last layer by `logit_scale` and does
+            nothing else, each element of `probes` equals the constant PROBE.
         model: the model, whose class the error message names.
     """
     if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):

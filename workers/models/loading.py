@@ -1,8 +1,8 @@
 """Loading of models: each rank reads only its own shards of the weights, and no process ever holds a whole model.
 
-A model is first built on the meta device, which allocates no memory for weights. The caller then changes the empty
-model, for example adds adapters and shards the model. Finally, transformers' own loading code reads the shards of this
-rank from the weight files.
+A model is first built on the meta device, which allocates no memory for weights. The caller of `load_model` can change
+the model before any weights are read, for example add adapters and shard the model. Finally, transformers' own loading
+code reads the shards of this rank from the weight files.
 """
 
 from collections.abc import Callable
@@ -147,11 +147,11 @@ def _settings(module: nn.Module) -> tuple[tuple[str, object], ...]:
 
 
 def _lend(model: nn.Module, source: nn.Module, body: str) -> dict[str, str]:
-    """Make `source` use the parameters of `model`, under the names that the weight files use.
+    """Register the parameters of `model` in `source`, under the parameter names that the weight files use.
 
     Args:
         model: the model to load.
-        source: a second instance of the model without adapters, as transformers expects it for loading.
+        source: a second instance of the model, without adapters, into which transformers loads the weights.
         body: prefix of names; only parameters whose names start with `body` are read from the weight files.
 
     Returns:

@@ -118,7 +118,7 @@ def _refusal(target: str, bad: str | None, modules: Mapping[str, nn.Module], lin
     known = sorted({name.rpartition(".")[2] for name in linear})
     if bad is None:
         near = difflib.get_close_matches(target, known, n=1, cutoff=0.0)
-        hint = f"the nearest is '{near[0]}', and all" if near else "there"
+        hint = f"the nearest is '{near[0]}', and all names" if near else "there"
         return f"model.lora.targets: no layer is called '{target}'; {hint} are {', '.join(known)}"
     if modules[bad] is head:
         return (

@@ -72,9 +72,10 @@ class ContextLayout:
 
     @functools.cached_property
     def attention_batches(self) -> tuple[AttentionBatch, ...]:
-        """Return the attention batches, which are needed only if no attention kernel is usable.
+        """Return the attention batches: groups of contexts of similar length, with one sdpa call for each group.
 
-        The attention batches are computed when they are first accessed.
+        The attention batches are computed on first access, because they are needed only if no attention kernel is
+        usable.
         """
         return _attention_batches(self.lengths, self.device)
 
@@ -87,7 +88,7 @@ class Pack:
         input_ids: (1, N) prompt and response ids. Each row's last response token is left out, because the model
             predicts no token after the last response token.
         position_ids: (1, N) positions, which restart at 0 in each context.
-        contexts: context lengths, and the attention batches, which are needed if no attention kernel is usable.
+        contexts: context lengths, and groups of contexts of similar length (attention batches).
         longest: number of tokens in the longest context.
         offsets: (contexts + 1,) int32, the start positions of all contexts, followed by the end of the last context.
         predicting: (R,) position in the pack at which each of the R response tokens is predicted.
@@ -184,7 +185,7 @@ def packed_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,  # transformers also passes arguments that only other attention functions use
+    **_: Any,  # transformers passes the same arguments to all attention functions; packed attention needs only some
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each context of a pack.
 
@@ -396,7 +397,7 @@ def unpack(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def stand_in(batch: DataProto) -> list[int]:
-    """Return the micro-batch of a rank without rows: a list with only the index of the batch's shortest row."""
+    """Return a micro-batch for a rank that has no rows of its own: the index of the batch's shortest row, in a list."""
     return [int((batch.lengths("prompts") + batch.lengths("responses")).argmin())]
 
 
@@ -405,8 +406,8 @@ def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict
 
     The returned pack and columns are on this rank's device. The returned columns include `mask`, which is True at
     response tokens, and `response_mask`, which is True at trained tokens. If `rows` is empty, the micro-batch is the
-    shortest row of the batch, and no token of the row counts as trained. By processing the shortest row, a rank without
-    rows takes part in the collectives and adds exactly zero to the gradient.
+    shortest row of the batch, and no token of the row counts as trained. A rank to which no rows are assigned still
+    runs the batch's shortest row, so that the rank takes part in the collectives and adds exactly zero to the gradient.
     """
     tick()
     part = batch[rows or stand_in(batch)]
@@ -439,7 +440,7 @@ def row_pass(
             is processed, and the results are dropped.
 
     Returns:
-        A batch with the columns that the function returned, and with rows in the order of `microbatches`.
+        A batch with the columns that `function` returned, and with rows in the order of `microbatches`.
     """
     parts, names = [], set[str]()
     with forward_only(model):

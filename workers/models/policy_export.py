@@ -72,9 +72,9 @@ def small_files(model: nn.Module, base: Path) -> dict[str, bytes]:
     config.dtype, config.architectures = "float32", [type(model).__name__.removeprefix("FSDP")]
     with tempfile.TemporaryDirectory() as folder:
         config.save_pretrained(folder)
-        # If `base` has a generation_config.json, a copy of that file later replaces the generation_config.json saved
-        # here. Copying generation_config.json is necessary because transformers refuses to write some generation
-        # defaults.
+        # The generation_config.json made from the model's config is exported only if the folder `base`
+        # has no such file. A generation_config.json in `base` is copied, because transformers refuses to write some
+        # generation defaults.
         GenerationConfig.from_model_config(config).save_pretrained(folder)
         if NAME in getattr(model, "peft_config", {}):
             adapters: Any = model.peft_config
@@ -111,7 +111,7 @@ def export_model(
 
     Args:
         state: checkpoint files of the actor.
-        small: result of `small_files`.
+        small: paths and contents of the exported files other than the weights, as `small_files` returns them.
         model: the policy, with or without adapters. Only the parameter names of the model are used, to undo the
             renaming and reshaping of weights that transformers does when it loads a model.
         folder: target folder, which need not exist.
@@ -205,7 +205,10 @@ def _write_tensors(folder: Folder, stem: str, parts: list[_Part], share: Share) 
 
 
 def _in_files(parts: list[_Part]) -> list[list[_Part]]:
-    """Divide tensors in order into files of at most `SHARD_BYTES`. A larger tensor gets its own file."""
+    """Divide tensors in order into files of at most `SHARD_BYTES` bytes.
+
+    A tensor with more than `SHARD_BYTES` bytes gets its own file.
+    """
     shards: list[list[_Part]] = [[]]
     room = SHARD_BYTES
     for part in parts:

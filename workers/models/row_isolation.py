@@ -2,8 +2,9 @@
 
 Packed forward passes (`workers.models.packed_forward`) are correct only for models in which tokens interact only
 through the registered packed attention, and positions come only from `position_ids`. A convolution, a recurrent state
-or a custom attention would leak information from one packed row into the next without raising an error. The check runs
-the model, because a list of supported architectures would never be complete.
+or a custom attention would leak information from one packed row into the next without raising an error. To detect
+information leaks between rows, `check_rows_apart` runs the model, because a list of supported architectures would never
+be complete.
 """
 
 from collections.abc import Callable
@@ -21,7 +22,8 @@ from workers.models.packed_forward import Pack, pack, policy_output
 LENGTHS = (4, 3, 4, 3)  # number of tokens in each test row
 # Largest accepted change of a last hidden state when another row changes, relative to the state's norm.
 # Rounding alone changes a last hidden state by less than 1e-5 times the state's norm.
-# In small random models whose rows influence each other, last hidden states change by 2e-4 to 1 times their norm.
+# In small random models whose rows influence each other, replacing one row causes relative changes between 2e-4 and 1
+# in the last hidden states of other rows.
 TOLERANCE = 1e-4
 
 
@@ -68,13 +70,13 @@ def check_policy_rows_apart(path: str, where: str) -> None:
 def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], where: str) -> None:
     """Raise ConfigError if packed rows influence each other, or if the model fails in a packed forward pass.
 
-    The check runs two or four forward passes without gradients, each over 11 random tokens. The check changes neither
-    the model nor the global random state.
+    `check_rows_apart` runs two or four forward passes without gradients, each over 11 random tokens. `check_rows_apart`
+    changes neither the model nor the global random state.
 
     Args:
         model: the model in evaluation mode and unsharded, with at least one layer of each kind.
         head: the model's last layer, whose inputs (1, N, H) are compared. The forward pass may call the last layer only
-            on the tokens that predict a response token. In the test packs, these are all tokens.
+            on the tokens that predict a response token. In the test packs, all tokens predict a response token.
         run: function that runs the calling worker's forward pass on a pack.
         where: start of the error message: the config key and the path.
 
@@ -98,9 +100,9 @@ def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pac
 def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], seed: int, where: str) -> float:
     """Return how much the last hidden states of two rows change when another row of their pack is replaced.
 
-    The last hidden states of two packs are compared: the first pack has the rows 0, 1 and 2, and the second pack has
-    the rows 3, 0 and 2. The returned value is the largest change of a token's last hidden state in rows 0 and 2,
-    relative to the state's norm.
+    Two packs of test rows are compared: the first pack has the rows 0, 1 and 2, and the second pack has the rows 3, 0
+    and 2. `_apart` returns the largest relative difference between a token's last hidden states in the two packs, over
+    all tokens of the test rows 0 and 2.
     """
     states, embeddings = list[Tensor](), model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding), f"unsupported type of input embedding: {type(embeddings).__name__}"
@@ -120,7 +122,7 @@ def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], 
 
 
 def _rows(words: int, seed: int) -> DataProto:
-    """Return rows of random token ids, such that every token in the pack of the rows predicts a response token."""
+    """Return random test rows with prompts of one token, so that each position of a pack predicts a response token."""
     source = torch.Generator().manual_seed(seed)
     ids = [torch.randint(words, (length + 1,), generator=source).tolist() for length in LENGTHS]
     return DataProto.from_dict(

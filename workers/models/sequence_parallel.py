@@ -87,8 +87,8 @@ def heads_of_all_tokens(tensor: Tensor, sequence: Sequence) -> Tensor:
     """Change a split by tokens (each rank has some tokens, all heads) into a split by heads (all tokens, some heads).
 
     An all-to-all within the sequence group changes the shape from (1, H, n, D), with all H heads of a slice of n
-    tokens, to (1, H', N, D), with H' heads of all N tokens. If there are fewer heads than ranks, the heads are repeated
-    before the exchange, and H' is 1.
+    tokens, to (1, H', N, D), with H' heads of all N tokens. If there are fewer heads than ranks, each head is repeated
+    before the all-to-all, so that each rank gets one head (H' = 1).
     """
     heads = tensor.size(1)
     if heads % sequence.size:

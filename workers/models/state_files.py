@@ -109,7 +109,7 @@ def _check(index: Any) -> None:
         )
         _demand(
             not getattr(place, "transform_descriptors", None),
-            "the tensor files are transformed, for example compressed",
+            "the tensors are stored compressed or otherwise transformed, which is not supported",
         )
         _demand(
             PurePosixPath(place.relative_path).name == place.relative_path,

@@ -44,7 +44,7 @@ def kernel() -> Kernel | None:
 
 
 def of_flash_attn(module: Any) -> Kernel:
-    """Wrap the kernel of flash-attn version 2, which accepts fewer key heads than query heads."""
+    """Wrap the attention kernel of flash-attn version 2, which accepts fewer key heads than query heads."""
     function = module.flash_attn_varlen_func
 
     def attend(query: Tensor, key: Tensor, value: Tensor, offsets: Tensor, longest: int, scale: float | None) -> Tensor:
@@ -56,9 +56,10 @@ def of_flash_attn(module: Any) -> Kernel:
 
 
 def of_torch(module: Any) -> Kernel:
-    """Wrap the kernel of torch 2.11 or newer.
+    """Wrap `varlen_attn`, the attention kernel of torch 2.11 or newer.
 
-    If the installed torch does not support fewer key heads than query heads, the wrapper repeats the key heads.
+    If the installed torch does not support fewer key heads than query heads, the returned `Kernel` repeats the key and
+    value heads.
 
     Raises:
         AttributeError, NotImplementedError: the installed torch is too old.

@@ -52,7 +52,7 @@ def move_weights(targets: Sequence[Tensor], sources: Sequence[Tensor], coef: flo
     """Replace each target t in place by a * s + (1 - a) * t, where a = `coef` is in (0, 1] and s is the source.
 
     If `coef` is 1, each target tensor becomes a copy of its source tensor, rounded to the target's dtype. If `coef` is
-    below 1, each target must be at least float32, because small updates would be lost to rounding in bfloat16.
+    below 1, all tensors in `targets` must be at least float32, because bfloat16 would round small updates away.
     """
     for target, source in zip(targets, sources, strict=True):
         if coef == 1:

@@ -43,8 +43,8 @@ class Ended:
     Attributes:
         timed_out: Whether the guard killed the child process because the scoring call exceeded its deadline.
         reason: Text that completes an error message that begins with "reward function 'name'".
-        outside: Whether SIGKILL ended the child process or SIGSTOP stopped it. If `outside` is True, the loss of the
-            call was probably not caused by a reward function.
+        outside: Whether SIGKILL ended the child process or SIGSTOP stopped it. If `outside` is True, a reward function
+            probably did not cause the end of the scoring call.
         results: Results that the call produced before the child process ended, as in `workers.reward.transport.Lost`.
     """
 
@@ -56,7 +56,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Overdue:
-    """Return value for a scoring call that is still running but has produced no result for `hold_s` seconds.
+    """Reply of `GuardedWorker.score` if a scoring call still runs but has produced no result for `hold_s` seconds.
 
     Call `GuardedWorker.rest` to continue to wait for the overdue call.
 
@@ -68,7 +68,10 @@ class Overdue:
 
 
 class _LostError(Exception):
-    """Error: the child process of a reward worker is no longer usable. The error's text becomes `Ended.reason`."""
+    """Error: the child process of a reward worker is no longer usable.
+
+    The text of a `_LostError` becomes `Ended.reason`.
+    """
 
 
 # Pids of all child processes of this guard. When the guard kills the orphaned descendants of one child process, the
@@ -110,7 +113,8 @@ class _Call:
     def new(self, results: list[SampleScores]) -> list[SampleScores]:
         """Return the elements of `results` that were not returned earlier during this scoring call.
 
-        If the call is stepwise and `hold` was called, return at most one result.
+        If the child process reports each result immediately (`stepwise`) and `hold` was called, return at most one
+        result.
         """
         return results[self.given : self.given + 1] if self.held and self.stepwise else results[self.given :]
 
@@ -232,7 +236,7 @@ class GuardedWorker:
             return self._ended(str(error))
 
     def _ended(self, said: str) -> Ended:
-        """Kill the child process and start a new child process. The running scoring call is lost.
+        """Replace the child process by a new one, and return the `Ended` result of the scoring call that was running.
 
         Args:
             said: Why the child process is no longer usable, or "" if the child process ended or timed out.
@@ -289,8 +293,8 @@ class GuardedWorker:
             until: Time by which the message must have begun to arrive.
 
         Returns:
-            The message, or None if the child process ended, or if the message began to arrive or became complete too
-            late.
+            The message, or None if the child process has ended, if the message has not begun to arrive by `until`, or
+            if the message is not complete by `deadline`.
 
         Raises:
             _LostError: The received data is not a valid message (a reward function may have written to the socket), or

@@ -14,9 +14,9 @@ class RewardRequest:
         key: (uid of the prompt group, number of the sample in the group). No two pending requests have the same key.
         prompt: Text of the prompt, without special tokens.
         response: Text of the response, without special tokens.
-        columns: Mapping from column name to value for the sample's data columns. Besides the data columns, the mapping
-            has the keys `finish_reason`, `prompt_messages` (the prompt's chat messages, or None if the prompt is text)
-            and `response_ids` (the sampled token ids).
+        columns: Mapping from column name to value for the sample's data columns. The mapping `columns` also has the
+            keys `finish_reason`, `prompt_messages` (the prompt's chat messages, or None if the prompt is text) and
+            `response_ids` (the sampled token ids).
     """
 
     key: Key

@@ -42,7 +42,8 @@ class _Alone:
     request: RewardRequest
     scores: tuple[float | None, ...] = ()
     success: bool | None = None  # `SampleScores.success`, computed from the functions called so far.
-    # Number of workers that were lost while scoring this sample and whose loss was not caused by reward functions.
+    # Number of times that a worker died or stopped while it scored this sample, probably not because of a reward
+    # function.
     again: int = 0
 
 
@@ -177,7 +178,8 @@ class RewardPool:
     def abort(self) -> None:
         """Drop all requests whose results `poll` has not returned yet.
 
-        The results of running calls will be discarded, even if samples with the same keys are submitted again.
+        The results of scoring calls that are in progress will be discarded, even if samples with the same keys are
+        submitted again.
         """
         for queue in (self._fresh, self._alone, self._finished, self._keys):
             queue.clear()
@@ -242,7 +244,8 @@ class RewardPool:
     def _feed(self) -> None:
         """Send samples to every idle worker.
 
-        Samples that must be scored alone are sent before chunks, because these samples might otherwise wait forever.
+        A sample that must be scored alone is sent before any chunk of new samples, because it might otherwise wait
+        forever while new samples keep arriving.
         """
         for slot in self._transport.idle():
             if self._alone:
@@ -257,10 +260,12 @@ class RewardPool:
     def _start(self, slot: int, work: Any, requests: tuple[RewardRequest, ...], *, function: int | None) -> None:
         self._running[slot] = work
         kinds = self._kinds if function is None else [self._kinds[function]]
-        # The deadline of a scoring call is the time budget plus `calls` times the time limit of one reward function.
-        # All plain functions (neither batched nor async) together end within the time budget plus one time limit. Each
-        # batched function adds one time limit to the deadline. At most `concurrency` calls of async functions run at
-        # once, so every `concurrency` calls add one time limit.
+        # The deadline of a scoring call is the time budget `_BUDGET_S` plus `calls` times the time limit `timeout_s` of
+        # one call of a reward function. In `calls`, all plain functions (neither batched nor async) together count as
+        # 1, because a worker calls no further plain function after the time budget. In `calls`, each batched function
+        # counts as 1, because a worker calls a batched function once for the whole chunk. In `calls`, async functions
+        # count as the number of their calls divided by `concurrency`, rounded up, because at most `concurrency` calls
+        # of async functions run at once.
         turns = -(-kinds.count("async") * len(requests) // self._concurrency)
         calls = max(1, ("plain" in kinds) + kinds.count("batched") + turns)
         # A scoring call with async functions gets `_GRACE_S` additional seconds, in which a late async function can be
@@ -269,8 +274,9 @@ class RewardPool:
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
         # `hold_s` is at least `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S` seconds. A slow
         # call (see `Held`) begins no further sample, so its remaining samples can be queued again without being scored
-        # twice. For async functions, `hold_s` is infinite: their calls are cancelled at the time limit anyway, and a
-        # second scoring call would exceed `reward.concurrency`.
+        # twice. If a scoring call runs async functions, `hold_s` is infinite, so that no spare process begins a second
+        # scoring call meanwhile. Two scoring calls at once could run more than `reward.concurrency` calls of async
+        # functions. Calls of async functions are cancelled at their time limit anyway.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))

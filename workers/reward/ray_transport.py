@@ -65,9 +65,10 @@ class _Slot:
 class RayTransport:
     """Implementation of `workers.reward.transport.Transport` for reward workers in Ray actors.
 
-    An actor runs at most one call at a time, not counting slow calls that were reported with a `Held` event. Slot
-    number s belongs to actor s % size. Within the actor, the process of slot s has the number s // size, which is 0 for
-    the first process and at least 1 for spare processes.
+    An actor runs at most one call at a time, not counting slow calls that were reported with a `Held` event. Each child
+    process of each actor has a number, which is called its slot. Slot s is child process number s // size of actor
+    number s % size, where `size` is the number of actors. Child process number 0 of an actor is its first process, and
+    all its other child processes are spare processes.
     """
 
     def __init__(
@@ -100,8 +101,9 @@ class RayTransport:
             "settings": settings(reward),
         }
         self._start_timeout_s = start_timeout_s
-        # The actors reserve no CPUs, so that Ray can start them even if engines and training ranks reserve all CPUs.
-        # Ray must not retry a call, because a retry would again score the sample that has killed its worker.
+        # The Ray actors of reward workers reserve no CPUs, so that Ray can start a reward worker even if engines and
+        # training ranks reserve all CPUs. Ray must not retry a call, because a retry would again score the sample that
+        # has killed its worker.
         options: dict[str, Any] = {"num_cpus": 0, "max_restarts": 0, "max_task_retries": 0}
         # The actor can run one call per child process and one call of `stop` at the same time.
         options["max_concurrency"] = spares + 2
@@ -112,7 +114,7 @@ class RayTransport:
         self._slots += [self._unused(number) for _ in range(spares) for number in range(size)]
 
     def idle(self) -> Sequence[int]:
-        """Return the slots (process numbers) in which a new call can begin. See `Transport.idle`."""
+        """Return the numbers of the processes in which a new call can begin. See `Transport.idle`."""
         found = []
         for worker in range(self.size):
             lanes = self._lanes(worker)
@@ -180,14 +182,14 @@ class RayTransport:
         self._slots = []
 
     def _lanes(self, slot: int) -> range:
-        """Return the slots of all processes of the actor to which `slot` belongs, beginning with the first process."""
+        """Return the numbers of all child processes of the actor that runs child process `slot`, in ascending order."""
         return range(slot % self.size, len(self._slots), self.size)
 
     def _result(self, reference: Any) -> "asyncio.Future[Any]":
-        """Return the result of a ping or call as a future.
+        """Return the result of a ping or scoring call as a future.
 
-        A waiting `events` method wakes up when a ping or call starts, and again when the ping or call returns its
-        result.
+        A running call of the method `events` is notified when a ping or scoring call starts, and again when the ping or
+        scoring call returns its result.
         """
         result: asyncio.Future[Any] = asyncio.wrap_future(reference.future())
         result.add_done_callback(self._arrived)
@@ -201,12 +203,15 @@ class RayTransport:
         self._changes.notify()
 
     def _look(self, number: int, slot: _Slot) -> list[Event]:
-        """Return the new events of the call that runs in a slot. If the slot's actor is lost, start a new actor."""
+        """Return the new events of the scoring call that runs in child process `number`.
+
+        If the Ray actor that supervises the child process is lost, start a new Ray actor.
+        """
         worker = number % self.size
         if slot.pending is not None and slot.pending.done():
             try:
                 answer = slot.pending.result()
-            except Exception as error:  # Any error of the pending call means that the slot's process is lost.
+            except Exception as error:  # After any error of a ping or scoring call, the child process counts as lost.
                 return self._gone(number, _reason(error, starting=slot.starting), error)
             if isinstance(answer, Overdue):
                 slot.pending, slot.held = self._result(slot.actor.rest.remote(number // self.size)), True
@@ -260,9 +265,9 @@ class RayTransport:
         return lost
 
     def _replace(self, number: int, slot: _Slot, reason: str) -> None:
-        """Kill a slot's actor and start a new actor.
+        """Kill the Ray actor of a reward worker, and start a new Ray actor.
 
-        Raise WorkerError after `_START_ATTEMPTS` failed starts of the actor.
+        Raise WorkerError if the Ray actor has failed to start `_START_ATTEMPTS` times.
         """
         if slot.process.how_lost:  # A lost actor can no longer answer a call of `stop`.
             with contextlib.suppress(Exception):
@@ -285,14 +290,15 @@ class RayTransport:
         return self._waiting(_Slot(actor, process, None, 0.0, attempts=0), 0, attempts=attempts)
 
     def _unused(self, worker: int) -> _Slot:
-        """Return a slot for a spare process of a reward worker, without starting the spare process."""
+        """Return the `_Slot` object of a spare child process of a reward worker, without starting the child process."""
         first = self._slots[worker]
         return _Slot(first.actor, first.process, None, 0.0, attempts=0)
 
     def _waiting(self, slot: _Slot, lane: int, *, attempts: int) -> _Slot:
-        """Send a ping to a process, and return the process's slot, which becomes idle when the ping is answered.
+        """Send a ping to a child process, and return the `_Slot` object of the child process.
 
-        The ping waits until the process has imported the reward functions, so no scoring call includes the time for the
+        A child process answers a ping as soon as the child process has imported the reward functions. A child process
+        gets scoring calls only after its answer to the ping, so the time of a scoring call does not include the
         imports.
         """
         deadline = time.monotonic() + self._start_timeout_s
@@ -322,10 +328,10 @@ def _kill(actors: Sequence[Any]) -> None:
 
 
 def _reason(error: Exception, *, starting: bool) -> str:
-    """Return a description of how an actor failed.
+    """Return a text that describes how a Ray actor failed.
 
-    The description usually contains the last line of Ray's long error message. If the actor's process died during a
-    call, the description is a fixed text, because Ray's message does not tell the cause.
+    The text that `_reason` returns usually contains the last line of Ray's long error message. If the Ray actor's
+    process died during a scoring call, `_reason` returns a fixed text, because Ray's message does not tell the cause.
     """
     if isinstance(error, ray.exceptions.RayActorError) and not starting:
         return "ended its process (it exited, crashed or ran out of memory)"

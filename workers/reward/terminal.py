@@ -48,7 +48,7 @@ class FirstLines:
     def lines(self) -> tuple[tuple[str, str], ...]:
         """Return (name of the reward function, first printed line) for each reward function that has printed something.
 
-        The name is "" for a line that was printed by a thread which a reward function has started.
+        The name of the reward function is "" if the line was printed by a thread that a reward function has started.
         """
         with self._lock:
             begun = list(self._begun.items())
@@ -74,9 +74,9 @@ class _Stream(io.TextIOWrapper):
 
 
 def stand_in() -> FirstLines:
-    """Replace stdout, stderr, `breakpoint` and `input` of this process, and return the record of first printed lines.
+    """Replace stdout, stderr, `breakpoint` and `input` of this process, and return a new `FirstLines` object.
 
-    After the replacement, the first line that each reward function prints is recorded, so that the driver can show the
+    The `FirstLines` object records the first line that each reward function prints, so that the driver can show the
     line. The functions `breakpoint` and `input` raise an error at once, instead of waiting for a terminal that does not
     exist.
     """

@@ -23,8 +23,8 @@ class Call:
             `budget_s` has passed, the worker returns results only for the samples that it has begun to score.
         limit_s: Maximum seconds that one call of a reward function may take.
         deadline_s: Seconds without a result after which the worker's process is killed and the call is lost.
-        hold_s: Seconds without a result after which a `Held` event is reported. After the event, the call continues,
-            but the worker may begin another call in a spare process.
+        hold_s: Seconds without a result after which a `Held` event is reported. After the `Held` event, the slow call
+            keeps running, and the worker may begin another call in a spare process.
         stepwise: Whether the worker reports each result immediately, instead of all results at the end of the call.
             Batched and async functions always report their results at the end of the call.
     """
@@ -53,15 +53,16 @@ class Answer:
 class Held:
     """Event that reports that a call is slow, so that its worker may begin another call in a spare process.
 
-    The slow call continues, and another event will report the end of the slow call. If the slow call is stepwise, its
-    process continues to score only the current request and begins no further request. The event at the end of a slow
-    stepwise call reports only the result of the request that was being scored when the `Held` event was reported. The
-    caller must send all later requests of the slow call again in another call.
+    After a `Held` event, the slow call keeps running, and an `Answer` or `Lost` event reports when the slow call ends.
+    If a slow call reports each result immediately (see `Call.stepwise`), its process finishes only the sample that it
+    is scoring and begins no further sample. For a slow call with `stepwise=True`, the `Answer` or `Lost` event contains
+    only the result of the sample that was being scored at the time of the `Held` event. If a slow call with
+    `stepwise=True` has not begun to score a sample, the caller must send the sample again in another call.
 
     Attributes:
         slot: Index of the process among the reward processes, from 0.
-        results: The results of a stepwise call so far, or None if the call is not stepwise. The last result can be
-            incomplete, because some reward functions may not have scored its sample yet.
+        results: Results that the slow call has reported so far, or None if `Call.stepwise` is False. The last element
+            of `results` can be incomplete, because some reward functions may not have scored that sample yet.
     """
 
     slot: int
@@ -104,10 +105,10 @@ class Transport(Protocol):
     size: int
 
     def idle(self) -> Sequence[int]:
-        """Return the slots (numbers of processes) on which a call may begin.
+        """Return the numbers of the processes in which a call may begin.
 
-        While a worker runs a call, no other call may begin on the worker's slots, unless a `Held` event has reported
-        the running call as slow.
+        While one process of a reward worker runs a call, no other process of the same worker may begin a call, unless a
+        `Held` event has reported the running call as slow.
         """
 
     def start(self, slot: int, call: Call) -> None:
@@ -143,7 +144,7 @@ class InProcessTransport:
         self._call: Call | None = None
 
     def idle(self) -> Sequence[int]:
-        """Return the slots (numbers of processes) on which a call may begin. See `Transport.idle`."""
+        """Return the numbers of the processes in which a call may begin. See `Transport.idle`."""
         return [0] if self._call is None else []
 
     def start(self, slot: int, call: Call) -> None:

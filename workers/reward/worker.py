@@ -1,4 +1,4 @@
-"""Calls of reward functions in the current process: the driver, or a child process of `workers.reward.guard`.
+"""Code that calls reward functions in the current process, which is the driver or a child process of a guard.
 
 The module `workers.reward.worker` does not import torch.
 """
@@ -159,8 +159,8 @@ class RewardWorker:
             report: Callback that, after each call of a plain function, receives the scores that the sample has so far.
 
         Returns:
-            One result per request. If `budget_s` runs out, the list covers only the first requests, and its last result
-            may lack the scores of functions that were not called.
+            One result per request. If the time budget `budget_s` runs out, results are returned only for the first
+            requests, and the last returned result may lack the scores of some reward functions.
         """
         chosen = self._functions if function is None else [self._functions[function]]
         outcomes: list[dict[int, Outcome]] = [{} for _ in requests]
@@ -272,8 +272,9 @@ def _unless_stopped(error: BaseException) -> BaseException:
     """Return an exception that a reward function raised, or re-raise the exception if the user wants to stop the run.
 
     The user can stop the run with Ctrl-C (KeyboardInterrupt) or by quitting the debugger (BdbQuit). A KeyboardInterrupt
-    or a BdbQuit counts as the user's request only in the main thread of a process in which SIGINT does not have its
-    default action. SIGINT has its default action in the child processes of guards, but not in the driver.
+    or BdbQuit counts as the user's wish to stop the run only in the main thread of the driver. SIGINT has its default
+    action in the child processes of guards, but not in the driver, so the action of SIGINT shows whether the current
+    process is the driver.
     """
     here = threading.current_thread() is threading.main_thread()
     stops = isinstance(error, KeyboardInterrupt | bdb.BdbQuit)

@@ -22,7 +22,7 @@ ROOM = 32  # Number of spare columns (token positions) that a key-value cache ge
 def grouped_attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, Tensor | None]:
-    """Compute the same attention as the `sdpa` function of transformers, without copying keys and values if Q is 1.
+    """Compute the same attention as transformers' `sdpa` function, without copying keys and values in a decoding step.
 
     If each row has one query (Q = 1), the query heads that share a key head are treated as several queries of one head,
     and no causal mask is needed.
@@ -46,8 +46,8 @@ AttentionMaskInterface.register(GROUPED, sdpa_mask)
 class RoomyLayer(DynamicLayer):
     """Cache of one layer's keys and values (B, K, W, D), with spare columns on the right for new tokens.
 
-    The keys and values of a new token are written into a spare column. `DynamicLayer` would copy the whole cache for
-    each new token.
+    The keys and values of a new token are written into a spare column of the cache. `DynamicLayer` would copy the whole
+    cache for each new token.
     """
 
     def update(self, key_states: Tensor, value_states: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
@@ -85,7 +85,8 @@ class RoomyLayer(DynamicLayer):
     def join(self, other: "RoomyLayer") -> None:
         """Append the rows of another batch, `other`, along the batch dimension.
 
-        The shorter of the two batches is padded on the left, so that all rows end in the same column.
+        If this batch and `other` have different numbers of columns, the narrower batch is padded on the left, so that
+        all rows end in the same column.
         """
         width = max(self.get_seq_length(), other.get_seq_length())
         own, others = self._columns(), other._columns()
@@ -146,7 +147,8 @@ class Batch:
     def positions(self, first: int) -> Tensor:
         """Return the position ids of the columns from index `first` on.
 
-        The position ids have shape (B, W - first), or (1, W - first) if no row is padded.
+        For a batch with B rows and W columns, the position ids have shape (B, W - first), or (1, W - first) if no row
+        is padded.
         """
         columns = torch.arange(first, self.width, device=self.ids.device)[None]
         if not self.padded:
@@ -260,8 +262,8 @@ def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[
     """Find the distinct prompts of requests.
 
     Returns:
-        A list with one request for each distinct prompt; and, for each of `requests`, the index in that list of the
-        request with the same prompt.
+        A list with one request for each distinct prompt, and a list with the index of each request's prompt among the
+        distinct prompts.
     """
     numbers: dict[tuple[int, ...], int] = {}
     which = [numbers.setdefault(tuple(request.prompt_ids), len(numbers)) for request in requests]
@@ -272,7 +274,7 @@ def different_prompts(requests: Sequence[Request]) -> tuple[list[Request], list[
 def _stacked(above: Tensor, below: Tensor, axis: int = 1, room: int = 0) -> Tensor:
     """Concatenate two tensors along axis 0, after padding them to equal lengths along `axis`.
 
-    The tensor that is shorter along `axis` is padded with zeros on the left. Both tensors are extended by `room`
+    The tensor that is shorter along `axis` is padded with zeros on the left. The returned tensor has `room` additional
     columns of zeros on the right.
     """
     width = max(above.size(axis), below.size(axis))

@@ -37,7 +37,8 @@ from workers.sync.memory import Reader
 # Dropping or adding rows copies the batch's key-value cache, so several rows are dropped or added at a time. Rows that
 # join a running batch may need padding, which makes the matrices of the batch wider.
 SLACK = 0.1  # Maximum share of finished rows in a batch; above this share, the finished rows are dropped.
-JOIN = 0.5  # Share of a batch's places that must be free before requests join the batch, unless all requests fit.
+# If more requests wait than a batch has free places, no request joins until this share of the batch's places is free.
+JOIN = 0.5
 
 
 class HFEngine:
@@ -113,10 +114,11 @@ class HFEngine:
     def _admitted(self) -> list[Request]:
         """Return all requests that can start now, and remove them from the queue.
 
-        If the batch has free places for all waiting requests, all waiting requests start. If the batch has too few free
-        places, no request starts until the share `JOIN` of all places in the batch is free. If `deterministic` is true,
-        the next prompt group starts when all running answers are finished. If `deterministic` is true and the run has
-        an environment, each batch has only one request, because the turns of a prompt group do not arrive together.
+        If the batch has free places for all waiting requests, all waiting requests start. If the batch has fewer free
+        places than waiting requests, no request starts until the fraction `JOIN` of the batch's places is free. If
+        `deterministic` is true, the next prompt group starts when all running answers are finished. If `deterministic`
+        is true and the run has an environment, each batch has only one request, because the turns of a prompt group do
+        not arrive together.
         """
         if not self.waiting:
             return []
@@ -235,9 +237,9 @@ def sample(
         temperatures: (B,) sampling temperatures. In a row with temperature 0, the most likely token is selected, and
             the log-prob of this token is computed at temperature 1.
         uniforms: (B,) float64 random numbers, uniformly distributed in [0, 1).
-        filters: Logits processors that set the logits of tokens that must not be sampled to minus infinity. The logits
-            processors are applied to logits that are already divided by the temperature. No logits processor is applied
-            to rows with temperature 0.
+        filters: Logits processors that exclude tokens from sampling by setting their logits to minus infinity. The
+            logits processors are applied to logits that are already divided by the temperature. No logits processor is
+            applied to rows with temperature 0.
 
     Returns:
         The sampled tokens (B,) int64, and their log-probs (B,) float32 under the distribution from which the tokens
@@ -251,8 +253,8 @@ def sample(
         kept = keep(cast(torch.LongTensor, None), cast(torch.FloatTensor, kept))
     probabilities = torch.where(greedy[:, None], scaled, kept).softmax(-1)
     cumulative = probabilities.cumsum(-1, dtype=torch.float64)
-    # The random numbers are scaled by the total probability. Because of rounding, the total probability may be smaller
-    # than 1, so an unscaled random number could give an index that is too large.
+    # Because of rounding, the probabilities of a row may sum to less than 1, and a random number above their sum would
+    # give an index that is too large. Each random number is therefore multiplied by the sum of its row's probabilities.
     drawn = torch.searchsorted(cumulative, (uniforms * cumulative[:, -1])[:, None], right=True)[:, 0]
     tokens = torch.where(greedy, logits.argmax(-1), drawn.clamp(max=logits.size(-1) - 1))
     return tokens, probabilities.gather(1, tokens[:, None])[:, 0].log()

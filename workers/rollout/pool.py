@@ -21,8 +21,8 @@ from workers.sync.weight_sync import Sends, sync
 
 logger = logging.getLogger(__name__)
 
-# The pool raises WorkerError if too many replicas die without any finished answer in between. The limit is REPLACEMENTS
-# times the number of replicas that the run needs.
+# The pool raises WorkerError if more than REPLACEMENTS * n replicas die without any finished answer in between, where n
+# is the number of replicas that the run needs.
 REPLACEMENTS = 3
 
 
@@ -184,8 +184,9 @@ class RolloutPool:
     async def give_weights(self, replica: Replica) -> None:
         """Send the weights of the last `load` to a replica that waits for weights.
 
-        If `load` sends weights to the replica in the meantime, `give_weights` sends nothing. After `hold_weights`,
-        `give_weights` waits for the next `load`.
+        If a call of `load` sends weights to the replica while `give_weights` waits, `give_weights` sends nothing. After
+        a call of `hold_weights`, the pool must not send weights, so `give_weights` waits until the next call of `load`
+        has ended.
         """
         while replica.state is ReplicaState.WAITING:
             due = self.changes.until(lambda: self._source or replica.state is not ReplicaState.WAITING)
@@ -238,7 +239,8 @@ class RolloutPool:
         """Wait until the cluster has free CPUs and GPUs for an optional replica.
 
         An optional replica never starts while the training ranks restart, because it could take the CPUs or GPUs that
-        the training ranks need. The training ranks cannot be restarting while the weights of the last `load` are valid.
+        the training ranks need. `hold_weights` clears `_source` before the training ranks restart, so an optional
+        replica starts only while `_source` is set.
         """
         assert replica.room is not None, "only an optional replica may wait for free CPUs and GPUs"
 

@@ -41,8 +41,8 @@ class Building:
     Attributes:
         role: Handle of the rollout worker in the process.
         built: Pending calls that must end before the engine is ready.
-        fetched: Pending calls that copy the model to the machine of the process. A call in `fetched` has no time limit
-            as long as the call makes progress.
+        fetched: Running calls that copy the model's files to the machine on which the new process runs. A call in
+            `fetched` has no time limit as long as the call makes progress.
     """
 
     role: Role[RolloutWorker]
@@ -86,9 +86,10 @@ class Replica:
         number: Index of the replica in the pool.
         start: Function that starts a process for the replica, and begins to build the engine in the process.
         start_timeout_s: Maximum time to build the engine, in seconds.
-        room: Function that waits until the cluster has free CPUs and GPUs for the replica, or None if the run needs the
-            replica. A replica with `room` is optional: its first process starts when CPUs and GPUs are free. If the
-            process is lost, the run goes on without the replica until CPUs and GPUs are free again.
+        room: None if the run cannot go on without the replica. For an optional replica, `room` is a function that waits
+            until the cluster has free CPUs and GPUs for the replica. The first process of an optional replica starts
+            when CPUs and GPUs are free. If the process of an optional replica is lost, the run goes on without the
+            replica until CPUs and GPUs are free again.
 
     Attributes:
         running: Keys of the requests that have no answer yet.
@@ -167,7 +168,7 @@ class Replica:
         """
         if self.ready:
             try:
-                await results(self._sent)  # Every `submit` must reach the engine before the abort.
+                await results(self._sent)  # Requests that reach the engine after `abort` would not be aborted.
                 await self.role.call(RolloutWorker.abort)
                 # If new requests were submitted before the running `poll` has ended, the running `poll` could return
                 # answers to the new requests.
@@ -189,7 +190,7 @@ class Replica:
             slept = await role.call(RolloutWorker.sleep)
         except WorkerLost:
             return None
-        if self.role is role:  # The replica's process may have been replaced during the call.
+        if self.role is role:  # The replica may have got a new process during the call of `sleep`.
             self.asleep = slept
         return slept
 

@@ -36,7 +36,7 @@ class StopStrings:
         self.last_characters = {stop[-1] for stop in stops} | {INCOMPLETE}
         # Each token that adds text adds at least one byte, so at most n tokens with text form a stop string of n bytes.
         self.window = max(len(stop.encode()) for stop in stops) + MARGIN
-        self.texts: dict[int, str] = {}  # Text of each token, decoded without other tokens, by token id.
+        self.texts: dict[int, str] = {}  # Maps each token id to the text of the token when it is decoded alone.
 
     def end(self, ids: Sequence[int]) -> bool:
         """Return whether the last token of an answer completes a stop string.
@@ -53,8 +53,8 @@ class StopStrings:
         """Return False if a token cannot complete a stop string, whatever tokens precede it; otherwise return True.
 
         A token that completes a stop string contains the string's last character, or a part of this character. If the
-        last character of a stop string is a space, the result is always True, because decoders drop spaces at the start
-        of a text.
+        last character of a stop string is a space, `may_end` always returns True, because a decoder drops the space at
+        the start of a token that is decoded alone.
         """
         return " " in self.last_characters or not self.last_characters.isdisjoint(self._text(token))
 
@@ -66,8 +66,9 @@ class StopStrings:
     def _tail(self, ids: Sequence[int]) -> Sequence[int]:
         """Return the last tokens of an answer, enough to contain any stop string that the last token completes.
 
-        The number of returned tokens that add text to the answer is the number of bytes in the longest stop string plus
-        `MARGIN`. If the answer has too few tokens that add text, all tokens of the answer are returned.
+        The returned tokens include `window` tokens whose text is not empty, where `window` is the number of bytes in
+        the longest stop string plus `MARGIN`. If the answer has fewer than `window` tokens whose text is not empty, all
+        tokens of the answer are returned.
         """
         missing = self.window
         for start in range(len(ids) - 1, -1, -1):

@@ -20,7 +20,9 @@ from workers.rollout.messages import Completion, Request
 from workers.sync.buckets import Bucket
 
 _COLUMNS = ["prompt_ids", "response_ids", "rollout_log_probs", "policy_version", "finish_reason"]
-_OPEN_TABLES = 4  # Tables of samples that are kept in memory, because the queue can mix requests of several steps.
+# Maximum number of sample tables in memory. Requests that are queued together can belong to several training steps, and
+# each training step has its own sample table.
+_OPEN_TABLES = 4
 
 
 class StoredEngine:
@@ -99,7 +101,7 @@ class StoredEngine:
         """Ignore the weights."""
 
     def finish_load(self, version: int) -> None:
-        """Do nothing, because stored answers have the weight versions of the earlier run."""
+        """Ignore the new version number, because stored answers keep the weight versions of the earlier run."""
 
     def sleep(self) -> bool:
         """Return False, because the engine holds no device memory."""

@@ -30,8 +30,8 @@ class TurnRequest:
 
     Attributes:
         key: (prompt group uid, number of the sample in its group, number of the turn).
-        context_ids: Token ids of the context before its last action; empty in a turn with a new context, for instance
-            in the first turn.
+        context_ids: Token ids that come before the policy's previous action in the context; empty in a turn with a new
+            context, for instance in the first turn.
         action_ids: Token ids of the context's last action; empty in a turn with a new context.
         messages: Chat messages that are added to the context. In a turn with a new context, `messages` is the whole
             conversation. In a turn that continues a context, `messages` contains, for instance, the results of tools.

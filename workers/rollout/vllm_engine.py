@@ -65,7 +65,7 @@ def engine_arguments(config: RolloutConfig, path: str, dtype: str, *, sleeps: bo
         dtype: Data type of the weights, "float32" or "bfloat16".
         sleeps: Whether the engine must be able to release its memory on a GPU.
     """
-    assert config.vllm is not None, "a config that selects the vLLM engine has the settings `rollout.vllm`"
+    assert config.vllm is not None, "the vLLM engine needs the settings `rollout.vllm`"
     arguments: dict[str, Any] = {
         "model": path,
         "trust_remote_code": False,
@@ -153,7 +153,7 @@ class Growing:
 
     Attributes:
         ended: Whether the text of the answer contains a stop string. If `ended` is True, tokens that vLLM samples later
-            are not added.
+            are not added to the answer.
     """
 
     def __init__(self, key: tuple[int, ...], strings: StopStrings) -> None:
@@ -189,8 +189,9 @@ def prompt_of(request: Request, loads: int, config: RolloutConfig) -> Any:
     """Return vLLM's form of a request's prompt.
 
     With `rollout.keep_kv_cache`, the KV cache contains keys and values of earlier weights. The cache salt keeps vLLM
-    from using keys and values of earlier weights for a new request. The salt is the engine's number of weight syncs,
-    not the version of the weights, because versions repeat if a run goes back to a checkpoint.
+    from using keys and values of earlier weights for a new request. The cache salt is the number of weight syncs of the
+    engine. The version of the weights cannot serve as cache salt, because versions repeat if a run goes back to a
+    checkpoint.
     """
     salt = {"cache_salt": str(loads)} if config.keep_kv_cache else {}
     return {"prompt_token_ids": request.prompt_ids, **salt}
@@ -386,7 +387,7 @@ class AsyncVLLM:
         self.keys: dict[str, tuple[int, ...]] = {}  # Maps vLLM's unique request ids to the keys of the requests.
         self.answers: queue.Queue[tuple[str, Completion | Exception]] = queue.Queue()
         self.aborts = 0
-        # Pending call to the engine core, which shows whether the engine core responds.
+        # Pending call whose result shows that vLLM's engine core responds.
         self.pulse: ConcurrentFuture[Any] | None = None
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, name="vllm-events", daemon=True).start()
@@ -406,7 +407,9 @@ class AsyncVLLM:
             try:
                 return future.result(timeout=LOOK_S)
             except TimeoutError:
-                if future.done():  # The coroutine itself raised TimeoutError, or ended just after the timeout.
+                # If the future is done, the coroutine raised TimeoutError, or ended just after `future.result` timed
+                # out.
+                if future.done():
                     return future.result()
                 if self.family and self.family.lost:
                     raise self.family.error() from None
@@ -512,7 +515,7 @@ class AsyncVLLM:
         Raises SyncError if the received bytes differ from the bytes that the sender wrote.
         """
         with as_file(bucket) as shared:
-            pickled = pickle.dumps(shared)  # The weights are in a shared file, not in the pickle.
+            pickled = pickle.dumps(shared)  # The weights themselves are in the shared file and are not pickled.
             self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"pickled": pickled})))
 
     def finish_load(self, version: int) -> None:
@@ -528,7 +531,7 @@ class AsyncVLLM:
     def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             self._run(coroutine)
-        except Exception as error:  # Only the text shows the original type of an error from another process.
+        except Exception as error:  # The type of an error from another process is known only from its text.
             raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
 
     async def _start_load(self) -> None:
@@ -576,7 +579,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
             the weights are complete, because vLLM does not report a missing layer.
     """
     check_weights(path, f"model.path={path}")
-    assert config.rollout.vllm is not None, "a config that selects the vLLM engine has the settings `rollout.vllm`"
+    assert config.rollout.vllm is not None, "the vLLM engine needs the settings `rollout.vllm`"
     process = config.rollout.vllm.process
     if process == "auto":
         alone = config.rollout.shards == 1 and not torch.cuda.is_available()
@@ -584,7 +587,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
         return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
-    except (KeyError, ValueError) as error:  # One cause: vLLM does not know the name of a tensor of the model.
+    except (KeyError, ValueError) as error:  # vLLM raises such errors for unknown tensor names, for example.
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"model.path={path}: vLLM does not start with this model ({reason}); save the model again with "

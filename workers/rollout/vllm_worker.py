@@ -53,8 +53,9 @@ class InitInfo(WeightTransferInitInfo):
 class UpdateInfo(WeightTransferUpdateInfo):
     """Message that contains one bucket of weights, or the description of a bucket whose bytes are in a shared file.
 
-    Within one process, an `UpdateInfo` message contains the bucket itself. Between processes, an `UpdateInfo` message
-    contains the pickled bucket, and the bytes of the weights are in a shared file.
+    If vLLM runs in the rollout worker's process, an `UpdateInfo` message contains the bucket itself. If vLLM runs in
+    other processes, an `UpdateInfo` message contains the pickled bucket, and the bytes of the weights are in a shared
+    file.
     """
 
     bucket: Bucket | None = None
@@ -65,7 +66,7 @@ class UpdateInfo(WeightTransferUpdateInfo):
         if self.bucket is not None:
             return self.bucket
         assert self.pickled is not None, "an UpdateInfo message must contain a bucket or a pickled bucket"
-        bucket: Bucket = pickle.loads(self.pickled)  # The pickle is trusted, because the parent process has sent it.
+        bucket: Bucket = pickle.loads(self.pickled)  # Unpickling is safe, because the parent process has sent the data.
         return bucket
 
 
@@ -81,7 +82,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     update_info_cls = UpdateInfo
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        """Create the object that reads buckets of weights, and the helper thread.
+        """Create the reader of weight buckets, and the thread in which parts of the weight checks run.
 
         No handshake with the sender is necessary.
         """
@@ -129,8 +130,8 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         """
         self.reader.close()
         if self.adapters.parts:
-            # All weights are loaded from the model's files, because an engine that has slept may lack even the weights
-            # that have no adapter.
+            # The weights without an adapter are also loaded from the model's files, because an engine that has slept
+            # may have lost these weights.
             self._load(self.adapters.merged(everything=True))
         finalize_layerwise_reload(self.model, self.model_config)
         if self.probes and self.device.type == "cpu" and get_tensor_model_parallel_world_size() == 1:
@@ -140,13 +141,13 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def check_layers(self) -> None:
         """Raise SyncError unless every layer computes with the weights of the last weight update.
 
-        If the weight update contained no probes, nothing is checked.
+        If the weight update contained no expected outputs of the layers, `check_layers` does nothing.
         """
         if self.probes:
             try:
                 outputs = layer_outputs(self.model, products=True)
                 outputs |= self.lookups.result() if self.lookups else layer_outputs(self.model, products=False)
-            except Exception as error:  # A layer of the model may not support the check.
+            except Exception as error:  # Some layers cannot be run on their own.
                 raise SyncError(
                     f"weight sync {self.version}: the weights cannot be checked, because a layer of this model cannot "
                     f"be run on its own ({described(error)}); rollout.verify_sync=false turns the check off"
@@ -165,9 +166,10 @@ def repack_heads(model: nn.Module) -> None:
 
 
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
-    """Copy the tensors that vLLM leaves in a bucket's memory until all parts of a fused layer have arrived.
+    """Copy the tensors of incomplete fused layers out of a bucket's memory, because vLLM keeps references to them.
 
-    A tensor that is not copied would stay in the bucket's memory, which later buckets overwrite.
+    vLLM loads a fused layer when all parts of the layer have arrived. A tensor that is not copied would stay in the
+    bucket's memory, which later buckets overwrite.
     """
     low, high = data.ctypes.data, data.ctypes.data + data.nbytes
     for layer in model.modules():
@@ -180,9 +182,8 @@ def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
 def checkpoint_names(model: nn.Module, names: Iterable[str]) -> dict[str, str]:
     """Return a dictionary from the checkpoint name of each tensor to the name that vLLM gives to the tensor.
 
-    Checkpoint layers that vLLM fuses into one layer keep separate names.
-
-    The dictionary does not contain tensors that vLLM's name mapping drops.
+    If vLLM fuses several layers of the checkpoint into one layer, each of the fused layers keeps its own name in the
+    returned dictionary. Tensors that vLLM's name mapping drops are not in the returned dictionary.
     """
     mapper = getattr(model, "hf_to_vllm_mapper", None)
     if mapper is None:
@@ -229,9 +230,9 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 
     Args:
         model: The model.
-        products: Whether to run the linear layers and the output heads. If `products` is False, the linear layers and
-            output heads are left out: the function looks up all rows of the embeddings, and returns the one-dimensional
-            parameters of the remaining layers.
+        products: True to run only the linear layers and the output heads, or False to handle only the remaining layers.
+            If `products` is False, all rows of the embeddings are looked up, and one-dimensional parameters such as
+            norm weights are returned.
 
     Returns:
         A dictionary from checkpoint names to the products W v in float32, with one entry for each part of a fused
@@ -256,7 +257,8 @@ def layer_outputs(model: nn.Module, *, products: bool) -> dict[str, Tensor]:
 def _embedding(module: VocabParallelEmbedding) -> Tensor:
     """Return the product W v (V,) for the matrix W of an embedding.
 
-    The rows of W are read with the embedding's lookup.
+    All rows of W are obtained by calling the embedding layer, so that the check of the weights also covers the layer's
+    lookup.
     """
     weight: Any = module.weight
     vector = probe_vector(module.embedding_dim, weight.dtype).to(weight.device)
@@ -265,7 +267,7 @@ def _embedding(module: VocabParallelEmbedding) -> Tensor:
 
 
 def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Tensor]:
-    """Return the product W v and the bias of each checkpoint layer in the fused layer `module`.
+    """Return the bias and the product of weight and probe vector for each layer that vLLM has fused into `module`.
 
     The returned dictionary maps the checkpoint names of weights and biases to the products and biases.
     """
@@ -276,16 +278,17 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        # If the checkpoint stores the layer as a single tensor, the layer's parts are concatenated.
+        # If the checkpoint stores a fused layer as a single tensor, the outputs of the layer's parts are concatenated.
         parts = [torch.cat(parts)] if len(names) == 1 else parts
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs
 
 
 def _linear(module: LinearBase, output: Tensor, *, is_bias: bool = False) -> list[Tensor]:
-    """Combine a layer's output (or bias) over all ranks.
+    """Sum or concatenate a layer's outputs (or biases) over all tensor-parallel ranks.
 
-    Return one whole output (or bias) for each checkpoint layer that is fused into this layer.
+    Outputs of row-parallel layers are summed, and outputs of column-parallel layers are concatenated. The returned list
+    has one unsharded output (or bias) for each part of the fused layer `module`.
     """
     size = module.tp_size
     # In a row-parallel layer, each rank has a part of the inputs, and the whole bias.
@@ -309,7 +312,7 @@ def gather(parts: Sequence[Tensor], size: int) -> list[Tensor]:
 def _apply(module: Any) -> Tensor:
     """Multiply this rank's part of a layer's matrix by the probe vector, with the kernel that inference uses.
 
-    The layer's bias is not added.
+    The bias of the layer is not added to the returned product.
     """
     is_head = isinstance(module, ParallelLMHead)
     whole = module.embedding_dim if is_head else module.input_size

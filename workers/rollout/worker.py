@@ -190,7 +190,8 @@ class RolloutWorker:
             self.finished, self.aborts = [], self.aborts + 1
             if self.turns is not None:
                 self.turns.abort()
-            self.news.notify_all()  # A call of `poll` in another thread must stop waiting.
+            # A call of `poll` that waits in another thread must return, because the answers were dropped.
+            self.news.notify_all()
 
     def sleep(self) -> bool:
         """Release the engine's device memory until the next weight sync.
@@ -252,7 +253,8 @@ class RolloutWorker:
             try:
                 return future.result(timeout=1)
             except TimeoutError:
-                if future.done():  # The function itself raised TimeoutError, or ended just after the timeout.
+                # If the future is done, `function` raised TimeoutError, or ended just after `future.result` timed out.
+                if future.done():
                     return future.result()
                 if not self.thread.is_alive():
                     raise self.error or RuntimeError("the engine's thread has ended") from None

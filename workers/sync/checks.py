@@ -1,10 +1,10 @@
 """Code that verifies that a rollout engine computes with the weights that the actor has sent.
 
 With each piece of a tensor, the sender sends a checksum of the bytes. With each matrix W, the sender also sends the
-product W v, where v is a fixed random vector (the probe vector). An engine verifies the received bytes with the
-checksums, and then runs its own linear layers on the probe vector. On a CPU, the engine converts its weights to another
-memory layout. The converted bytes cannot be compared with the actor's bytes, but the outputs of the engine's layers can
-be compared with the products W v.
+product W v, where v is a fixed random vector (the probe vector). An engine first verifies the received bytes with the
+sender's checksums. Then the engine runs its own linear layers on the probe vector, and compares the outputs with the
+products W v that the sender has computed. A comparison of outputs is necessary because an engine on a CPU converts its
+weights to another memory layout, so the bytes of its weights differ from the bytes of the actor's weights.
 """
 
 import functools
@@ -42,7 +42,7 @@ def probe(tensor: Tensor) -> Tensor:
     return tensor.float() @ probe_vector(tensor.size(1), tensor.dtype)
 
 
-@functools.lru_cache(maxsize=32)  # A small cache is enough, because models have few different matrix widths.
+@functools.lru_cache(maxsize=32)  # 32 probe vectors are enough, because models have few different matrix widths.
 @torch.inference_mode(False)
 def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Return the probe vector (size,) in float32: fixed random values that `dtype` can represent exactly.
@@ -57,8 +57,8 @@ def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray
     """Compare the outputs that the engine's layers and the trainer's weights give for the probe vector.
 
     Args:
-        outputs: maps tensor names to the probes that the engine's own layers computed.
-        probes: maps tensor names to the probes that were computed from the trainer's weights.
+        outputs: maps each tensor name to the output of the engine's own layer for the probe vector.
+        probes: maps each tensor name to the output that `probe` has computed from the trainer's weights.
         version: version of the weights, which the error message names.
         dtype: dtype of the engine's weights, which determines the tolerance (see `RELATIVE_ERROR`).
 

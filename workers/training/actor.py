@@ -61,10 +61,10 @@ class ActorWorker:
         algorithm = config.algorithm
         self.required = required_columns(algorithm.advantage_estimator, algorithm.loss_mode)
         # For the exact KL, the actor needs the output head of the reference model, because the reference model sends
-        # only hidden states. The actor copies its own initial output head, because the actor starts with the weights of
-        # the reference model. The copied head is rounded to the compute dtype of the reference model, so that the KL
-        # divergence of a policy from itself is 0. If the reference model is updated, `set_reference_head` replaces the
-        # actor's copy of the reference model's output head.
+        # only hidden states. The actor starts with the weights of the reference model, so `ref_head` is initialized
+        # with a copy of the actor's own output head. `ref_head` is rounded to the dtype in which the reference model
+        # computes, so that the KL divergence of a policy from itself is 0. If the reference model is updated,
+        # `set_reference_head` replaces the actor's copy of the reference model's output head.
         self.ref_head: Tensor | None = None
         self.teacher_heads: list[Tensor] = []  # output heads of the teachers, in the order of the config
         head = self.model.get_output_embeddings()
@@ -306,8 +306,8 @@ class ActorWorker:
             num_sequences=minibatch.num_sequences,
             max_response_length=self.config.rollout.max_response_length,
         )
-        # FSDP averages the gradients over the ranks. Multiplying the loss by the number of ranks turns the average of
-        # the gradients into the required sum.
+        # FSDP averages the gradients over the ranks, but the gradient of the whole mini-batch is the sum over the
+        # ranks. Therefore, the loss is multiplied by the number of ranks.
         (loss * torch.distributed.get_world_size()).backward()
         _add(result.losses, parts)
         _add(result.sums, sums)
@@ -334,8 +334,8 @@ class ActorWorker:
         Args:
             number: index of the group of weights in the result of `weight_groups`.
             to_host: whether the shards are returned in CPU memory. If `to_host` is False, the shards are not copied.
-            _taken: results of the calls of `shards` for earlier groups of weights. Ray runs `shards` only once the
-                results in `_taken` are available, so that few groups are in Ray's object store at a time.
+            _taken: results (None) of earlier calls of `ReferenceWorker.refresh`. Ray waits for the results in `_taken`
+                before it runs `shards`, so that Ray's object store holds few groups of shards at a time.
         """
         tick()
         parameters = dict(self.model.named_parameters())
@@ -346,7 +346,8 @@ class ActorWorker:
         """Gather the reference model's output head (V, H) for the exact KL. All training ranks must call this method.
 
         Args:
-            shard: the shard of the output head from the reference model's rank with the same rank number.
+            shard: shard of the output head from the rank of the reference model that has the same rank number as this
+                rank.
         """
         self.ref_head = whole_of(shard.to(device(), copy=True), self.model.get_output_embeddings().weight)
 
@@ -478,8 +479,8 @@ def policy_term(
     The setting `correction` multiplies token losses by weights and drops tokens, while the setting `rejection` only
     drops tokens. A dropped token has a policy loss of 0 but stays in `response_mask`, so the token keeps its KL and
     entropy terms. With `correction.normalize=kept`, a token that the correction drops does not count in the mean of the
-    policy loss; otherwise every token of `response_mask` counts. The metrics that the policy loss function returns
-    include dropped tokens.
+    policy loss; otherwise every token of `response_mask` counts. The metrics of the policy loss function are computed
+    before any token is dropped, so they also cover the dropped tokens.
 
     Args:
         columns: padded columns (B, T) by name.

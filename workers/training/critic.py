@@ -84,7 +84,8 @@ class CriticWorker:
             result.add(part, minibatch.num_tokens, step)
         if self.config.takes_turns:
             # The rollout engine on the same GPU needs the memory that PyTorch's allocator keeps in its cache. The
-            # critic empties the cache itself, because no update of the actor empties it during the critic's warm-up.
+            # critic empties the allocator's cache itself, because the actor has no update that would empty the cache
+            # during the critic's warm-up.
             torch.cuda.empty_cache()
         return result
 
@@ -96,8 +97,8 @@ class CriticWorker:
             values, columns["values"], columns["returns"], mask, clip_range_value=self.config.critic.clip_range_value
         )
         loss = aggregate_loss(token_losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
-        # FSDP averages the gradients over the ranks. Multiplying the loss by the number of ranks turns the average of
-        # the gradients into the required sum.
+        # FSDP averages the gradients over the ranks, but the gradient of the whole mini-batch is the sum over the
+        # ranks. Therefore, the loss is multiplied by the number of ranks.
         (loss * torch.distributed.get_world_size()).backward()
         result.losses["value_loss"] += float(loss.detach())
         for name, value in sums.items():

@@ -96,8 +96,8 @@ def split_rows(
 ) -> list[list[Rows]]:
     """Split all rows of a batch into micro-batches for each rank, and return the micro-batches.
 
-    The docstring of `assign_minibatch` explains the argument `work`. The last results are cached, because several roles
-    split the same batch in each training step.
+    The docstring of `assign_minibatch` explains the argument `work`. The micro-batches of the last two splits are
+    cached, because several roles split the same batch in each training step.
     """
     return _split_rows(tuple(lengths), ranks, max_tokens, None if work is None else tuple(work))
 
@@ -239,7 +239,7 @@ def divergence(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
     """Return metrics of the difference between the actor's and the engine's log-probs.
 
     Args:
-        sums: sums over tokens, which `rollout_diagnostics` returns.
+        sums: dictionary of sums over tokens, as returned by `rollout_diagnostics`.
         tokens: number of tokens over which the sums were taken.
 
     Returns:

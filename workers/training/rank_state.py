@@ -94,7 +94,7 @@ class RankState:
     @functools.cached_property
     def small(self) -> dict[str, bytes]:
         """Return a dictionary from names to contents of the exported model's small files, such as the config."""
-        assert self.base is not None, "without an exported model, no small files may be written"
+        assert self.base is not None, "small files such as the config are written only together with an exported model"
         return small_files(self.model, self.base)
 
     def tensors(self) -> dict[str, Tensor]:
@@ -103,7 +103,8 @@ class RankState:
         found = {} if optimizer is None else {_SCHEDULE: torch.tensor(optimizer.steps)}
         for name, parameter in self.model.named_parameters():
             if optimizer is None or parameter.requires_grad:
-                assert not sharded or isinstance(parameter, DTensor), f"{name} is not sharded: it may be a rounded copy"
+                # An unsharded parameter of a sharded model may be a copy that FSDP has rounded to the compute dtype.
+                assert not sharded or isinstance(parameter, DTensor), f"parameter {name} is not sharded"
                 found[f"model.{name}"] = parameter.detach()
             if optimizer is not None and parameter.requires_grad:
                 found |= {f"{kind}.{name}": tensor for kind, tensor in optimizer.moments(parameter).items()}
@@ -125,7 +126,8 @@ class RankState:
         copies, group = [writer.stage(self.tensors())], self.group
 
         def write() -> None:
-            save(copies.pop(), storage_writer=writer, process_group=group)  # frees the copies before the export
+            # After `pop`, `copies` no longer holds the copied tensors, so their memory is freed when `save` returns.
+            save(copies.pop(), storage_writer=writer, process_group=group)
 
         self.result = None
         self.thread = threading.Thread(

@@ -70,7 +70,8 @@ class ReferenceWorker(TeacherWorker):
 
         Args:
             number: index of the group of weights in the result of `weight_groups`.
-            shards: the actor's shards of the group of weights, from the actor's rank with the same rank number.
+            shards: shards of the actor's weights in weight group `number`, from the actor's rank that has the same rank
+                number as this rank.
         """
         tick()
         parameters = dict(self.model.named_parameters())
@@ -99,7 +100,7 @@ class ReferenceWorker(TeacherWorker):
         return self.state.saved()
 
     def load_state(self, url: str | None) -> None:
-        """Load a checkpoint, or restore the weights with which training starts if `url` is None.
+        """Load a checkpoint. If `url` is None, restore the weights with which training starts.
 
         All training ranks must call this method.
         """

@@ -23,7 +23,7 @@ def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the names of the columns that the actor's update reads. A batch can lack some of the returned columns.
+    """Return the names of all columns that the actor's update reads if they are in the batch.
 
     The loss function has one parameter for each column that it reads, with the same name as the column. The columns
     that only the loss's token selector reads are left out, because the driver selects the tokens.
@@ -40,8 +40,8 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
 
 
 # If a receiver already has at most this share of the needed rows of a column, the driver sends all needed rows to the
-# receiver in one new part. The rows that the receiver already has are then sent twice, but one part takes the driver
-# less time than two parts.
+# receiver in one new part. One new part takes the driver less time than several new parts, even if the receiver gets
+# some rows twice.
 FEW = 0.1
 
 
@@ -52,7 +52,7 @@ class _Part:
     Attributes:
         rows: row numbers of the rows in the batch, in ascending order.
         columns: names of the columns.
-        reference: Ray reference to a batch with only these rows and columns.
+        reference: Ray reference to a batch that has only the rows `rows` and the columns `columns`.
     """
 
     rows: np.ndarray
@@ -60,7 +60,7 @@ class _Part:
     reference: Any
 
     def holds(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return a bool mask of the given rows that the part contains, or None if the part has exactly these rows."""
+        """Return a bool mask over `rows` that is True for rows in this part, or None if the part's rows are `rows`."""
         return None if np.array_equal(rows, self.rows) else np.isin(rows, self.rows)
 
 
@@ -69,12 +69,12 @@ class SharedColumns:
 
     Each rank reads only some of the rows. The batches of one training step have most columns in common. Only the rows
     and columns that a rank has not yet received in the step are put into Ray's object store. Exception: see `FEW`. When
-    the first batch of a step is shared, the references of the previous step are deleted.
+    the first batch of a training step is shared, the Ray references to the data of the previous step are deleted.
     """
 
     def __init__(self) -> None:
         self._sources: dict[str, DataProto] = {}  # Maps each column to a batch with all rows of the column.
-        self._parts: dict[int, list[_Part]] = {}  # Maps each receiver to the parts that were made for the receiver.
+        self._parts: dict[int, list[_Part]] = {}  # Maps each receiver to the `_Part` objects stored for it.
 
     def share(
         self, batch: DataProto, columns: Sequence[str], rows: Sequence[Sequence[int]], process: WorkerProcess
@@ -85,8 +85,8 @@ class SharedColumns:
             batch: the batch from which rows and columns are taken.
             columns: names of the requested columns. Columns that `batch` lacks are left out.
             rows: for each receiver, the row numbers of the rows that the receiver reads, in ascending order. Processes
-                that read the same rows can share one receiver, because a returned batch can be passed to any number of
-                processes.
+                that read the same rows can count as one receiver, because the batch for a receiver can be passed to any
+                number of processes.
             process: one of the processes that read the batch. If `process` is the driver itself, nothing is put into
                 Ray's object store.
         """
@@ -121,7 +121,7 @@ def _divided(
     """Find out which rows and columns a receiver has already received, and which rows and columns are missing.
 
     Args:
-        parts: the parts that the receiver has received.
+        parts: `_Part` objects that were stored for the receiver earlier in this training step.
         columns: names of the columns that the receiver reads.
         rows: row numbers of the rows that the receiver reads.
 
@@ -134,7 +134,8 @@ def _divided(
     by_parts: dict[tuple[int, ...], list[str]] = {}
     for name in columns:
         by_parts.setdefault(tuple(k for k, part in enumerate(parts) if name in part.columns), []).append(name)
-    whole: list[str] = []  # columns of which the receiver has so few rows (see `FEW`) that all rows are sent
+    # Columns of which all rows are sent, because the receiver has few or none of the rows already (see `FEW`).
+    whole: list[str] = []
     for numbers, names in by_parts.items():
         if any(held[number] is None for number in numbers):
             used.update(number for number in numbers if held[number] is None)
@@ -161,7 +162,7 @@ def _put(batch: DataProto, needs: Sequence[tuple[int, np.ndarray]], process: Wor
     Args:
         batch: the batch, with only the columns that the receivers need.
         needs: for each receiver, its number and the row numbers that it needs.
-        process: one of the processes that read the parts.
+        process: one of the processes that will read the rows.
     """
     parts = batch[np.concatenate([rows for _, rows in needs])].ranges([len(rows) for _, rows in needs])
     columns = frozenset(batch.keys())

@@ -37,8 +37,8 @@ class WorkerGroup(Generic[W_co]):
         sequence_ranks: number of neighbouring ranks that split the tokens of each pack (sequence parallelism). The
             ranks that split a pack get the same rows and return the same results. A pack can hold up to
             `sequence_ranks` times as many tokens as one rank can process.
-        shared: registry of the rows and columns in Ray's object store. Several groups can share one registry. If
-            `shared` is None, the group creates its own registry.
+        shared: registry of the rows and columns in Ray's object store. Several worker groups can use the same
+            `SharedColumns` object. If `shared` is None, the worker group creates its own `SharedColumns` object.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class WorkerGroup(Generic[W_co]):
         Args:
             method: the role's method that trains one rank on its part of the mini-batches.
             batch: the batch whose rows the ranks process.
-            columns: names of the columns that the method reads. Columns that the batch lacks are not passed on.
+            columns: names of the columns that the method reads. Names of columns that the batch lacks are ignored.
             minibatches: row indices of each mini-batch.
             max_tokens: maximum number of tokens of a micro-batch on one rank.
             args: arguments that are passed to the method after the batches and mini-batches.
@@ -140,8 +140,8 @@ class WorkerGroup(Generic[W_co]):
             method: the role's method that trains one rank on its parts of the mini-batches and of the supervised
                 answers.
             batch: the batch whose rows the ranks process.
-            columns: names of the columns of the batch that the method reads. Columns that the batch lacks are not
-                passed on.
+            columns: names of the columns of the batch that the method reads. Names of columns that the batch lacks are
+                ignored.
             minibatches: row indices of each mini-batch.
             supervised: batch of supervised answers, whose `uid` says to which prompt group of `batch` a row belongs.
             max_tokens: maximum number of tokens of a micro-batch on one rank.
@@ -151,8 +151,8 @@ class WorkerGroup(Generic[W_co]):
         given, overhead = self._minibatches(self.shared, batch, columns, minibatches, max_tokens)
         uids, answered = batch.batch["uid"].tolist(), supervised.batch["uid"].tolist()
         rows = rows_of_same_groups(uids, minibatches, answered)
-        # The supervised answers need their own registry, because their columns have the same names as the columns of
-        # the batch, and a registry distinguishes columns only by name.
+        # The supervised answers need their own `SharedColumns` object, because their columns have the same names as the
+        # columns of the batch, and a `SharedColumns` object distinguishes columns only by name.
         answers, _ = self._minibatches(SharedColumns(), supervised, SUPERVISED, rows, max_tokens)
         parts = [(*sampled, *taught) for sampled, taught in zip(given, answers, strict=True)]
         pending = [rank.start(method, *part, *args, **kwargs) for rank, part in self._split(parts)]
@@ -169,9 +169,9 @@ class WorkerGroup(Generic[W_co]):
         """Split mini-batches over the ranks.
 
         Returns:
-            A pair. The first element contains, for each rank, the rows that the rank reads and the rank's parts of the
-            mini-batches. Row indices in the mini-batches are indices into the rows that the rank reads. The second
-            element contains the metrics of the overhead that the split causes.
+            A list that contains, for each rank, the rows that the rank reads and the rank's parts of the mini-batches;
+            and a dictionary of metrics of the overhead that splitting the mini-batches causes. Row indices in the
+            mini-batches are indices into the rows that the rank reads.
         """
         lengths, work = self.costs(batch)
         tokens = max_tokens * self.sequence_ranks

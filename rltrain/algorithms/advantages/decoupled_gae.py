@@ -64,11 +64,12 @@ def length_adaptive_gae(
         lam = max(0, 1 - 1 / (alpha l))
 
     l is the number of trained tokens of the answer. In an answer of l tokens, the weights lam^0, lam^1, ... of the TD
-    errors delta add up to 1 / (1 - lam) = alpha l. The advantage of a token therefore depends mostly on the TD errors
-    of the next alpha l tokens, which are a fraction alpha of the answer. For an answer of at most 1 / alpha tokens (20
-    tokens by default), the formula 1 - 1 / (alpha l) of the VAPO paper is 0 or negative, and `length_adaptive_gae` uses
-    a lambda of 0. With a lambda of 0, the advantage A_t is the TD error delta_t, which depends only on the critic's
-    values and on the reward of token t.
+    errors delta add up to 1 / (1 - lam) = alpha l. The advantage of a token depends mostly on the TD errors of the next
+    alpha * l tokens (for example, of the next 50 tokens in an answer of l = 1000 tokens if alpha is 0.05), because the
+    TD errors of later tokens have small weights. For an answer of at most 1 / alpha tokens (20 tokens by default), the
+    formula 1 - 1 / (alpha l) of the VAPO paper is 0 or negative, and `length_adaptive_gae` uses a lambda of 0. With a
+    lambda of 0, the advantage A_t is the TD error delta_t, which depends only on the critic's values and on the reward
+    of token t.
 
     The returns R use the lambda `lam_critic`, which does not depend on the answer length l. Tensor shapes, masks and
     gradients are handled as in `decoupled_gae`.

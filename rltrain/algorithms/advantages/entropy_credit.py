@@ -41,15 +41,16 @@ def gtpo(
     H_{i,t} is the policy's entropy at the t-th trained token of answer i, before the policy is updated; tool-output
     tokens are skipped. In eq. 3 of the GTPO paper, the sum over k runs over the d_t correct answers of the group (same
     `uid`) that have a t-th trained token. In eq. 5 of the GTPO paper, the sum over k runs over the h_t wrong answers of
-    the group that have a t-th trained token. At each t, the mean reward of the correct answers is alpha_1 + alpha_2,
-    and the mean reward of the wrong answers is -(alpha_1 + alpha_2). Among correct answers, tokens with a higher
-    entropy get larger rewards. Among wrong answers, tokens with a lower entropy get more negative rewards. The number
-    1e-8 is added to each entropy, so that tokens whose entropies are all 0 get equal rewards.
+    the group that have a t-th trained token. The knobs alpha_1 and alpha_2 set the mean of the token rewards r_{i,t}:
+    at every token position t, the mean over the correct answers is alpha_1 + alpha_2, and the mean over the wrong
+    answers is -(alpha_1 + alpha_2). Among correct answers, tokens with a higher entropy get larger rewards. Among wrong
+    answers, tokens with a lower entropy get more negative rewards. The number 1e-8 is added to each entropy, so that
+    tokens whose entropies are all 0 get equal rewards.
 
     mean(r) and the unbiased std(r) are computed over all trained tokens of the group. With `separate`, mean(r) and
     std(r) are computed separately for correct and wrong answers, as in eq. 6 of the GTPO paper. With `separate`, the
-    mean advantage of the correct answers is 0, and so is the mean advantage of the wrong answers. The policy then does
-    not learn to prefer correct answers to wrong ones.
+    mean advantage of the correct answers is 0, and so is the mean advantage of the wrong answers. With `separate`, the
+    policy does not learn to prefer correct answers to wrong ones.
 
     A group whose answers are all correct or all wrong gets advantages of exactly 0, and so does a group with only one
     answer. The GTPO paper builds on DAPO, whose dynamic sampling drops groups in which all answers have the same
@@ -154,8 +155,8 @@ def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correc
     """Compute n w / sum(w), with w = entropy for correct and w = 1 / entropy for wrong answers: (B, T) -> (B, T).
 
     For each slot, sum(w) runs over the n slots of the same column that are marked in `counted` (B, T) and whose rows
-    have the same `outcome` (B,). The mean of n w / sum(w) over the n slots that share a sum(w) is 1. The results in
-    slots that are not marked in `counted` are meaningless.
+    have the same `outcome` (B,). The factor n makes the mean of n w / sum(w) over the n summed slots equal to 1. The
+    results in slots that are not marked in `counted` are meaningless.
     """
     # An entropy is clamped to at least 0, because rounding can make an entropy slightly negative.
     entropies = entropies.clamp(min=0) + EPS

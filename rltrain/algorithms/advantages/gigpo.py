@@ -35,11 +35,10 @@ def gigpo(
     a turn if no other turn of the group starts in the same state.
 
     The means mean(R) and mean(G) include the values R_i and G_{i,k} themselves, so the subtraction of the means biases
-    the gradient. With gamma 1 and `norm_by_std` False, the expected gradient for an action is the true gradient times
-    1 - 1/n + step_weight E[(m - 1)/m]. In the factor 1 - 1/n + step_weight E[(m - 1)/m], n is the number of
-    trajectories in a group, and m is the number of turns of the group that start in the action's state. Because GiGPO
-    multiplies the true gradient by a factor that differs between states, the direction of the gradient summed over all
-    states is biased.
+    the gradient. With gamma 1 and `norm_by_std` False, the expected gradient for an action is the true gradient
+    multiplied by the factor f = 1 - 1/n + step_weight E[(m - 1)/m], where n is the number of trajectories in a group,
+    and m is the number of turns of the group that start in the action's state. Because GiGPO multiplies the true
+    gradient by a factor that differs between states, the direction of the gradient summed over all states is biased.
 
     token_level_rewards, response_mask, turn_index and turn_states are (B, T); uid and valid are (B,). The advantages
     are (B, T) and 0 in masked slots. The returns equal the advantages.

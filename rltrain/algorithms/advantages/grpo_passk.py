@@ -37,7 +37,8 @@ def grpo_passk(
     advantages = masked(raw - second, alone)
     if norm_by_std:
         advantages = torch.where(alone, advantages / (of.std + 1e-6), advantages)
-    # A NaN reward is unequal to every number, so all rows of its group would get an advantage of 0. An advantage of 0
-    # would hide the NaN, so every row of the group gets the group's non-finite mean reward instead.
+    # If a group has a NaN reward, its highest reward is NaN, no row equals the highest reward, and all rows of the
+    # group would get an advantage of 0. Advantages of 0 would hide a NaN reward, so every counted row of a group whose
+    # mean reward is NaN or inf gets the mean reward as its advantage.
     advantages = torch.where(counted & ~of.mean.isfinite(), of.mean, advantages)
     return spread(advantages.to(scores.dtype), response_mask)

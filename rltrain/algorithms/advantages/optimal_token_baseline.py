@@ -1,7 +1,7 @@
 """Advantages with a baseline for each token.
 
-The baseline at a token is a weighted mean of the group's returns. The weight of a row approximates the squared
-gradient of the log-prob of the row's tokens up to that token.
+The baseline at token t is a weighted mean of the group's returns. The weight of a row at token t approximates the
+squared gradient of the log-prob of the row's first t tokens.
 """
 
 import torch
@@ -20,10 +20,10 @@ def optimal_token_baseline(
 ) -> tuple[Tensor, Tensor]:
     """Compute the optimal token baseline B_t, and the advantages A_{i,t} = G_{i,t} - B_t; arXiv 2602.07078.
 
-        B_t = sum_i W_{i,t} G_{i,t} / sum_i W_{i,t}
-        G_{i,t} = sum_{j >= t} r_{i,j}
-        W_{i,t} = sum_{j <= t} e_{i,j}
-        e_{i,j} = 1 - pi(y_j) >= 0
+        B_t      =  sum_i W_{i,t} G_{i,t} / sum_i W_{i,t}
+        G_{i,t}  =  sum_{j >= t} r_{i,j}
+        W_{i,t}  =  sum_{j <= t} e_{i,j}
+        e_{i,j}  =  1 - pi(y_j) >= 0
 
     The return G_{i,t} is the undiscounted sum of the rewards of row i from token t on. The weight W_{i,t} is the sum of
     the energies e_{i,j} of the tokens up to t, and approximates the squared gradient of log pi(y_1..t). The index t
@@ -53,8 +53,8 @@ def optimal_token_baseline(
     live = torch.arange(mask.shape[-1], device=mask.device) < mask.sum(-1, keepdim=True)
     energy = masked(energy, live)
     weight = torch.where(group_sum(energy, group) > 0, energy, live)
-    # Past the end of a group's longest row, the baseline is 0 / 0 = NaN.
-    # `varied` is False past the end of the longest row, so the NaN of the baseline is masked in `advantages`.
+    # Past the end of a group's longest row, the baseline is 0 / 0 = NaN. The advantage is 0 past the end of the longest
+    # row, because `varied` is False there, and `masked` writes 0 where `varied` is False.
     baseline = group_sum(weight * returns, group) / group_sum(weight, group)
     varied = statistics_of(returns, group, live).varied
     dtype = as_float(token_level_rewards).dtype

@@ -26,7 +26,8 @@ def known_successes(successes: Tensor, counted: Tensor) -> Tensor:
     """Return the mask (B,) of the `counted` rows whose answer is known to be correct or wrong.
 
     Raises:
-        ValueError: if no counted row is known to be correct or wrong.
+        ValueError: if `counted` marks at least one row, but `successes` is NaN for all rows that are marked in
+            `counted`.
     """
     known = counted & ~successes.isnan()
     if bool(counted.any()) and not bool(known.any()):

@@ -51,7 +51,7 @@ def from_left(aligned: Tensor, mask: Tensor, place: Tensor) -> Tensor:
 def discounted_suffix_sum(values: Tensor, discount: float) -> Tensor:
     """Compute y_t = sum_l discount^l x_{t+l} along the last axis of the tensor x = `values`, by repeated doubling.
 
-    After k rounds of doubling, each y_t is the sum of 2^k terms.
+    Each round of the loop doubles the number of terms in each sum y_t, so y_t has up to 2^k terms after k rounds.
     """
     span, length = 1, values.shape[-1]
     while span < length and (weight := discount**span) > 0:

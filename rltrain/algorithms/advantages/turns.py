@@ -11,7 +11,7 @@ class Turns:
     """The turns of each row of a batch.
 
     Values of turns are stored in a matrix (B, K), where K is the largest number of turns in a row. A turn without a
-    trained token counts as absent: the turns before and after an absent turn are neighbours.
+    trained token counts as absent, so the turns before and after it are neighbours.
 
     Args:
         response_mask: (B, T), True = the token is trained on.
@@ -49,14 +49,15 @@ class Turns:
     def in_order(self, turn_values: Tensor) -> Tensor:
         """Move the values of turns with a trained token to the front of each row: (B, K) -> (B, K).
 
-        The columns of a row that follow the moved values are 0.
+        In each row of the result, the values of the turns with a trained token come first, and the remaining columns
+        are 0.
         """
         return to_left(turn_values, self.present, self._place)
 
     def out_of_order(self, ordered: Tensor) -> Tensor:
         """Undo `in_order`: move each value back to the column of its turn, (B, K) -> (B, K).
 
-        The columns of turns without a trained token are 0.
+        The returned matrix (B, K) is 0 at turns without a trained token.
         """
         return from_left(ordered, self.present, self._place)
 

@@ -56,16 +56,16 @@ def select_clip_cov(
     clip_cov_lb: float = 1.0,
     clip_cov_ub: float = 5.0,
 ) -> Tensor:
-    """Select a few random trained tokens of high covariance from a whole mini-batch; arXiv 2505.22617 eq. 11.
+    """Select a few random tokens with a high covariance of log-prob and advantage; Clip-Cov, arXiv 2505.22617 eq. 11.
 
         selected = floor(clip_cov_ratio N) tokens, at least 1, drawn where lb <= (log pi - mean) (A - mean) <= ub
 
-    N is the number of trained tokens, and the means of log pi and of A are computed over the N trained tokens. Among
-    the tokens with a covariance in [clip_cov_lb, clip_cov_ub], the selector takes the tokens with the smallest
-    `random_draws`. The `random_draws` are uniform numbers that the caller assigns to tokens, not to positions in the
-    batch, so the order of rows does not matter. Tokens with a covariance in [clip_cov_lb, clip_cov_ub] whose draw
-    equals the largest selected draw are also selected. If no token has a covariance in [clip_cov_lb, clip_cov_ub], no
-    token is selected.
+    N is the number of trained tokens of the whole mini-batch, and the means of log pi and of A are computed over the N
+    trained tokens. Among the tokens with a covariance in [clip_cov_lb, clip_cov_ub], the selector takes the tokens with
+    the smallest `random_draws`. The `random_draws` are uniform numbers that the caller assigns to tokens, not to
+    positions in the batch, so the order of rows does not matter. If several tokens have equal random draws and tie for
+    the last place in the selection, all tied tokens are selected. If no token has a covariance in [clip_cov_lb,
+    clip_cov_ub], no token is selected.
 
     Unlike the implementation by the authors of Clip-Cov, the selector uses log pi of the old policy, because the
     selection precedes the update. Unlike the implementation by the authors of Clip-Cov, the selector can select tokens

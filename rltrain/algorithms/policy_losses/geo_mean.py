@@ -32,12 +32,13 @@ def geo_mean(
     r_t = pi(y_t) / pi_old(y_t), and |y| is the number of trained tokens in the row. The clip ratios low and high bound
     the log-ratio, so 0.4 means a clip range of (e^-0.4, e^0.4) for the ratio. At every token, s_t has the same value s,
     which is the geometric mean of the clipped ratios. The gradient of l_t is -s A_t grad log pi(y_t) at a token that is
-    not clipped, and 0 at a clipped token. A clipped token does not remove the gradient of other tokens. Every row must
-    be complete: under sequence parallelism, gather the log-probs of a row before the loss is called.
+    not clipped, and 0 at a clipped token. A clipped token does not remove the gradient of other tokens. The loss needs
+    all tokens of a row, so under sequence parallelism, gather the log-probs of a whole row before calling the loss.
 
     The loss is defined for the aggregation seq-mean-token-mean. If all advantages A_t of a row are equal, the mean of
-    l_t over the tokens of the row has the same value and gradient as the sequence loss L of the GMPO paper.
-    Aggregations other than seq-mean-token-mean weight a row by its length, which the GMPO paper does not do.
+    l_t over the tokens of the row has the same value and gradient as the sequence loss L of the GMPO paper. With an
+    aggregation other than seq-mean-token-mean, longer rows have a larger weight in the loss, whereas all rows have the
+    same weight in the GMPO paper.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction`, `ratio_mean` (of the geometric mean s, not of r_t) and `ppo_kl`.

@@ -69,12 +69,12 @@ def select_kl_cov(
     *,
     kl_cov_ratio: float = 2e-3,
 ) -> Tensor:
-    """Select the trained tokens of largest covariance from a whole mini-batch; arXiv 2505.22617 eq. 13.
+    """Select the tokens with the largest covariance of log-prob and advantage; KL-Cov, arXiv 2505.22617 eq. 13.
 
         selected = the floor(kl_cov_ratio N) tokens, at least 1, with the largest (log pi - mean) (A - mean) > 0
 
-    N is the number of trained tokens, and the means of log pi and of A are computed over the N trained tokens. In the
-    covariance, pi is the old policy, because the tokens are selected before the update.
+    N is the number of trained tokens of the whole mini-batch, and the means of log pi and of A are computed over the N
+    trained tokens. In the covariance, pi is the old policy, because the tokens are selected before the update.
 
     At most max(1, floor(kl_cov_ratio N)) of the N trained tokens are selected, as in the KL-Cov paper. Many tokens can
     have equal covariance, for example the tokens of probability 1 in one answer. Among tokens of equal covariance, the

@@ -27,8 +27,9 @@ def m2po(
     ratio r is pi(y_t) / pi_old(y_t), and A is the advantage. The policy pi_old is the actor's policy before the update,
     not the policy that sampled the answer. The M2PO paper has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping.
     The ratio of the M2PO paper is r times pi_old / pi_rollout, and pi_old / pi_rollout is the weight of
-    `algorithm.correction` at level token. If `algorithm.correction` is used at level token, the loss l has the ratio of
-    the M2PO paper, except where the correction weight exceeds its upper bound.
+    `algorithm.correction` at level token. If `algorithm.correction` is used at level token, the loss l is multiplied by
+    the correction weight, and the product of r and the correction weight is the ratio of the M2PO paper, except where
+    the correction weight exceeds its upper bound.
 
     The tokens are selected before the update, so the selection limits only the distance from the sampling policy to
     pi_old. The clip range limits how far the update moves the policy away from pi_old. Like `m2po`, AReaL's
@@ -56,16 +57,17 @@ def select_m2po(
 ) -> Tensor:
     """Select tokens to drop, to limit the second moment of the log-ratios; M2PO, arXiv 2510.01161.
 
-        x_t = log(pi_old(y_t) / pi_rollout(y_t))
-        candidates: A_t > 0 and x_t > 0, or A_t < 0 and x_t < 0
-        selected = the candidates with the largest x_t^2, as few as possible, such that the mean of x_t^2 over the
-                   remaining candidates is at most m2_threshold
+        x_t         =  log(pi_old(y_t) / pi_rollout(y_t))
+        candidates  =  the tokens with A_t x_t > 0
+        selected    =  the candidates with the largest x_t^2, as few as possible, such that the mean of x_t^2 over the
+                       remaining candidates is at most m2_threshold
 
-    A candidate is a token whose probability has already moved in the direction of its advantage. Like M2PO, PPO's
-    clipping affects only tokens whose probability has moved in the direction of their advantage. A token that is not a
-    candidate is never dropped. The mean of x_t^2 is computed over the candidates of the whole mini-batch. If even the
-    smallest squared log-ratio x_t^2 of the candidates is above `m2_threshold`, all candidates are dropped. A candidate
-    whose squared log-ratio x_t^2 equals that of a dropped token is dropped, too, so the order of rows does not matter.
+    A candidate for dropping is a token whose probability has already moved in the direction of its advantage. Like
+    M2PO, PPO's clipping affects only tokens whose probability has moved in the direction of their advantage. A token
+    whose probability has not moved in the direction of its advantage is never dropped. The mean of the squared
+    log-ratios x_t^2 is computed over the candidates for dropping in the whole mini-batch. If even the smallest squared
+    log-ratio x_t^2 of the candidates is above `m2_threshold`, all candidates are dropped. A candidate whose squared
+    log-ratio x_t^2 equals that of a dropped token is dropped, too, so the order of rows does not matter.
 
     The selector runs once before the update, so the log-ratio x_t compares the policy before the update, pi_old, with
     the policy that sampled the tokens. In the M2PO paper, the log-ratio x_t has the current policy in place of pi_old;

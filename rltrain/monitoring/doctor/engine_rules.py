@@ -91,7 +91,7 @@ def engine_differs(history: History) -> Finding | None:
             f"above {limit:g}"
         ],
         ["the engine uses other kernels or another precision than the actor"],
-        ["check model.dtype, or correct for the difference (algorithm=tis or algorithm.correction.level=token)"],
+        ["check model.dtype, or correct for the log-prob gap (algorithm=tis or algorithm.correction.level=token)"],
     )
 
 

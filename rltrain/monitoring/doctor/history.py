@@ -103,9 +103,10 @@ class History:
     def solved(self) -> bool:
         """Whether the task is solved, judged by the rewards of the run.
 
-        A task counts as solved only if the mean reward has risen. In a run with the metric `reward/accuracy`, at least
-        95% of the answers of the last 5 steps must also be correct. In a run without `reward/accuracy`, the standard
-        deviation of the scores must also have fallen below a tenth of its first value.
+        If the run has the metric `reward/accuracy`, its task counts as solved if the mean reward has risen and at least
+        95% of the answers of the last 5 steps are correct. If the run does not have `reward/accuracy`, its task counts
+        as solved if the mean reward has risen and the standard deviation of the scores has fallen below a tenth of its
+        first value.
         """
         rewards, accuracy, spread = (self.points(f"reward/{name}") for name in ("mean", "accuracy", "std"))
         if not rewards or last_mean(rewards) <= rewards[0][1]:
@@ -156,7 +157,7 @@ def windows(points: Points) -> Points:
 def final_streak(points: Points, holds: Callable[[float], bool], steps: int = PERSISTENT_STEPS) -> Points:
     """Return the longest sequence of pairs at the end of `points` whose values all fulfil a condition.
 
-    The returned list is [] if fewer than `steps` pairs at the end of `points` fulfil the condition.
+    Return [] if the last `steps` values in `points` do not all fulfil the condition `holds`.
     """
     count = 0
     while count < len(points) and holds(points[-1 - count][1]):

@@ -36,12 +36,13 @@ JUDGED_STEPS = 10  # A critic's explained variance is noisy, so the doctor avera
 def learning_rate_too_high(history: History) -> Finding | None:
     """Detect updates that are too large.
 
-    The updates of a run are too large in three cases. First, the updates of one step moved the policy by a KL of at
-    least 0.5 nats per token, and the mean reward then fell. Second, the updates of at least 3 steps each moved the
-    policy by a KL of at least 0.3 nats per token. Third, in a run without a KL above 0 (which is normal with one update
-    per step), the entropy changed by a factor of at least 3 within two steps, and the mean reward then fell. To decide
-    whether the mean reward fell, the rule compares the last 5 steps with the 5 steps that end with the large update.
-    Between these steps, the mean reward must fall by at least half the standard deviation of the individual rewards.
+    The learning rate counts as too high if the updates of one step moved the policy by a KL of at least 0.5 nats per
+    token, and the mean reward then fell. The learning rate also counts as too high if the updates of at least 3 steps
+    each moved the policy by a KL of at least 0.3 nats per token. In a run without a KL above 0 (which is normal with
+    one update per step), the learning rate counts as too high if the entropy changed by a factor of at least 3 within
+    two steps, and the mean reward then fell. The mean reward counts as fallen if it is lower in the last 5 steps than
+    in the 5 steps that end with the large update or with the start of the entropy change, by at least half the standard
+    deviation of the individual rewards.
     """
     kl = history.points("actor/ppo_kl")
     huge = [point for point in kl if point[1] >= HUGE_KL]
@@ -75,8 +76,9 @@ def learning_rate_too_high(history: History) -> Finding | None:
 def shown_rate(history: History) -> str:
     """Return the learning rate that the doctor recommends, as text.
 
-    If the preset's learning rate is at most half the run's learning rate, the doctor recommends the preset's learning
-    rate. If the preset's learning rate is higher or unknown, the doctor recommends a tenth of the run's learning rate.
+    If the learning rate in the run's config presets is at most half the run's learning rate, the doctor recommends the
+    learning rate of the presets. If the learning rate of the presets is higher or unknown, the doctor recommends a
+    tenth of the run's learning rate.
     """
     rate, preset = history.number("actor.lr", 0.0), history.preset("actor.lr")
     lower = isinstance(preset, int | float) and 0 < preset <= rate / 2
@@ -104,9 +106,10 @@ def _jump(history: History) -> int | None:
 
 
 def _largest_change(entropy: Points) -> tuple[float, float]:
-    """Return the largest factor by which the entropy changed within `JUMP_STEPS` steps, and the changed entropy.
+    """Return the largest factor of an entropy change within `JUMP_STEPS` steps, and the entropy after the change.
 
-    Changes are measured from the first value in `entropy`. If `entropy` has only one value, the returned factor is 1.
+    The entropy of each later step is compared with the first value in `entropy`. If `entropy` has only one value, the
+    returned factor of the entropy change is 1.
     """
     before = max(entropy[0][1], 1e-9)
     after = [max(value, 1e-9) for _, value in entropy[: JUMP_STEPS + 1]]

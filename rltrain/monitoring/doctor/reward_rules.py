@@ -73,7 +73,8 @@ def reward_never_applies(history: History) -> Finding | None:
     """Find reward functions that return None instead of a score for many answers.
 
     In the last 5 steps, at least half of the answers have no score although no reward function failed for these
-    answers. The finding is also reported if a reward function returned None for every answer of the last step.
+    answers. The finding `reward never applies` is also reported if a reward function returned None for every answer of
+    the last step.
     """
     failed = dict(history.points("reward/failed_fraction"))
     points = [(step, value - failed.get(step, 0.0)) for step, value in history.points("reward/unscored_fraction")]
@@ -113,8 +114,8 @@ def dead_reward(history: History) -> Finding | None:
     """Find a reward that does not distinguish the answers to a prompt.
 
     In at least the last 5 steps, all answers to each prompt had the same outcome, although the task is not solved. In a
-    run with one answer per prompt or with GAE, the rule instead requires that all answers of a step have the same
-    score.
+    run with one answer per prompt or with GAE, the reward counts as dead if all answers of a step had the same score in
+    each of at least the last 5 steps, although the task is not solved.
     """
     grouped = history.number("rollout.samples_per_prompt", 2) > 1
     grouped = grouped and history.setting("algorithm.advantage_estimator") != "gae"
@@ -155,8 +156,9 @@ def reward_hacking(history: History) -> Finding | None:
 
     The rule compares the first 5 steps with the last 5 steps of a run of at least 10 steps. The mean reward rose by at
     least half the standard deviation of the individual rewards, but the share of correct answers rose by less than
-    0.02. If the run does not measure the share of correct answers, the rule instead uses the summed scores of the
-    reward functions with `outcome: true`, provided that the run also has reward functions with `outcome: false`.
+    0.02. If a run does not measure the share of correct answers, but has reward functions whose `outcome` is true and
+    others whose `outcome` is false, the summed scores of the functions whose `outcome` is true replace the share of
+    correct answers.
     """
     rewards, spread = windows(history.points("reward/mean")), history.points("reward/std")
     right, what = _correctness(history)
@@ -188,9 +190,9 @@ def _correctness(history: History) -> tuple[Points, str]:
     """Return the moving average of a measure of correctness over five steps, and a description of the measure.
 
     In a run with the metric `reward/accuracy`, the measure of correctness is `reward/accuracy`. In a run without
-    `reward/accuracy`, the measure is the sum of the scores of the reward functions with `outcome: true`, provided that
-    the run also has reward functions with `outcome: false`. If the run has no measure of correctness, the returned list
-    and the returned description are empty.
+    `reward/accuracy` that has reward functions whose `outcome` is true and others whose `outcome` is false, the measure
+    of correctness is the sum of the scores of the functions whose `outcome` is true. If the run has no measure of
+    correctness, the returned list and the returned description are empty.
     """
     accuracy = history.points("reward/accuracy")
     if accuracy:

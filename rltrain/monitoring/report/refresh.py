@@ -110,6 +110,6 @@ def run(folder: str, parent: int) -> None:
     os.nice(_NICE)
     try:
         write_report([Path(folder)], Path(folder) / REPORT)
-    except Exception as error:  # The user sees a warning of one line instead of a traceback.
+    except Exception as error:  # If the report fails, the user sees one line of text instead of a traceback.
         sys.exit(described(error))
     sys.stdout.write(f"{time.process_time()}\n")

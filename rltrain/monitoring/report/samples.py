@@ -29,14 +29,16 @@ from rltrain.monitoring.report.run_files import RunFiles
 
 # A real number x is stored as round(k asinh(x / s)) with s = 0.001, so the resolution of numbers near 0 is s / k.
 SMALLEST = 1e-3
-# The page of a report stores a floating-point number x as the integer round(k asinh(x / s)), where s is a scale and k
-# is a key of BYTES_OF_NUMBER. The relative rounding error is at most about 1 / (2 k), so a larger k rounds more finely.
-# BYTES_OF_NUMBER maps k to the compressed size of a number in bytes, as measured on log-probs of runs.
+# The page of a report stores a floating-point number x as the integer round(k asinh(x / s)) with two constants k and s.
+# The relative rounding error of x in round(k asinh(x / s)) is at most about 1 / (2 k), so a larger k makes the stored
+# number more exact. The keys of BYTES_OF_NUMBER are the possible values of k in round(k asinh(x / s)). The values of
+# BYTES_OF_NUMBER are the compressed sizes of one number in bytes, measured with the log-probs of training runs.
 BYTES_OF_NUMBER = {1500: 1.75, 400: 1.6, 200: 1.45, 80: 1.35, 25: 1.1}
 BYTES_OF_ID = 1.3
 BYTES_OF_SAMPLE = 40
 # If the estimated size of a run's samples exceeds the size limit of the page, about 300,000 tokens are encoded as a
-# trial. The size estimate for all samples is then multiplied by the trial's ratio of actual size to estimated size.
+# trial. The trial encoding yields a ratio of actual size to estimated size, which corrects the size estimate for all
+# samples.
 PROBED_TOKENS = 300_000
 MISSING = -(1 << 15)  # The 16-bit integer -32768 stands for NaN and for infinity.
 # Each response token has one of three states: observed (tool output), sampled but not trained on, or trained on.
@@ -106,7 +108,7 @@ class Samples:
 
     @property
     def counts(self) -> dict[str, float]:
-        """The number of samples on the page, the number of samples of the run, and the relative rounding error."""
+        """The numbers of samples on the page and of the run, and the largest relative rounding error of a number."""
         return {"shown": self.shown, "total": self.total, "rounding": self.rounding}
 
 
@@ -123,7 +125,7 @@ def encode_samples(run: RunFiles, budget: int) -> Samples:
     """Read and encode the samples of a run.
 
     If all samples of the run together exceed the size limit, the same share of the prompt groups is left out in each
-    step. If fewer than one in 8 prompt groups would remain in a step, whole steps are left out too.
+    step. If the size limit allows fewer than one in 8 prompt groups of each step, some steps are left out completely.
 
     Args:
         run: files of the run. For each table of samples that cannot be read, a note is added to `run.notes`.
@@ -224,7 +226,7 @@ def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleF
 
     The sample files of the first and the last step are always included.
     """
-    groups = 8  # Whole sample files are omitted only if the page would show fewer than one in 8 prompt groups.
+    groups = 8  # If fewer than one in 8 prompt groups fit on the page, whole sample files are omitted.
     count = len(files) if share * groups >= 1 else max(2, round(len(files) * share * groups))
     if count >= len(files):
         yield from ((file, share) for file in files)
@@ -266,7 +268,7 @@ class Chunk:
     def _tokens(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the offsets (B + 1,) and the concatenated values (N,) of a column of lists.
 
-        A row whose prompt or response contains a secret gets an empty list.
+        If the prompt or response of a row contains a secret, the row's list is replaced by an empty list.
         """
         array = self.table[name].combine_chunks()
         array = array if isinstance(array, pa.ListArray) else array.cast(pa.list_(array.type.value_type))
@@ -285,7 +287,7 @@ class Chunk:
         return values
 
     def encode(self, vocabulary: Vocabulary, k: int) -> str:
-        """Encode the samples of the table, and return the chunk as base64 text."""
+        """Encode a table of samples as one chunk of the report page, and return the chunk as base64 text."""
         planes: list[bytes] = []
         layout: list[tuple[str, int, int]] = []
 
@@ -324,9 +326,9 @@ class Chunk:
     def _numbers(self) -> dict[str, np.ndarray]:
         """Return a dict that maps the names of the columns of real numbers, such as `advantage`, to their values.
 
-        Instead of the log-probs of actor and reference, the columns contain two log-prob differences: actor minus
-        engine, and policy minus reference. The encoding of real numbers is finest near 0, so small log-prob differences
-        are stored more exactly than log-probs.
+        Instead of the log-probs of actor and reference, the returned dict has two columns of log-prob differences:
+        `log_ratio` (actor minus engine) and `kl` (actor minus reference). The encoding of real numbers is finest near
+        0, so small log-prob differences are stored more exactly than log-probs.
         """
         rollout, old, ref = (self._column(f"{name}_log_probs") for name in ("rollout", "old", "ref"))
         found = {"advantage": self._column("advantages"), "log_prob": rollout, "entropy": self._column("entropies")}
@@ -362,7 +364,7 @@ class Chunk:
         return found
 
     def _joined(self, ids: Sequence[int]) -> str | None:
-        """Join the texts of the given tokens without special tokens, in the same way as the page's JavaScript.
+        """Join the texts of the given tokens without special tokens, as the JavaScript of the report page does.
 
         Return None if the text of a token is unknown, or if the joined text contains an incomplete character.
         """

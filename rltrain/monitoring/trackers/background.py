@@ -38,8 +38,8 @@ class BackgroundSink:
 
     Only the method `close` of `BackgroundSink` waits for the wrapped sink. None of the methods of `BackgroundSink`
     raises an exception. If a call of the wrapped sink raises an exception, later calls of the wrapped sink are still
-    made. If `restore` fails, the wrapped sink has no open run in its service, so the wrapped sink gets no calls until
-    the next `restore`.
+    made. If `restore` fails, the tracking service (such as wandb) has no open run, so `BackgroundSink` forwards no
+    metrics or samples until the next `restore`.
 
     Args:
         name: name of the wrapped sink in the text of alarms.
@@ -105,7 +105,7 @@ class BackgroundSink:
         Wait until the wrapped sink is closed, or until 30 seconds have passed since the call of `finish`.
         """
         self.finish()
-        assert self._ends_by is not None, "`finish` has set `_ends_by`"
+        assert self._ends_by is not None, "`finish` must set `_ends_by`"
         self._thread.join(max(0.0, self._ends_by - time.monotonic()))
         if self._thread.is_alive():
             waiting = self._calls.qsize()

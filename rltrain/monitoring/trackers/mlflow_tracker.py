@@ -61,7 +61,7 @@ class MlflowTracker:
             self._send()
 
     def _send(self) -> None:
-        assert self.client is not None, "`restore` is called before metrics are sent"
+        assert self.client is not None, "`restore` must be called before metrics are sent"
         values, self.waiting, self.sent_at = self.waiting, [], time.monotonic()
         for start in range(0, len(values), METRICS_AT_ONCE):
             self.client.log_batch(self.run_id, metrics=values[start : start + METRICS_AT_ONCE])
@@ -72,13 +72,13 @@ class MlflowTracker:
 
     def log_samples(self, step: int, rows: Rows) -> None:
         """Log the samples as the MLflow artifact `samples/step_N.json`, in the `split` format of pandas tables."""
-        assert self.client is not None, "`restore` is called before `log_samples`"
+        assert self.client is not None, "`restore` must be called before `log_samples`"
         self.client.log_dict(self.run_id, table_of(rows), f"samples/step_{step:06d}.json")
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:
         """Start an MLflow run, or continue the MLflow run that belongs to the output folder.
 
-        A new MLflow run receives the metrics of all kept training steps and evaluations.
+        If a new MLflow run is started, it receives the metrics in `steps` and `evaluations`.
         """
         from mlflow import MlflowClient
 

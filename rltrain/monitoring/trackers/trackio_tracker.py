@@ -39,7 +39,7 @@ class TrackioTracker:
 
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Log a row with the metrics of a training step to the trackio run."""
-        assert self.run is not None, "`restore` is called before `log_step`"
+        assert self.run is not None, "`restore` must be called before `log_step`"
         self.run.log(dict(metrics), step=step)
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
@@ -50,7 +50,7 @@ class TrackioTracker:
         """Log a row that contains the samples as a trackio table named `samples`."""
         import trackio
 
-        assert self.run is not None, "`restore` is called before `log_samples`"
+        assert self.run is not None, "`restore` must be called before `log_samples`"
         self.run.log({"samples": trackio.Table(**table_of(rows))}, step=step)
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:

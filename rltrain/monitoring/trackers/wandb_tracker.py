@@ -66,7 +66,7 @@ class WandbTracker:
 
     def log_step(self, step: int, metrics: Metrics) -> None:
         """Add metrics to the W&B row of the training step `step`."""
-        assert self.run is not None, "`restore` is called before `log_step`"
+        assert self.run is not None, "`restore` must be called before `log_step`"
         self.run.log(dict(metrics), step=step)
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
@@ -77,7 +77,7 @@ class WandbTracker:
         """Add the samples to the W&B row of the training step `step`, as a table named `samples`."""
         import wandb
 
-        assert self.run is not None, "`restore` is called before `log_samples`"
+        assert self.run is not None, "`restore` must be called before `log_samples`"
         self.run.log({"samples": wandb.Table(**table_of(rows))}, step=step)
 
     def restore(self, step: int, steps: Sequence[Metrics], evaluations: Sequence[Metrics]) -> None:

@@ -107,7 +107,8 @@ def _working(config: Config, shape: ModelShape) -> list[Part]:
 def _received(config: Config, shape: ModelShape, limits: Limits) -> list[Part]:
     """Return the memory in which an engine receives the buckets of a weight sync.
 
-    On a single machine, the engine reads the buckets from a shared file, whose memory counts for the training ranks.
+    On a single machine, the engine reads the buckets from a shared file. The memory plan counts the shared file with
+    the buckets as memory of the training ranks.
     """
     one_host = not config.placement.on_cluster
     return [] if one_host else [Part("sync buckets", max(limits.bucket_bytes, shape.largest * MASTER))]

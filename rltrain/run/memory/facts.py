@@ -95,7 +95,7 @@ def nodes_of(facts: Sequence[NodeFacts]) -> list[Node]:
 
 
 def planned_nodes(placement: PlacementConfig) -> list[Node]:
-    """Return the machines that the config describes with `placement.nodes`. The described machines need not exist."""
+    """Return the machines that the config describes with `placement.nodes`, even if no such machines exist."""
     memory, gpus, of_gpu = placement.node_memory_gb, placement.gpus_per_node or 0, placement.gpu_memory_gb
     node = Node(
         "each node",

@@ -53,7 +53,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """Sizes that are constants in rltrain's code.
+    """Sizes of weight-sync buckets and logits chunks, which are constants in rltrain's code.
 
     Attributes:
         bucket_bytes: bytes of a weight-sync bucket, unless a single tensor is larger.
@@ -87,13 +87,14 @@ Phases = Mapping[str, Sequence[Part]]
 
 @dataclass(frozen=True, kw_only=True)
 class Process:
-    """The memory of one process, and the number of processes that need the same memory.
+    """The memory that each process of one kind needs, and the number of processes of that kind.
 
     Attributes:
         name: kind of the process, such as "training rank".
-        count: number of processes of this kind.
-        host: maps each phase to the parts in host memory.
-        device: maps each phase to the parts in the memory of the process's GPU; {} for a process without a GPU.
+        count: number of processes whose kind is `name`.
+        host: maps each phase to the parts of the process's memory that are in host memory.
+        device: maps each phase to the parts of the process's memory that are in GPU memory; {} for a process without a
+            GPU.
     """
 
     name: str

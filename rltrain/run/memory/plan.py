@@ -25,7 +25,7 @@ class ModelFacts:
         others: maps the roles of reward models and teachers to the sizes of their models.
         adapters: number of parameters of the adapters, or None if the whole model is trained.
         needs_critic: whether the run has a critic.
-        limits: sizes that are constants in the code.
+        limits: constant sizes of weight-sync buckets and logits chunks.
     """
 
     shape: ModelShape
@@ -37,7 +37,7 @@ class ModelFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Memory that one or several processes use: the memory of one GPU, or the memory of all machines together.
+    """Memory that processes use: either the memory of one GPU, or the total host memory of all machines of the run.
 
     Attributes:
         name: description of the memory, such as "GPU of each engine".
@@ -169,12 +169,13 @@ def require_room(config: Config, plan: MemoryPlan) -> None:
 
 
 def _refusal(place: Place) -> str:
-    assert place.capacity is not None, "only a memory whose size is known can be too small"
+    assert place.capacity is not None, "memory of unknown size never counts as too small"
     parts = place.needs[place.phase]
     over = place.size * (1 - TOLERANCE) - place.capacity
     lowerable = sorted((part for part in parts if part.remedy), key=lambda part: -part.size)
     enough = [part for part in lowerable if part.size >= over]
-    # The message gives the remedy for the largest part that has a remedy, because this part can save the most memory.
+    # The error message gives the remedy for only one part of the memory: the largest part that has a remedy, because
+    # reducing the largest part can save the most memory.
     best = (enough or lowerable)[:1]
     what = f"; {best[0].what} take {said(best[0].size)}: {best[0].remedy}" if best else "; use a smaller model"
     when = f" in the phase {place.phase}" if len(place.needs) > 1 else ""

@@ -30,14 +30,15 @@ GPU_CONTEXT = 700 * MIB
 # Number of chunks of logits that exist at the same time, all in float32.
 CHUNKS = 3
 # On a CPU, `keep_freed_memory` makes glibc keep freed blocks of memory. Each step frees gradients and activations, and
-# new blocks are allocated between freed blocks. This fragmentation leaves unused holes in the process's memory. In
-# measurements with models of 24M, 52M and 135M parameters, the holes were as large as the gradients plus a quarter of
-# the activations. Without `keep_freed_memory`, the model of 24M parameters had no holes.
+# new blocks are allocated between freed blocks, so the process's memory becomes fragmented and contains unused holes.
+# In training with models of 24M, 52M and 135M parameters, the unused memory between allocated blocks was as large as
+# the gradients plus a quarter of the activations. Without `keep_freed_memory`, training of a model with 24M parameters
+# left no unused memory between allocated blocks.
 HOLES_OF_GRADIENTS, HOLES_OF_ACTIVATIONS = 1.0, 0.25
 # Number of copies of the largest tensor that exist while the exported model is written: the bytes that were read from
 # the checkpoint, the chunk that was loaded from the bytes, and the whole tensor that is assembled from the chunks.
 EXPORT_COPIES = 3
-MORE_RANKS = "raise placement.actor_ranks={}, over which parameters are sharded"
+MORE_RANKS = "raise placement.actor_ranks={}, the number of ranks over which parameters are sharded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -133,7 +134,7 @@ class RankMemory:
     Args:
         config: the whole config.
         roles: the roles that the rank has.
-        limits: sizes that are constants in the code.
+        limits: constant sizes of weight-sync buckets and logits chunks.
         on_gpu: whether the rank computes on a GPU.
     """
 
@@ -147,7 +148,7 @@ class RankMemory:
         self.more_ranks = MORE_RANKS.format(placement.actor_ranks)
 
     def device(self, phase: str) -> list[Part]:
-        """Return the parts in the memory of the rank's device: GPU memory, or host memory if the device is a CPU."""
+        """Return the parts of the rank's memory that are on its device: in GPU memory, or in host memory on a CPU."""
         states = [] if self.config.model.cpu_offload else self.states(phase)
         if phase == START:
             return states if self.on_gpu else [*states, self.loading()]
@@ -161,7 +162,7 @@ class RankMemory:
         return states
 
     def host(self, phase: str) -> list[Part]:
-        """Return the parts that are in host memory even if the rank computes on a GPU."""
+        """Return the parts of the rank's memory that are in host memory even if the rank computes on a GPU."""
         states = self.states(phase) if self.config.model.cpu_offload else []
         if phase == START and self.on_gpu:
             return [*states, self.loading()]
@@ -185,15 +186,16 @@ class RankMemory:
     def loading(self) -> Part:
         """Return the memory that a rank needs in addition to its own shards while the rank loads its models.
 
-        Before a rank reads its shard of a model, the rank checks a sample of the model: the parameters outside the
-        layers and one layer, in float32 and in host memory. The sample is freed before the shard is read. If the shard
-        is in host memory too, the plan counts only the larger of sample and shard.
+        Before a rank loads its shard of a model, the rank loads one decoder layer and the parameters outside the
+        layers, to check that packed rows do not influence each other. The parameters for the check of packed rows are
+        float32 and in host memory, and are freed before the rank loads its shard. If the rank's shard is in host memory
+        too, the plan counts only the bytes by which the parameters for the check of packed rows exceed the shard.
         """
         samples = []
         for role in self.roles:
             shard = 0 if self.on_gpu else role.shape.parameters * role.width / self.shards
             samples.append((role.shape.outside + role.shape.layer) * MASTER - shard)
-        return Part("sample of the model", max(0, *samples))
+        return Part("layers for the packing check", max(0, *samples))
 
     def gathered(self, role: RoleMemory) -> Part:
         """Return the memory of gathered parameters: FSDP gathers two layers and all parameters outside the layers."""
@@ -240,7 +242,7 @@ class RankMemory:
         return tokens * (role.shape.layers * role.shape.hidden * self.compute + layer + of_head)
 
     def chunk(self, role: RoleMemory) -> Part:
-        """Return the memory of the logits that exist at the same time."""
+        """Return the peak memory of logits, which the output head computes in chunks of at most `limits.chunk`."""
         rollout = self.config.rollout
         share = rollout.max_response_length / (rollout.max_prompt_length + rollout.max_response_length)
         logits = self.tokens(role) * share * role.shape.vocabulary
@@ -255,7 +257,7 @@ class RankMemory:
         return -(-self.row_tokens() // self._section(role))
 
     def row_tokens(self) -> int:
-        """Return the tokens of a mini-batch that one rank computes, if all rows have the maximum length."""
+        """Return the number of tokens that one rank computes per mini-batch, if all rows have the maximum length."""
         config = self.config
         rows = config.trainer.prompts_per_minibatch * config.rollout.samples_per_prompt
         longest = config.rollout.max_prompt_length + config.rollout.max_response_length
@@ -303,10 +305,10 @@ def _extra(role: RoleMemory) -> int:
 def saved_bytes(shape: ModelShape, width: int, *, kernel: bool) -> int:
     """Return the bytes that one decoder layer keeps for each token until the backward pass.
 
-    A norm keeps its input, the normalised input and its output. The attention keeps the queries, the keys, the values
-    and its output. If no kernel for packed rows computes the attention, the input of the output projection is a copy of
-    the attention's output and also counts. The feed-forward part keeps the input of the activation function, the
-    input of the last matrix and, with a gate, both inputs of the product with the gate.
+    A norm keeps its input, the normalised input and its output. Until the backward pass, the attention keeps the
+    queries, the keys, the values and the attention output. Without an attention kernel for packed rows, the output
+    projection keeps its own copy of the attention output. The feed-forward part keeps the input of the activation
+    function, the input of the last matrix and, with a gate, both inputs of the product with the gate.
 
     Args:
         shape: sizes of the model.

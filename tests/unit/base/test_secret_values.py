@@ -176,5 +176,5 @@ def test_an_error_out_of_code_with_an_impossible_file_name_is_shown_without_its_
     except ValueError as error:
         fail(str(error), 1, verbose=True)
     shown = capsys.readouterr().err
-    assert shown.startswith("Traceback that cannot be shown (ValueError: ")
+    assert shown.startswith("The traceback cannot be shown (ValueError: ")
     assert shown.endswith("error: no luck\n")

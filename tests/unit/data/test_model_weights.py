@@ -306,7 +306,7 @@ def test_a_safetensors_file_with_a_broken_header_is_refused(folder, content):
     (folder / "model.safetensors").write_bytes(content)
     said = refusal(folder)
     assert said.startswith("model.safetensors is not a complete safetensors file (")
-    assert said.endswith("; copy or download it again, or save the model again with save_pretrained")
+    assert said.endswith("; copy or download the model's files again, or save the model again with save_pretrained")
 
 
 @pytest.mark.parametrize("share", [0.001, 0.5, 0.999])

@@ -58,8 +58,8 @@ TEACHER = "algorithm.distillation.teachers=[m]"
 
 def test_answers_without_a_distillation_term_are_told_and_what_becomes_of_them():
     for name, effect in (
-        ("mopd", "the step trains on these answers with rewards alone"),
-        ("distill", "the step does not train on these answers"),
+        ("mopd", "for answers without a distillation term, the training step uses only rewards"),
+        ("distill", "the training step leaves out answers without a distillation term"),
     ):
         found = looks(alarms(f"algorithm={name}", TEACHER), "actor/teacher_missing_fraction", [0.0, 0.05, 0.25, 1.0, 0])
         assert steps_with(found) == [3]

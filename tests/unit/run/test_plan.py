@@ -105,7 +105,7 @@ def test_an_adaptive_coefficient_is_shown_as_a_start():
             "evaluated before and after on 256 held-out prompts and at most 30 prompts of aime, 4 sampled answers each",
         ),
         (["trainer.eval_every=10"], "evaluated before, after and every 10 steps on 256 held-out prompts"),
-        (["data.train=a.jsonl"], "evaluated before and after on 256 of the training prompts themselves"),
+        (["data.train=a.jsonl"], "evaluated before and after on 256 prompts of the training data"),
         (["data.train=a.jsonl", "data.val=b.jsonl"], "evaluated before and after on 256 held-out prompts"),
     ],
 )
@@ -123,7 +123,7 @@ def test_it_says_as_what_the_data_was_read():
 
 def test_a_function_that_has_rows_for_evaluation_holds_prompts_out():
     words = ["data.train=a.py:rows"]
-    assert "of the training prompts themselves" in row("run", *words)
+    assert "prompts of the training data" in row("run", *words)
     assert "on 256 held-out prompts" in row("run", *words, facts=replace(FACTS, own_splits=True))
 
 
@@ -141,13 +141,13 @@ def test_processes_are_counted_for_each_placement():
 
 
 def test_what_overlaps_is_said_where_it_may():
-    assert "behind" not in row("processes")
+    assert "engines generate" not in row("processes")
     assert row("processes", "trainer.max_staleness=2").endswith(
-        "; engines generate while ranks train, at most 2 weight versions behind training"
+        "; engines generate answers while ranks train, with weights that are at most 2 weight versions old"
     )
     assert row("processes", "placement=inprocess", "rollout=hf", "trainer.max_staleness=1").endswith(
-        "; answers may be 1 weight version old, but this saves no time in one process: with "
-        "trainer.max_staleness=0 the policy learns better"
+        "; answers may be 1 weight version old; in a run with one process, stale answers save no time, and the policy "
+        "learns better with trainer.max_staleness=0"
     )
 
 
@@ -163,8 +163,10 @@ def test_it_says_how_prompts_are_sampled_and_what_is_trained_on_again():
     )
     assert "are repeated from the last step;" in row("reuse", *again, "trainer.reuse.steps=1")
     assert "answers up to 2 weight versions old have token importance weights" in row("off-policy", *again)
-    assert "behind" not in row("processes", *again)
-    assert row("processes", *again, "trainer.reuse.steps=1").endswith("at most 1 weight version behind training")
+    assert "engines generate" not in row("processes", *again)
+    assert row("processes", *again, "trainer.reuse.steps=1").endswith(
+        "with weights that are at most 1 weight version old"
+    )
 
 
 def facts_of(loss_mode):
@@ -223,16 +225,21 @@ STALE = "trainer.max_staleness=4"
 @pytest.mark.parametrize(
     ("overrides", "text"),
     [
-        ([], "have token importance weights, actor over engine, truncated above 2"),
-        (["algorithm=icepop"], "have token importance weights, actor over engine, tokens dropped below 0.5 or above 5"),
+        ([], "have token importance weights (actor probability / engine probability), truncated above 2"),
+        (
+            ["algorithm=icepop"],
+            "have token importance weights (actor probability / engine probability), tokens dropped below 0.5 or above "
+            "5",
+        ),
         (
             ["algorithm=icepop", "algorithm.correction.normalize=kept"],
-            "have token importance weights, actor over engine, tokens dropped below 0.5 or above 5, dropped tokens not "
-            "counted in the policy loss",
+            "have token importance weights (actor probability / engine probability), tokens dropped below 0.5 or above "
+            "5, dropped tokens not counted in the policy loss",
         ),
         (
             ["algorithm.correction.level=sequence", "algorithm.correction.batch_normalize=true"],
-            "have sequence importance weights, actor over engine, divided by their mean over the mini-batch",
+            "have sequence importance weights (actor probability / engine probability), weights divided by the mean "
+            "weight of the mini-batch",
         ),
         (
             ["algorithm.correction.level=null"],
@@ -267,14 +274,15 @@ def test_a_loss_without_a_ratio_is_not_corrected_by_the_engines_log_probs():
     ("every", "coef", "steps", "said"),
     [
         (0, 1.0, 60, "KL in loss 0.1 (k3);"),
-        (1, 1.0, 60, "KL in loss 0.1 (k3), reference becomes a copy of the actor every step;"),
-        (10, 1.0, 60, "KL in loss 0.1 (k3), reference becomes a copy of the actor every 10 steps;"),
-        (2, 0.6, 60, ", reference moves by 0.6 of its distance to the actor every 2 steps;"),
+        (1, 1.0, 60, "KL in loss 0.1 (k3), the reference model becomes a copy of the actor every step;"),
+        (10, 1.0, 60, "KL in loss 0.1 (k3), the reference model becomes a copy of the actor every 10 steps;"),
+        (2, 0.6, 60, ", the reference model moves by 0.6 of its distance to the actor every 2 steps;"),
         (
             60,
             1.0,
             60,
-            ", reference becomes a copy of the actor every 60 steps, which has no effect in a run of 60 steps;",
+            ", the reference model becomes a copy of the actor every 60 steps, which has no effect in a run of 60 "
+            "steps;",
         ),
     ],
 )
@@ -289,8 +297,8 @@ def test_teachers_have_a_line_and_their_memory():
     facts = Facts(path="m", parameters=2**30, teachers={"math": 2**31})
     assert row("teachers", *words, facts=facts) == (
         "math = /t/math (2.15B parameters), code = http://h:1/v1 (endpoint), reference = the starting weights (with "
-        "its own prompt template); chosen by the column domain; reverse KL of sampled tokens in the advantages, "
-        "coefficient 0.5; advantages of rewards multiplied by 1"
+        "a teacher-specific prompt template); chosen by the column domain; reverse KL of sampled tokens in the "
+        "advantages, coefficient 0.5; advantages of rewards multiplied by 1"
     )
     exact = ["algorithm=distill", "algorithm.distillation.teachers=[/t/math]"]
     assert row("teachers", *exact) == (
@@ -337,8 +345,9 @@ def test_anything_else_gets_one_line_an_entry_however_long():
 
 def test_top_p_and_top_k_are_said_with_what_they_mean_for_the_engines_log_probs():
     assert row("sampling", "rollout.top_p=0.9", "rollout.top_k=50") == (
-        "rollout.top_p=0.9, rollout.top_k=50: answers are sampled from a truncated distribution, which the engine's "
-        "log-probs describe; these log-probs are therefore neither used for corrections nor compared with the actor's"
+        "rollout.top_p=0.9, rollout.top_k=50: the engine samples from a truncated distribution and returns the "
+        "log-probs of that distribution, so training does not use the engine's log-probs for corrections and does not "
+        "compare them with the actor's log-probs"
     )
     assert row("sampling", "rollout.top_k=50").startswith("rollout.top_k=50: ")
     assert "sampling" not in dict(plan_rows(config_of(), FACTS))

@@ -181,7 +181,7 @@ def test_a_knob_that_no_tensor_holds_is_refused_in_one_line_with_its_section():
 
     with registered(POLICY_LOSSES, "overflows", overflows):
         said = refusal("loss_mode=overflows", "loss.power=400")
-        assert said.startswith("algorithm.loss: 'overflows' cannot compute with power=400 (")
+        assert said.startswith("algorithm.loss: 'overflows' raises an error with the parameters power=400 (")
         accepted("loss_mode=overflows")
 
 
@@ -563,8 +563,8 @@ def test_suppressing_and_excluding_say_the_same_twice():
 def test_excluding_needs_a_statistic_to_be_excluded_from():
     gae = ["advantage_estimator=gae", "exclude_truncated=true"]
     assert refusal(*gae) == (
-        "algorithm.exclude_truncated=true with gae and no normalisation: no statistics are computed from which "
-        "answers could be excluded; use suppress_truncated or mask_truncated"
+        "algorithm.exclude_truncated=true with gae and no normalisation: the run computes no score "
+        "statistics, so exclude_truncated has no effect; use suppress_truncated or mask_truncated"
     )
     accepted(*gae, "advantage_normalization.std_level=batch")
     accepted(*gae, "reward_normalization.mean_level=batch")

@@ -229,10 +229,10 @@ def test_a_run_that_shall_be_reproduced_is_synchronous():
 def test_a_kept_kv_cache_needs_staleness_and_importance_weights():
     kept = "rollout.keep_kv_cache=true"
     assert compose([kept, "trainer.max_staleness=1"])[0].rollout.keep_kv_cache is True
-    with pytest.raises(ConfigError, match=r"keep_kv_cache=true with trainer.max_staleness=0: no answer is unfinished"):
+    with pytest.raises(ConfigError, match=r"keep_kv_cache=true with trainer.max_staleness=0: all answers are fini"):
         compose([kept])
     reused = ["trainer.max_staleness=1", "trainer.reuse.groups=1", "trainer.reuse.steps=1"]
-    with pytest.raises(ConfigError, match=r"with trainer.max_staleness=1 and trainer.reuse.steps=1: no answer is unf"):
+    with pytest.raises(ConfigError, match=r"with trainer.max_staleness=1 and trainer.reuse.steps=1: all answers are f"):
         compose([kept, *reused])
     with pytest.raises(ConfigError, match=r"keep_kv_cache=true with algorithm.correction.level=null: .*level=token"):
         compose([kept, "trainer.max_staleness=1", "algorithm.correction.level=null"])

@@ -291,7 +291,7 @@ def test_merging_is_the_sum_and_the_scaled_product():
 @pytest.mark.parametrize(
     ("targets", "message"),
     [
-        (["q_porj"], "model.lora.targets: no layer is called 'q_porj'; the nearest is 'q_proj', and all are"),
+        (["q_porj"], "model.lora.targets: no layer is called 'q_porj'; the nearest is 'q_proj', and all names are"),
         (
             ["lm_head"],
             "model.lora.targets: 'lm_head' is the last layer, where log-probs are computed without an adapter; "
