@@ -224,8 +224,8 @@ def name_here(key: str) -> Name | None:
     """Return the entry of `NAMES` for the option that another trainer calls `key`, or None if the option is unknown.
 
     An option matches by its whole name or by the last parts of its name: `rollout.n` matches verl's
-    `actor_rollout_ref.rollout.n`. If no option matches the whole `key`, only the last part of `key` is
-    compared, so that `algorithm.beta` matches TRL's option `beta`.
+    `actor_rollout_ref.rollout.n`. If no option matches the whole `key`, only the last part of `key` is compared, so
+    that `algorithm.beta` matches TRL's option `beta`.
     """
     plain = key.lstrip("-")
     for name in NAMES:

@@ -51,7 +51,7 @@ def engine(config: Config, shape: ModelShape, limits: Limits, *, gpu_memory: int
     Args:
         config: the whole config.
         shape: sizes of the model.
-        limits: sizes that are constants in the code.
+        limits: constant sizes of weight-sync buckets and logits chunks.
         gpu_memory: memory of one GPU in bytes; None on a CPU, or if unknown.
         on_gpu: whether engines run on GPUs.
     """
