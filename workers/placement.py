@@ -639,6 +639,7 @@ async def _start_on_ray(
         ],
         tasks,
         sleeps=config.takes_turns,
+        transport=config.rollout.weight_transport,
     )
     if devices and placement.share_ranks:
         await pool.start()  # engines must measure free GPU memory before training ranks allocate GPU memory

@@ -53,6 +53,10 @@ class SyncError(RLTrainError, RuntimeError):
     """Raised if a rollout engine does not use the weights that the trainer sent in a weight sync."""
 
 
+class SyncStopped(SyncError):
+    """Raised in a process of a weight sync if the sync cannot go on because another process failed or died."""
+
+
 class CheckpointError(RLTrainError, RuntimeError):
     """Raised if a checkpoint is damaged, cannot be written, or cannot be read."""
 

@@ -442,7 +442,17 @@ def _processes(config: Config, facts: Facts) -> str:
     if placement.most_replicas > placement.rollout_replicas:
         engines += f" (up to {placement.most_replicas} engines if the cluster has free devices)"
     where = "Ray on this machine" if placement.address == "local" else f"Ray cluster {placement.address}"
-    return f"{training} + {engines} + {_count(placement.reward_workers, 'reward worker')}; {where}, {devices}"
+    rewards = _count(placement.reward_workers, "reward worker")
+    return f"{training} + {engines} + {rewards}; {where}, {devices}{_transport(config)}"
+
+
+def _transport(config: Config) -> str:
+    """Describe how weights travel from the ranks to the engines, unless all of them are on this machine as usual."""
+    if config.rollout.weight_transport == "auto":
+        between = "; weights through shared memory on one machine, or through a process group between machines"
+        return "" if config.placement.address == "local" else between
+    names = {"shared_memory": "shared memory", "object_store": "Ray's object store", "process_group": "a process group"}
+    return f"; weights through {names[config.rollout.weight_transport]}"
 
 
 def _staleness(config: Config) -> str:

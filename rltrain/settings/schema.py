@@ -612,6 +612,13 @@ class RolloutConfig:
         changeable=True,
     )
     verify_sync: bool = key("Check after each weight sync that the engines use the trainer's weights.", changeable=True)
+    weight_transport: Literal["auto", "shared_memory", "object_store", "process_group"] = key(
+        "How weights travel from the training ranks to the engines. shared_memory: a shared file, for ranks and "
+        "engines on one machine. process_group: direct connections between the processes (gloo), through which each "
+        "machine receives the weights once. object_store: arguments and results of Ray calls. auto: shared_memory if "
+        "all processes are on one machine; otherwise process_group.",
+        changeable=True,
+    )
     keep_kv_cache: bool = key(
         "Keep the KV cache of unfinished answers when the weights change. With a kept KV cache, tokens that are "
         "sampled with the new weights attend to keys and values of the old weights. keep_kv_cache=true needs "

@@ -99,15 +99,16 @@ async def merged_log_probs(workers, folder, tokens) -> list[float]:
 @pytest.mark.parametrize("workers", ["inprocess", pytest.param("async", marks=pytest.mark.broad)], indirect=True)
 async def test_E5_E6_adapters_of_all_ranks_are_applied_once_however_many_syncs_there_are(workers, tmp_path):
     said = []
-    for version, share in enumerate([True, True, False, True]):  # sync 0 has B = 0; syncs 2 and 3 have equal adapters
+    # B is 0 in sync 0. Syncs 2, 3 and 4 send the same adapters.
+    for version, transport in enumerate(("auto", "auto", "object_store", "auto", "process_group")):
         if version in (1, 2):
             await on(processes(workers.actor.ranks), shaken)
-        await sync(workers.actor.ranks, engines(workers), version, check=True, share=share)
+        await sync(workers.actor.ranks, engines(workers), version, check=True, transport=transport)
         got = await answer(workers)
         expected = await merged_log_probs(workers, tmp_path / str(version), got.token_ids)
         assert got.log_probs == pytest.approx(expected, abs=1e-4)
         said.append(got.log_probs)
-    assert said[0] != said[1] != said[2] == said[3]
+    assert said[0] != said[1] != said[2] == said[3] == said[4]
 
 
 @pytest.mark.parametrize("workers", ["inprocess"], indirect=True)

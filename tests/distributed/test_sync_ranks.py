@@ -1,4 +1,4 @@
-"""Tests that weights of two sharded ranks reach engines in other processes, by shared memory or by Ray calls."""
+"""Tests that the weights of two sharded ranks reach engines in other processes, through each transport."""
 
 import fcntl
 import os
@@ -109,30 +109,35 @@ def is_abandoned(path) -> bool:
         return False
 
 
-async def test_E5_E6_both_ways_leave_every_engine_with_the_weights_of_all_ranks(workers, nothing_left):
+TRANSPORTS = ("shared_memory", "object_store", "process_group")
+
+
+async def test_E5_E6_each_transport_leaves_every_engine_with_the_weights_of_all_ranks(workers, nothing_left):
     before = await answers(workers)
     await on(processes(workers.actor), shaken)
-    await sync(workers.actor.ranks, engines(workers), 1, check=True, share=True)
-    shared = await answers(workers)
-    await sync(workers.actor.ranks, engines(workers), 2, check=True, share=False)
-    called = await answers(workers)
-    assert shared[0] == shared[1] == called[0] == called[1]
-    assert shared[0][1] != before[0][1]
+    found = []
+    for version, transport in enumerate(TRANSPORTS, 1):
+        await sync(workers.actor.ranks, engines(workers), version, check=True, transport=transport)
+        found += await answers(workers)
+    assert len(found) == 6
+    assert all(one == found[0] for one in found)
+    assert found[0][1] != before[0][1]
 
 
-async def test_after_a_sync_that_broke_off_engines_answer_nothing_until_the_next_sync_mends_them(workers, nothing_left):
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_after_a_sync_that_failed_engines_answer_nothing_until_the_next_sync(workers, nothing_left, transport):
     expected = await answers(workers)
     await on(processes(workers.actor)[1:], failing("raise"))
     await on(processes(workers.actor), shaken)
     with pytest.raises(
         SyncError, match=r"weight sync 3 failed: .*rank 1 \(pid \d+ on [\d.]+\) failed: RuntimeError: a bug"
     ):
-        await sync(workers.actor.ranks, engines(workers), 3, check=True)
+        await sync(workers.actor.ranks, engines(workers), 3, check=True, transport=transport)
     engine = engines(workers)[0]
     await engine.call(RolloutWorker.submit, [REQUEST])  # the request may still be running when the sync fails
     with pytest.raises(SyncError, match="weight sync 3 failed"):
         await engine.call(RolloutWorker.poll, 0.1)
-    await sync(workers.actor.ranks, engines(workers), 4, check=True)
+    await sync(workers.actor.ranks, engines(workers), 4, check=True, transport=transport)
     (late,) = await engine.call(RolloutWorker.poll, 60.0)
     now = await answers(workers)
     assert (late.token_ids, late.log_probs) == now[0] == now[1]

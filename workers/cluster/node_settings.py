@@ -58,6 +58,21 @@ def settings_here(sharing: Sharing) -> dict[str, str]:
     return network | openmp_settings(sharing.threads_on(resources.get(sharing.resource, 0.0)))
 
 
+def own_address() -> str:
+    """Return the address at which the processes of other machines reach this process.
+
+    The address belongs to the network interface of gloo (GLOO_SOCKET_IFNAME). If that variable names no interface with
+    an IPv4 address, the address is the node's address in the Ray cluster.
+    """
+    interfaces: dict[str, list[Any]] = psutil.net_if_addrs()
+    for one in interfaces.get(os.environ.get(_INTERFACES[0], ""), []):
+        if one.family == socket.AF_INET:
+            return str(one.address)
+    import ray
+
+    return str(ray.util.get_node_ip_address())
+
+
 def interface_of(address: str) -> str:
     """Return the name of this machine's network interface with the given IP address, such as "eth0".
 

@@ -17,7 +17,7 @@ from workers.cluster.processes import Role, results
 from workers.rollout.messages import Answer, HasKey
 from workers.rollout.replica import Replica, ReplicaState
 from workers.rollout.worker import RolloutWorker
-from workers.sync.weight_sync import Sends, sync
+from workers.sync.weight_sync import Sends, Transport, sync
 
 logger = logging.getLogger(__name__)
 
@@ -35,6 +35,7 @@ class RolloutPool:
         sleeps: Whether idle engines are allowed to release their device memory.
         replaces: Whether a dead replica is replaced. If `replaces` is False, the first death of a replica raises
             WorkerError.
+        transport: How weights travel to the replicas, as for `workers.sync.weight_sync.sync`.
 
     Attributes:
         changes: Condition that wakes the waiting coroutines of the pool and of its replicas after each change of state.
@@ -43,10 +44,17 @@ class RolloutPool:
     """
 
     def __init__(
-        self, replicas: Sequence[Replica], tasks: BackgroundTasks, *, sleeps: bool = False, replaces: bool = True
+        self,
+        replicas: Sequence[Replica],
+        tasks: BackgroundTasks,
+        *,
+        sleeps: bool = False,
+        replaces: bool = True,
+        transport: Transport = "auto",
     ) -> None:
         self.replicas, self.sleeps, self.replaces = list(replicas), sleeps, replaces
         self.changes, self.started, self.asleep = Changes(), False, False
+        self.transport: Transport = transport
         self._tasks = tasks
         self._lives = [tasks.start(one.live(self), f"rollout replica {one.number}") for one in self.replicas]
         self._queue: list[Sequence[HasKey]] = []  # Prompt groups that wait until a replica is ready.
@@ -306,7 +314,7 @@ class RolloutPool:
         for replica in replicas:
             replica.state = ReplicaState.WAITING
         try:
-            await sync(ranks, list(roles.values()), version, check=check)
+            await sync(ranks, list(roles.values()), version, check=check, transport=self.transport)
         except (WorkerLost, SyncError):
             if any(rank.process.how_lost for rank in ranks):
                 raise

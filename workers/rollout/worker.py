@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from rltrain.base import trace
@@ -15,6 +16,7 @@ from workers.rollout.stop_strings import text_before
 from workers.rollout.turn_server import turn_server
 from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
 from workers.sync.buckets import Bucket
+from workers.sync.process_group import Chain, received_buckets
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {
@@ -219,6 +221,17 @@ class RolloutWorker:
             parts: The parts of the bucket, one from each rank.
         """
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
+
+    def receive_all(self, sync: str, chain: Chain, place: int) -> None:
+        """Receive all buckets of weights through a process group, send them to the next engine, and load them.
+
+        Args:
+            sync: Name of the weight sync.
+            chain: Description of the process group.
+            place: Place of this engine among the engines of the process group, from 0.
+        """
+        for bucket in received_buckets(chain, place):
+            self._run("load weights", partial(self.receiver.bucket, self.engine, sync, (bucket,)))
 
     def finish_load(self, sync: str, before: None) -> None:
         """Resume generation, or raise SyncError if the engine does not compute with the new weights."""

@@ -134,14 +134,22 @@ def join(parts: Sequence[Bucket]) -> Bucket:
     """
     first = parts[0]
     pieces = sorted((piece for part in parts for piece in part.pieces), key=lambda piece: piece.start)
-    covered: dict[str, int] = {}
+    sent: dict[str, int] = {}
+    # For each tensor, the end of the rows that follow one another from the tensor's start without a gap or an overlap.
+    reached = {place.name: place.start for place in first.places}
     for piece in pieces:
-        covered[piece.name] = covered.get(piece.name, 0) + piece.size
-    missing = [place.name for place in first.places if covered.get(place.name, 0) != place.size]
-    if missing:
+        sent[piece.name] = sent.get(piece.name, 0) + piece.size
+        if piece.size and piece.start == reached.get(piece.name):
+            reached[piece.name] += piece.size
+    wrong = [
+        place.name
+        for place in first.places
+        if sent.get(place.name, 0) != place.size or reached[place.name] != place.start + place.size
+    ]
+    if wrong:
         raise SyncError(
-            f"weight sync {first.version}: the ranks together did not send '{missing[0]}' exactly once as a whole "
-            f"({covered.get(missing[0], 0)} bytes); the ranks' shards do not fit together; please report this"
+            f"weight sync {first.version}: the ranks together did not send '{wrong[0]}' exactly once as a whole "
+            f"({sent.get(wrong[0], 0)} bytes); the ranks' shards do not fit together; please report this"
         )
     data = _together(first.size, parts) if first.path is None else None
     return replace(first, pieces=pieces, data=data)

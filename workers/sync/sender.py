@@ -14,8 +14,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import TCPStore
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from workers.cluster.node_settings import own_address
 from workers.cluster.progress import tick
 from workers.models.adapter_weights import merge
 from workers.models.fsdp import full, tied_names
@@ -23,6 +25,7 @@ from workers.models.lora import adapter_tensors, adapters_of, plain_parameters
 from workers.sync.buckets import Bucket, Piece, Place, aligned, end, layout
 from workers.sync.checks import checksum, probe
 from workers.sync.memory import SharedFile, remove_stale, whereabouts
+from workers.sync.process_group import Chain, send_parts, serve_store
 
 SLOTS = 2  # Number of buckets in the shared file: engines read one bucket while ranks write the other.
 CHUNK_BYTES = 1 << 20  # Approximate bytes of a chunk of rows, which fits into a CPU core's cache.
@@ -67,6 +70,7 @@ class Sender:
         self.first = not dist.is_initialized() or dist.get_rank() == 0
         self.path: str | None = None
         self.file: SharedFile | None = None
+        self.store: TCPStore | None = None
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
         """Return a dictionary from names to the tensors to send, possibly sharded."""
@@ -94,6 +98,15 @@ class Sender:
         """
         held = [self.parameters[place.name] for place in self.layout[number]]
         return any(is_gathered(one) or row_range(one, self.first) for one in held)
+
+    def serve_store(self) -> tuple[str, int]:
+        """Serve the store of a process group until `close`, and return the store's host and port."""
+        self.store = serve_store(own_address())
+        return self.store.host, self.store.port
+
+    def send(self, chain: Chain, member: int) -> None:
+        """Send this rank's parts of all buckets through a process group, in which the rank is the given member."""
+        send_parts(chain, member, partial(self.write, path=None))
 
     @torch.no_grad()
     def write(self, number: int, path: str | None) -> Bucket:
@@ -152,10 +165,10 @@ class Sender:
         return Piece(place.name, start, len(target), total % 2**64, products)
 
     def close(self) -> None:
-        """Remove the shared file's name, and release this process's mapping of the file."""
+        """Remove the shared file's name, and release this process's mapping of the file and its store."""
         if self.file:
             self.file.unlink()
-        self.file = None
+        self.file = self.store = None
 
 
 class AdapterSender(Sender):

@@ -10,16 +10,20 @@ If all ranks and engines are on one host, the bytes of the buckets are in a shar
 hosts, each rank returns the bytes of its rows as the result of its call.
 """
 
+import asyncio
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Literal, Protocol
 
-from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, WorkerLost, described
+from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, SyncStopped, WorkerLost, described
 from workers.cluster.processes import Pending, Role, WorkerProcess, results
 from workers.sync.buckets import Bucket
 from workers.sync.memory import new_path
+from workers.sync.process_group import Chain, give_up, packed
 from workers.sync.sender import SLOTS, Offer
+
+Transport = Literal["auto", "shared_memory", "object_store", "process_group"]
 
 
 class Sends(Protocol):
@@ -33,6 +37,12 @@ class Sends(Protocol):
 
         Ray runs `export` after the calls whose results are in `loaded`.
         """
+
+    def serve_store(self) -> tuple[str, int]:
+        """Serve the store of a process group until `end_export`, and return the store's host and port."""
+
+    def send_all(self, chain: Chain, member: int) -> None:
+        """Send this rank's parts of all buckets through a process group, in which the rank is the given member."""
 
     def end_export(self) -> None:
         """Free the memory that was used to send the weights."""
@@ -53,6 +63,9 @@ class Receives(Protocol):
         Ray runs `load_bucket` after the call whose result is `before`.
         """
 
+    def receive_all(self, sync: str, chain: Chain, place: int) -> None:
+        """Receive and load all buckets through a process group, in which the engine has the given place."""
+
     def finish_load(self, sync: str, before: None) -> None:
         """Resume generating responses, now with the new weights."""
 
@@ -66,7 +79,7 @@ async def sync(
     version: int,
     *,
     check: bool,
-    share: bool = True,
+    transport: Transport = "auto",
 ) -> None:
     """Send the actor's weights to the engines.
 
@@ -75,7 +88,8 @@ async def sync(
         engines: the engines that receive the weights.
         version: version of the weights.
         check: whether to verify that the engines compute with the sent weights.
-        share: whether to transfer the weights through shared memory if all processes are on one host.
+        transport: how to transfer the weights. "auto" chooses shared memory if all processes are on one host, and a
+            process group if they are on several hosts.
 
     Raises:
         WorkerLost: the process of a rank or of an engine died or hung. After a WorkerLost, the surviving engines
@@ -86,12 +100,21 @@ async def sync(
     path = new_path()
     senders, receivers = _processes(ranks), _processes(engines)
     try:
-        file = path if share and receivers[0].concurrent else None
+        file = path if transport in ("auto", "shared_memory") and receivers[0].concurrent else None
         begun = [rank.start(Sends.start_export, file, version, check) for rank in ranks]
         told = [engine.start(Receives.start_load, path, version) for engine in engines]
         # The ranks run `start_export` while the engines run `start_load`.
         offers, places = await results(begun), await results(told, depends_on=senders)
-        await _stream(ranks, engines, path, offers, places)
+        shared = len({*(offer.where for offer in offers), *places}) == 1 and offers[0].where is not None
+        if transport == "shared_memory" and not shared:
+            raise SyncError(
+                f"weight sync {version}: rollout.weight_transport=shared_memory needs all ranks and engines on one "
+                "host, and room for two buckets in its shared memory; use rollout.weight_transport=auto"
+            )
+        if transport == "process_group" or (transport == "auto" and receivers[0].concurrent and not shared):
+            await _through_group(ranks, engines, path, offers, places)
+        else:
+            await _stream(ranks, engines, path, offers, shared=shared)
     except BaseException as error:
         await _give_up(engines, path, described(error))
         if isinstance(error, RLTrainError) and not isinstance(error, ClusterLost | SyncError | WorkerLost):
@@ -111,15 +134,24 @@ async def _stream(
     engines: Sequence[Role[Receives]],
     path: str,
     offers: Sequence[Offer],
-    places: Sequence[str | None],
+    *,
+    shared: bool,
 ) -> None:
-    """Transfer all buckets, and then make the engines finish loading and resume generating responses."""
-    shared = path if len({*(offer.where for offer in offers), *places}) == 1 and offers[0].where else None
+    """Transfer all buckets with one call per bucket and process, and then make the engines finish loading.
+
+    Args:
+        ranks: the actor's ranks.
+        engines: the engines.
+        path: name of the sync, which is the path of its shared file.
+        offers: the ranks' offers.
+        shared: whether the bytes go through the shared file. If not, they are arguments and results of the calls.
+    """
+    file = path if shared else None
     loaded: list[list[Pending[None]]] = []
     for number in range(len(offers[0].takes_part)):
         free = [pending.later for pending in loaded[number - SLOTS]] if number >= SLOTS else []
         writers = [rank for rank, offer in zip(ranks, offers, strict=True) if offer.takes_part[number]]
-        written = [rank.start(Sends.export, number, shared, *free) for rank in writers]
+        written = [rank.start(Sends.export, number, file, *free) for rank in writers]
         parts = [pending.later for pending in written]
         before = [pending.later for pending in loaded[-1]] if loaded else [None] * len(engines)
         loaded.append(
@@ -127,6 +159,46 @@ async def _stream(
         )
     finished = [e.start(Receives.finish_load, path, own.later) for e, own in zip(engines, loaded[-1], strict=True)]
     await results(finished, depends_on=_processes(ranks))
+
+
+async def _through_group(
+    ranks: Sequence[Role[Sends]],
+    engines: Sequence[Role[Receives]],
+    path: str,
+    offers: Sequence[Offer],
+    places: Sequence[str | None],
+) -> None:
+    """Transfer all buckets with one call per process, and then make the engines finish loading.
+
+    The engines of a host follow one another in the chain, so that each host receives the weights once. The chain begins
+    on the host of rank 0.
+    """
+    host, port = await ranks[0].call(Sends.serve_store)
+    senders = [n for n, offer in enumerate(offers) if any(offer.takes_part)]
+    order = sorted(range(len(engines)), key=lambda n: (places[n] != offers[0].where, places[n] or "", n))
+    parts = packed([offers[n].takes_part for n in senders])
+    chain = Chain(host, port, len(senders), len(engines), parts, len(parts))
+    shared = ranks[0].process.share(chain)
+    try:
+        sent = [ranks[n].start(Sends.send_all, shared, member) for member, n in enumerate(senders)]
+        loaded = [engines[n].start(Receives.receive_all, path, shared, place) for place, n in enumerate(order)]
+        await _first_cause([*sent, *loaded])
+        finished = [engine.start(Receives.finish_load, path, None) for engine in engines]
+        await results(finished, depends_on=_processes(ranks))
+    except BaseException as error:
+        await asyncio.to_thread(give_up, host, port, described(error))
+        raise
+
+
+async def _first_cause(calls: Sequence[Pending[None]]) -> None:
+    """Wait for calls that depend on each other. If one fails, raise the error of a call that failed by itself."""
+    try:
+        await results(calls)
+    except SyncStopped:
+        for call in calls:
+            with contextlib.suppress(SyncStopped):
+                await results([call])
+        raise
 
 
 async def _give_up(engines: Sequence[Role[Receives]], path: str, reason: str) -> None:

@@ -37,6 +37,7 @@ from workers.models.packed_forward import Pack, TeacherStates, microbatch, polic
 from workers.models.row_isolation import load_policy
 from workers.models.weight_shards import local_shard, weight_groups, whole_of
 from workers.sync.buckets import Bucket
+from workers.sync.process_group import Chain
 from workers.sync.sender import AdapterSender, Offer, Sender
 from workers.training.dispatch import Minibatch, UpdateResult
 from workers.training.minibatch_statistics import in_epoch
@@ -371,6 +372,14 @@ class ActorWorker:
         the bucket is being loaded.
         """
         return self.sender.write(number, path)
+
+    def serve_store(self) -> tuple[str, int]:
+        """Serve the store through which ranks and engines find each other, and return the store's host and port."""
+        return self.sender.serve_store()
+
+    def send_all(self, chain: Chain, member: int) -> None:
+        """Send this rank's parts of all buckets through a process group, in which the rank is the given member."""
+        self.sender.send(chain, member)
 
     def end_export(self) -> None:
         """Free the memory of the sender, after all weights were sent or after the weight sync failed."""

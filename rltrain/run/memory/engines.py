@@ -110,8 +110,13 @@ def _received(config: Config, shape: ModelShape, limits: Limits) -> list[Part]:
     On a single machine, the engine reads the buckets from a shared file. The memory plan counts the shared file with
     the buckets as memory of the training ranks.
     """
-    one_host = not config.placement.on_cluster
-    return [] if one_host else [Part("sync buckets", max(limits.bucket_bytes, shape.largest * MASTER))]
+    if not config.placement.on_cluster:
+        return []
+    bucket = max(limits.bucket_bytes, shape.largest * MASTER)
+    if config.rollout.weight_transport == "object_store":
+        return [Part("sync buckets", bucket)]
+    # While an engine loads a bucket, the next bucket arrives, in several parts if there are several ranks.
+    return [Part("sync buckets", bucket * (2 if config.placement.actor_ranks == 1 else 3))]
 
 
 def _vllm_on_gpu(config: Config, shape: ModelShape, gpu_memory: int) -> dict[str, list[Part]]:

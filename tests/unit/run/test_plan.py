@@ -133,7 +133,8 @@ def test_processes_are_counted_for_each_placement():
         "2 training ranks (actor) + 1 engine of 2 shards + 1 reward worker; Ray on this machine, 2 CPU cores"
     )
     assert row("processes", "placement=disaggregated", "algorithm.kl_loss.kl_loss_coef=1", facts=critic) == (
-        "1 rank each for actor, reference, critic + 1 engine + 1 reward worker; Ray cluster auto, 8 GPUs"
+        "1 rank each for actor, reference, critic + 1 engine + 1 reward worker; Ray cluster auto, 8 GPUs; "
+        "weights through shared memory on one machine, or through a process group between machines"
     )
     assert row("processes", "placement=inprocess", "rollout=hf") == (
         "one process without Ray, for actor, engine and rewards; 2 CPU cores"

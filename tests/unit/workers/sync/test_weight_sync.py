@@ -5,7 +5,7 @@ The fake processes run every call before the call returns.
 
 import pytest
 
-from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, WorkerError
+from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, SyncStopped, WorkerError
 from workers.cluster.processes import Pending, Role
 from workers.sync import weight_sync
 from workers.sync.buckets import Bucket, Piece, Place
@@ -37,10 +37,13 @@ class Engine:
 class Process:
     """A fake process that runs each call immediately, by calling its own method of the same name."""
 
-    concurrent, how_lost = True, ""
+    concurrent, how_lost, later = True, "", None
 
     def start(self, role, method, *args):
         return Pending(self, getattr(self, method)(*args))
+
+    def share(self, value):
+        return value
 
 
 class Rank(Process):
@@ -67,6 +70,13 @@ class Rank(Process):
         pieces = [Piece("w", 4 * self.number, 4)]
         return Bucket(number, "float32", [Place("w", (2,), 0, 8)], {}, pieces, path=path, data=b"" if path else None)
 
+    def serve_store(self):
+        return "10.0.0.1", 29500
+
+    def send_all(self, chain, member):
+        self.log.append(f"send as {member} of {chain.size}")
+        return self.later
+
     def end_export(self):
         if self.number == 0:
             self.log.append("end")
@@ -90,6 +100,10 @@ class Replica(Process):
     def load_bucket(self, sync, before, *parts):
         assert before is None
         self.receiver.bucket(self.engine, sync, parts)
+
+    def receive_all(self, sync, chain, place):
+        self.joined = chain, place
+        return self.later
 
     def finish_load(self, sync, before):
         self.receiver.finish(self.engine, sync)
@@ -136,15 +150,70 @@ async def test_a_rank_without_rows_in_a_bucket_is_not_called_and_sends_no_part(m
 @pytest.mark.parametrize(
     ("actors", "engines", "kind"),
     [
-        (("here", "here"), ["here"], "file"), (("here", "there"), ["here"], "calls"),
-        (("here", "here"), ["there"], "calls"), ((None, "here"), ["here"], "calls"), ((None, None), [None], "calls"),
+        (("here", "here"), ["here"], "file"), (("here", "there"), ["here"], "group"),
+        (("here", "here"), ["there"], "group"), ((None, "here"), ["here"], "group"), ((None, None), [None], "group"),
     ],
 )  # fmt: skip
-async def test_the_file_is_used_where_all_see_the_same_memory(monkeypatch, actors, engines, kind):
+async def test_auto_takes_the_file_on_one_host_and_the_process_group_on_several(monkeypatch, actors, engines, kind):
     monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
     log: list[str] = []
     await weight_sync.sync(ranks(log, buckets=1, wheres=actors), Replicas([Engine(log)], engines).roles, 7, check=True)
-    assert f"write 0 to {kind} after 0" in log
+    assert ("write 0 to file after 0" in log) == (kind == "file")
+    assert (any(line.startswith("send") for line in log)) == (kind == "group")
+
+
+async def test_the_object_store_is_used_on_one_host_if_it_is_set(monkeypatch):
+    monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
+    log: list[str] = []
+    engines = Replicas([Engine(log)]).roles
+    await weight_sync.sync(ranks(log, buckets=1), engines, 7, check=True, transport="object_store")
+    assert "write 0 to calls after 0" in log
+
+
+async def test_shared_memory_that_is_set_is_refused_on_several_hosts():
+    log: list[str] = []
+    replicas = Replicas([Engine(log)], ["there"])
+    with pytest.raises(
+        SyncError, match=r"shared_memory needs all ranks and engines on one host.*weight_transport=auto"
+    ):
+        await weight_sync.sync(ranks(log), replicas.roles, 7, check=True, transport="shared_memory")
+    assert not replicas.receivers[0].whole
+
+
+async def test_the_engines_of_a_host_follow_one_another_and_each_process_is_called_once(monkeypatch):
+    log: list[str] = []
+    replicas = Replicas([Engine(log) for _ in range(5)], ["b", "a", "b", "c", "a"])
+    senders = ranks(log, buckets=40, wheres=("a", "b", "b"))
+    monkeypatch.setattr(senders[1].process, "start_export", lambda *_: Offer([False] * 40, "b"))
+    await weight_sync.sync(senders, replicas.roles, 7, check=True)
+    chains = [role.process.joined for role in replicas.roles]
+    assert [place for _, place in chains] == [2, 0, 3, 4, 1]
+    chain = chains[0][0]
+    assert (chain.ranks, chain.engines, chain.buckets, chain.senders(39)) == (2, 5, 40, [0, 1])
+    assert [line for line in log if line.startswith("send")] == ["send as 0 of 7", "send as 1 of 7"]
+    assert log.count("finish 7") == 5
+
+
+@pytest.mark.parametrize("first", ["rank", "engine"])
+async def test_a_failure_of_one_process_is_named_even_if_another_process_notices_it_first(monkeypatch, first):
+    given_up = []
+
+    async def results(calls, **_):
+        for error in (call.outcome for call in calls if isinstance(call.outcome, Exception)):
+            raise error
+        return [call.outcome for call in calls]
+
+    monkeypatch.setattr(weight_sync, "give_up", lambda *args: given_up.append(args))
+    monkeypatch.setattr(weight_sync, "results", results)
+    log: list[str] = []
+    senders, replicas = ranks(log, wheres=("a", "b")), Replicas([Engine(log), Engine(log)], ["a", "b"])
+    stopped, failed = SyncStopped("another process closed its connection"), WorkerError("rank 1 failed: a bug")
+    errors = {"rank": (failed, stopped), "engine": (stopped, failed)}[first]
+    senders[1].process.later, replicas.roles[0].process.later = errors
+    with pytest.raises(SyncError, match="weight sync 7 failed: rank 1 failed: a bug"):
+        await weight_sync.sync(senders, replicas.roles, 7, check=True)
+    assert given_up == [("10.0.0.1", 29500, "WorkerError: rank 1 failed: a bug")]
+    assert not replicas.receivers[1].whole
 
 
 @pytest.mark.parametrize("fail", ["start", "load 1", "finish 7"])

@@ -1,0 +1,286 @@
+"""Transport of weights between hosts: a chain of processes that pass the buckets on through a process group (gloo).
+
+Each actor rank sends its part of a bucket to the first engine of the chain. The first engine joins the parts to the
+whole bucket. Each engine sends the whole bucket to the next engine, and then loads the bucket. Ranks and engines work
+on several buckets at the same time. If the engines of each host follow one another in the chain, the bytes of the
+weights enter each host only once.
+
+The driver starts one call in each process for all buckets, so the driver's work does not grow with the size of the
+model. Ranks and engines wait for each other directly. A process that fails sets a mark in the store through which the
+members found each other, and each member looks for the mark once a second. If a process or a machine is lost, the
+driver sets the mark.
+"""
+
+import contextlib
+import json
+import socket
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from functools import partial
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
+
+from rltrain.base.errors import RLTrainError, SyncStopped, described
+from workers.cluster.node_settings import own_address
+from workers.cluster.progress import tick
+from workers.sync.buckets import Bucket, Piece, Place, join
+
+CONNECT_S = 60.0  # Seconds in which a member must reach the store and its neighbours.
+TRANSFER_S = 24 * 3600.0  # Time limit of one transfer. Lost processes are found by other means, much earlier.
+LOOK_S = 1.0  # Seconds between two checks whether the driver has given the sync up.
+TAG = 0
+GIVEN_UP = "given up"  # Key in the store that marks a failed sync.
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Chain:
+    """Description of a weight sync through a process group. All members get the same description.
+
+    The members 0, 1, ... are the actor's ranks, and the members after the ranks are the engines, in the order in which
+    the buckets pass through them.
+
+    Attributes:
+        host, port: address of the store through which the members find each other. Rank 0 serves the store.
+        ranks: number of ranks.
+        engines: number of engines.
+        takes_part: bits (buckets, ranks) as packed by `numpy.packbits`: whether a rank sends a part of a bucket.
+        buckets: number of buckets.
+    """
+
+    host: str
+    port: int
+    ranks: int
+    engines: int
+    takes_part: np.ndarray
+    buckets: int
+
+    def senders(self, number: int) -> list[int]:
+        """Return the ranks that send a part of a bucket."""
+        bits = np.unpackbits(self.takes_part[number], count=self.ranks)
+        return [int(rank) for rank in np.flatnonzero(bits)]
+
+    @property
+    def size(self) -> int:
+        """Return the number of members of the process group."""
+        return self.ranks + self.engines
+
+
+def serve_store(host: str) -> TCPStore:
+    """Return a store that this process serves at a free port of the address `host`, and at no other address."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.create_server((host, 0), family=family)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        host, port, None, True, timedelta(seconds=CONNECT_S), wait_for_workers=False, master_listen_fd=listener.detach()
+    )
+
+
+def give_up(host: str, port: int, reason: str) -> None:
+    """Mark a sync as failed, so that its members stop waiting for each other.
+
+    If the store cannot be reached, rank 0 is lost. Then nobody needs the mark.
+    """
+    with contextlib.suppress(RuntimeError):
+        _connect(host, port, LOOK_S).set(GIVEN_UP, reason or "failed")
+
+
+def _connect(host: str, port: int, limit_s: float) -> TCPStore:
+    return TCPStore(host, port, None, False, timedelta(seconds=limit_s), wait_for_workers=False)
+
+
+class Member:
+    """This process's membership in the process group of one weight sync.
+
+    Args:
+        chain: description of the sync.
+        number: number of this member.
+
+    Raises:
+        SyncStopped: the store cannot be reached.
+    """
+
+    def __init__(self, chain: Chain, number: int) -> None:
+        self.chain, self.number = chain, number
+        try:
+            # The process group waits in its own client of the store, which then answers no other request.
+            self.store = _connect(chain.host, chain.port, CONNECT_S)
+            meeting = PrefixStore("members", _connect(chain.host, chain.port, CONNECT_S))
+        except RuntimeError as error:
+            raise SyncStopped(
+                f"{socket.gethostname()} cannot connect to {chain.host}:{chain.port}, where rank 0 of the actor "
+                f"listens: open the ports between the machines, or set rollout.weight_transport=object_store"
+            ) from error
+        gloo: Any = ProcessGroupGloo  # PyTorch's type annotations lack most of its methods.
+        options = gloo._Options()
+        options._timeout = timedelta(seconds=TRANSFER_S)
+        # A member connects only to its neighbours. Otherwise each member would connect to all other members.
+        options._devices = [gloo.create_device(hostname=own_address(), lazy_init=True)]
+        self.group = gloo(meeting, number, chain.size, options)
+
+    def send(self, bucket: Bucket, to: int) -> None:
+        """Send a bucket, whose bytes are in memory, to another member, and return when they have left this process."""
+        header, probes = encoded(bucket)
+        data = np.zeros(0, np.uint8) if bucket.data is None else bucket.data
+        parts = [_tensor(part) for part in (header, data, probes)]
+        for part in (torch.tensor([part.numel() for part in parts]), *parts):
+            if part.numel():
+                self.group.send([part], to, TAG).wait()
+
+    def receive(self, sender: int) -> Bucket:
+        """Wait for the next bucket from another member, and return the bucket."""
+        sizes = torch.zeros(3, dtype=torch.int64)
+        self.group.recv([sizes], sender, TAG).wait()
+        parts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        for part in parts:
+            if part.numel():
+                self.group.recv([part], sender, TAG).wait()
+        header, data, probes = (part.numpy() for part in parts)
+        return decoded(header, data, probes)
+
+    def begin(self, transfer: Callable[[], T]) -> "Future[T]":
+        """Start a transfer in a thread of its own, and return its future result.
+
+        The thread is a daemon: the thread of a transfer to a lost machine may never end.
+        """
+        future: Future[T] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(transfer())
+            except BaseException as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, name="weight-transfer", daemon=True).start()
+        return future
+
+    def result(self, future: "Future[T]") -> T:
+        """Wait for a transfer.
+
+        Raises SyncStopped if a connection was closed, or if the driver has given the sync up.
+        """
+        while not wait([future], timeout=LOOK_S).done:
+            self._look()
+        tick()
+        try:
+            return future.result()
+        except RLTrainError:
+            raise
+        except RuntimeError as error:
+            raise SyncStopped("another process of the weight sync closed its connection") from error
+
+    def _look(self) -> None:
+        try:
+            if not self.store.check([GIVEN_UP]):
+                return
+            reason = self.store.get(GIVEN_UP).decode()
+        except RuntimeError:
+            reason = "the connection to rank 0 of the actor was closed"
+        raise SyncStopped(f"the weight sync was given up: {reason}")
+
+    def __enter__(self) -> "Member":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Close the connections to the other members. If this member has failed, tell the other members first."""
+        if error is not None and not isinstance(error, SyncStopped):
+            with contextlib.suppress(RuntimeError):
+                self.store.set(GIVEN_UP, described(error))
+        self.group.abort()
+        del self.group, self.store
+
+
+def send_parts(chain: Chain, rank: int, write: Callable[[int], Bucket]) -> None:
+    """Send one rank's parts of all buckets to the first engine, and write a part while the previous part is sent.
+
+    Args:
+        chain: description of the sync.
+        rank: number of the rank.
+        write: takes the number of a bucket, and returns this rank's part.
+
+    Raises:
+        SyncStopped: another process of the sync failed.
+    """
+    with Member(chain, rank) as member:
+        sent: Future[None] | None = None
+        for number in range(chain.buckets):
+            if rank not in chain.senders(number):
+                continue
+            part = write(number)
+            if sent is not None:
+                member.result(sent)
+            sent = member.begin(partial(member.send, part, chain.ranks))
+        if sent is not None:
+            member.result(sent)
+
+
+def received_buckets(chain: Chain, place: int) -> Iterator[Bucket]:
+    """Yield all buckets of a sync. Before a bucket is yielded, it has been sent to the next engine of the chain.
+
+    The next bucket is received while the caller loads a bucket.
+
+    Args:
+        chain: description of the sync.
+        place: place of this engine in the chain, from 0.
+
+    Raises:
+        SyncStopped: another process of the sync failed.
+    """
+    own = chain.ranks + place
+    with Member(chain, own) as member:
+
+        def transfer(number: int) -> Bucket:
+            bucket = member.receive(own - 1) if place else join([member.receive(r) for r in chain.senders(number)])
+            if own + 1 < chain.size:
+                member.send(bucket, own + 1)
+            return bucket
+
+        coming = member.begin(partial(transfer, 0))
+        for number in range(chain.buckets):
+            bucket = member.result(coming)
+            if number + 1 < chain.buckets:
+                coming = member.begin(partial(transfer, number + 1))
+            yield bucket
+
+
+def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
+    """Return the description of a bucket as bytes of JSON (n,) uint8, and the bytes of its probes (n,) uint8.
+
+    JSON is used because reading a pickle from a network connection can run any code.
+    """
+    probes = [piece.probe for piece in bucket.pieces if piece.probe is not None]
+    pieces = [
+        [one.name, one.start, one.size, one.checksum, None if one.probe is None else len(one.probe)]
+        for one in bucket.pieces
+    ]
+    description = asdict(replace(bucket, pieces=[], data=None)) | {"pieces": pieces}
+    joined = np.concatenate(probes) if probes else np.zeros(0, np.float32)
+    return np.frombuffer(json.dumps(description).encode(), np.uint8), joined.view(np.uint8)
+
+
+def decoded(header: np.ndarray, data: np.ndarray, probes: np.ndarray) -> Bucket:
+    """Return the bucket that `encoded` has described, with the given bytes."""
+    description = json.loads(header.tobytes())
+    values, pieces, at = probes.view(np.float32), [], 0
+    for name, start, size, checksum, length in description.pop("pieces"):
+        probe = None if length is None else values[at : at + length]
+        at += length or 0
+        pieces.append(Piece(name, start, size, checksum, probe))
+    places = [Place(**{**place, "shape": tuple(place["shape"])}) for place in description.pop("places")]
+    return Bucket(**{**description, "places": places, "pieces": pieces, "data": data})
+
+
+def packed(takes_part: Sequence[Sequence[bool]]) -> np.ndarray:
+    """Return the field `Chain.takes_part` from the answers (ranks, buckets) of all ranks."""
+    return np.packbits(np.asarray(takes_part, dtype=bool).T, axis=1)
+
+
+def _tensor(values: np.ndarray) -> Tensor:
+    return torch.from_numpy(values if values.flags.writeable else values.copy())
