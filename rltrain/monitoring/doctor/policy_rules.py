@@ -45,10 +45,10 @@ def learning_rate_too_high(history: History) -> Finding | None:
     deviation of the individual rewards.
     """
     kl = history.points("actor/ppo_kl")
-    huge = [point for point in kl if point[1] >= HUGE_KL]
+    harmful = [step for step, value in kl if value >= HUGE_KL and _reward_after(history, step)]
     large = [point for point in kl if point[1] >= LARGE_KL]
-    if huge and _reward_after(history, huge[0][0]):
-        step = huge[0][0]
+    if harmful:
+        step = harmful[0]
     elif len(large) >= ENOUGH_STEPS:
         step = large[0][0]
     elif not any(value > 0 for _, value in kl) and (jump := _jump(history)) is not None:

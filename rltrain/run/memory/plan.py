@@ -171,13 +171,10 @@ def require_room(config: Config, plan: MemoryPlan) -> None:
 def _refusal(place: Place) -> str:
     assert place.capacity is not None, "memory of unknown size never counts as too small"
     parts = place.needs[place.phase]
-    over = place.size * (1 - TOLERANCE) - place.capacity
-    lowerable = sorted((part for part in parts if part.remedy), key=lambda part: -part.size)
-    enough = [part for part in lowerable if part.size >= over]
     # The error message gives the remedy for only one part of the memory: the largest part that has a remedy, because
     # reducing the largest part can save the most memory.
-    best = (enough or lowerable)[:1]
-    what = f"; {best[0].what} take {said(best[0].size)}: {best[0].remedy}" if best else "; use a smaller model"
+    best = max((part for part in parts if part.remedy), key=lambda part: part.size, default=None)
+    what = f"; {best.what} take {said(best.size)}: {best.remedy}" if best else "; use a smaller model"
     when = f" in the phase {place.phase}" if len(place.needs) > 1 else ""
     return (
         f"memory: {place.name}: the run needs about {said(place.size)}{when}, but there is {said(place.capacity)}{what}"

@@ -38,7 +38,7 @@ HOLES_OF_GRADIENTS, HOLES_OF_ACTIVATIONS = 1.0, 0.25
 # Number of copies of the largest tensor that exist while the exported model is written: the bytes that were read from
 # the checkpoint, the chunk that was loaded from the bytes, and the whole tensor that is assembled from the chunks.
 EXPORT_COPIES = 3
-MORE_RANKS = "raise placement.actor_ranks={}, the number of ranks over which parameters are sharded"
+MORE_RANKS = "raise placement.{}, the number of ranks over which parameters are sharded"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -145,7 +145,8 @@ class RankMemory:
         self.compute = WIDTHS[config.model.dtype]
         # A single rank in float32 without CPU offload computes with the stored parameters, so FSDP gathers no copies.
         self.gathers = placement.actor_ranks > 1 or config.model.dtype != "float32" or config.model.cpu_offload
-        self.more_ranks = MORE_RANKS.format(placement.actor_ranks)
+        key = "actor_ranks" if placement.shard_ranks is None else "shard_ranks"
+        self.more_ranks = MORE_RANKS.format(f"{key}={self.shards}")
 
     def device(self, phase: str) -> list[Part]:
         """Return the parts of the rank's memory that are on its device: in GPU memory, or in host memory on a CPU."""

@@ -40,6 +40,7 @@ def evaluation(step, value, name="eval/sampled_accuracy"):
 
 
 FALLING = {"reward/mean": line(0.6, 0.5), "reward/accuracy": line(0.6, 0.5)}
+RISE_AND_FALL = {"reward/mean": [*[0.2] * 5, *[0.6] * 5, *[0.45] * 10], "reward/accuracy": None, "reward/std": 0.1}
 STALE = {"rollout/staleness_max": 2.0}
 # The metric rises from 0.3 to 0.8: its best mean over 5 steps is 0.8, and its mean over the first 5 steps is 0.3.
 LEARNT = [*[0.3] * 5, *[0.8] * 10]
@@ -97,6 +98,11 @@ BOTH_SIDES = {
         "learning rate too high",
         [FALLING | {"actor/ppo_kl": at(1, 0.5, "actor/ppo_kl"), "reward/std": 0.17}],
         [FALLING | {"actor/ppo_kl": at(1, 0.5, "actor/ppo_kl"), "reward/std": 0.19}],
+    ),
+    "a KL of 0.5 from which the policy recovers, and a later KL of 0.5 before a lower reward": (
+        "learning rate too high",
+        [RISE_AND_FALL | {"actor/ppo_kl": [0.5, *[0.02] * 8, 0.5, *[0.02] * 10]}],
+        [RISE_AND_FALL | {"actor/ppo_kl": [0.5, *[0.02] * 8, 0.49, *[0.02] * 10]}],
     ),
     "a KL of 0.3 in 3 steps": (
         "learning rate too high",

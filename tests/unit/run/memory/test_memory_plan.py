@@ -237,6 +237,10 @@ def test_processes_on_cpus_share_the_memory_of_all_machines():
             "the run needs about .* GB in the phase .*; optimizer states take 61.0 GB: raise placement.actor_ranks=1",
         ),
         (
+            ("placement.shard_ranks=1", "model.activation_checkpointing=true", "actor.max_tokens_per_microbatch=2064"),
+            "the run needs about .* GB in the phase .*; optimizer states take 61.0 GB: raise placement.shard_ranks=1",
+        ),
+        (
             ("rollout.vllm.gpu_memory_utilization=0.98", "placement.actor_ranks=4"),
             "in the phase generate, .*KV cache take .*: lower rollout.vllm.gpu_memory_utilization=0.98",
         ),
