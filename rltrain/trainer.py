@@ -157,7 +157,8 @@ class Trainer:
             with trace.span(f"step {self.step + 1}"):
                 metrics, batch = await self.train_step()
             self.tracker.log_step(self.step, metrics, batch, self.dropped, self.reused)
-            # `require_best` waits until the critic's warm-up is over, because warm-up steps have no actor metrics.
+            # `require_best` checks that a metric exists. It is called only after the critic's warm-up, because the
+            # steps of the warm-up have no actor metrics.
             if self.step == max(first, self.config.critic.warmup_steps + 1):
                 self.checkpoints.require_best(self.tracker.names())
             for alarm in self.alarms.look(self.step, metrics):
@@ -263,10 +264,10 @@ class Trainer:
         return self.step >= self.config.critic.warmup_steps
 
     def last_good(self) -> Checkpoint | None:
-        """Return the newest undamaged checkpoint of the run.
+        """Return the newest undamaged checkpoint in the run's own checkpoint folder.
 
-        If there is no undamaged checkpoint, return the checkpoint to which the run was last restored. If the run was
-        never restored to a checkpoint, return None.
+        If the folder has no undamaged checkpoint, return the checkpoint from which the run was last restored, which may
+        be in another folder. If the run was never restored from a checkpoint, return None.
         """
         return self.checkpoints.newest() or self.origin
 

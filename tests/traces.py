@@ -29,7 +29,7 @@ class Drawn:
 def drawn(path: Path) -> list[Drawn]:
     """Read all complete events (phase X) of a trace file, sorted by start time.
 
-    Each returned event contains the names of its process and its row.
+    Each returned event contains the name of its process and the name of its row in the timeline.
 
     The function fails if an event lacks a named process or a named row, or has a phase other than M and X.
     """

@@ -64,7 +64,14 @@ class RunningSoftmax:
         self.total, self.weighted = torch.zeros_like(self.top), torch.zeros_like(self.top)
 
     def add(self, rows: slice, chunk: Tensor, values: Tensor | None = None) -> None:
-        """Add the logits in `chunk`, and their `values` if given, to the running sums; both tensors are overwritten."""
+        """Add a chunk of logits to the running sums. The tensors `chunk` and `values` are overwritten.
+
+        Args:
+            rows: the positions whose logits are in the chunk.
+            chunk: logits (rows, columns) of these positions for some vocabulary entries.
+            values: values (rows, columns) of the same vocabulary entries, whose softmax-weighted mean is computed, or
+                None.
+        """
         before = self.top[rows]
         top = torch.maximum(before, chunk.amax(-1))
         fade = (before - top).exp_()

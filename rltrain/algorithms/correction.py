@@ -60,9 +60,10 @@ def rollout_correction(
 
     Returns:
         (weights, mask, metrics). The importance weights (B, T) are detached, and are 0 outside of the mask. The mask
-        (B, T) is bool and a subset of `response_mask`. The metrics are sums over the trained tokens (`response_mask`):
-        `weight_mean`, `outside_fraction`, `dropped_fraction` and `rollout_kl`, which estimates KL(pi_rollout ||
-        pi_old).
+        (B, T) is bool and a subset of `response_mask`. The metrics are sums over the trained tokens, and the caller
+        divides each sum by the number of trained tokens: `weight_mean` sums the weights, `outside_fraction` counts the
+        tokens with w outside of [lower, upper], `dropped_fraction` counts the dropped tokens, and `rollout_kl` sums the
+        tokens' estimates of KL(pi_rollout || pi_old).
 
     Raises:
         ValueError: if `level` or `mode` is unknown, or if 0 <= lower <= 1 <= upper does not hold.
@@ -130,7 +131,9 @@ def rollout_rejection(
 
     Returns:
         (mask, metrics). The mask (B, T) is bool and a subset of `response_mask`. The metrics are sums over the trained
-        tokens (`response_mask`): `divergence` (the tokens' KL estimates), `outside_fraction` and `dropped_fraction`.
+        tokens, and the caller divides each sum by the number of trained tokens: `divergence` sums the tokens' KL
+        estimates, `outside_fraction` counts the tokens whose own or whose row's divergence is outside of [lower,
+        upper], and `dropped_fraction` counts the dropped tokens.
 
     Raises:
         ValueError: if `kl_estimator` or `level` is unknown, if both bounds are None, if `lower` is given for an

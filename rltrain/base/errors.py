@@ -54,7 +54,7 @@ class SyncError(RLTrainError, RuntimeError):
 
 
 class SyncStopped(SyncError):
-    """Raised in a process of a weight sync if the sync cannot go on because another process failed or died."""
+    """Raised in one process of a weight sync if the sync stops because another process failed or died."""
 
 
 class CheckpointError(RLTrainError, RuntimeError):

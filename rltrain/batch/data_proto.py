@@ -26,8 +26,9 @@ from rltrain.batch.serialization import Packet, Text, objects, receive, send
 
 __all__ = ["COLUMNS", "DataProto", "jagged", "offsets_of", "positions"]
 
-# Maps the name of each column to (family, meaning). All jagged columns of a column family share one offsets tensor. The
-# columns of the family "row" are dense and have one entry per row.
+# Maps the name of each column to (family, meaning). All columns of a family have the same number of entries in a row,
+# so all jagged columns of a family share one offsets tensor. The columns of the family "row" are dense and have one
+# entry per row.
 COLUMNS: dict[str, tuple[str, str]] = {
     "prompts": ("prompt", "token ids of the prompt, int64"),
     "responses": (

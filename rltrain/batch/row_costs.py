@@ -55,7 +55,7 @@ class RowWork:
         return tokens * self.token + outputs * self.output + pairs
 
     def of_rows(self, tokens: Sequence[int], outputs: Sequence[int]) -> list[int]:
-        """Return the number of multiply-adds for each row, as computed by the method `of`."""
+        """Return the number of multiply-adds for the forward pass of each row. See `of` for the arguments."""
         return [self.of(length, count) for length, count in zip(tokens, outputs, strict=True)]
 
 

@@ -145,7 +145,7 @@ class ControlTokens:
         return ids
 
     def _encode_named(self, text: str, *, add_special_tokens: bool) -> list[int]:
-        """Encode a text in which control tokens are written with private-use names instead of their own names."""
+        """Encode a text in which each control token is written as a name made of private-use characters."""
         if self._tokenizer.is_fast:
             tokenizer, ids = self._copy
             found = tokenizer.encode(text, add_special_tokens=add_special_tokens).ids

@@ -52,7 +52,7 @@ class DatasetName:
         repository: name of the data set without configuration, split and revision: `ORG/NAME`.
         config: name of the configuration; None for the data set's configuration "default" or its only configuration. In
             the name `ORG/NAME:WORD`, `config` is WORD and `split` is None, even if WORD is the name of a split.
-        split: name of the split; None if the user named no split, or wrote `ORG/NAME:SPLIT`.
+        split: name of the split in `ORG/NAME:CONFIG:SPLIT`; None if the data set's name does not have this form.
         revision: branch, tag or commit of the data set; None for the main branch.
     """
 

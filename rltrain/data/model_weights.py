@@ -469,8 +469,8 @@ def check_engine_files(path: str, where: str) -> None:
     other = _some(sorted(one_line(file.name) for file in engine ^ read))
     require(
         engine == read,
-        f"{where}: vLLM and transformers would read the weights from different files ({other}); keep the weights in "
-        "files of only one format and remove index files of other formats, or use rollout=hf",
+        f"{where}: vLLM and transformers would read different weight files (only one of them reads {other}); keep the "
+        "weights in files of only one format and remove index files of other formats, or use rollout=hf",
     )
 
 

@@ -24,10 +24,11 @@ fraction is f is chosen for about m * f of any m consecutive draws, with a small
 If the chosen pool is empty, the draw takes a prompt from the normal pool. If the chosen pool and the normal pool are
 both empty, the draw takes a prompt from the unseen pool. If the chosen pool, the normal pool and the unseen pool are
 all empty, the draw takes a random prompt from the hard and easy pools. If every prompt is either hard or easy, the
-normal and unseen pools are empty, and each draw that chooses an empty pool takes a random prompt instead. If the hard
-and easy pools also have small configured fractions, most draws choose an empty pool and take a random prompt, so that
-training is almost the same as with shuffled passes through all prompts. Random draws from the hard and easy pools
-include easy prompts, because otherwise the policy would train only on prompts that it fails to solve.
+normal and unseen pools are empty, and each draw that chooses an empty pool takes a random prompt instead. If every
+prompt is either hard or easy, and the hard and easy pools have small configured fractions, most draws choose an empty
+pool and take a random prompt. Training is then almost the same as with shuffled passes through all prompts. Random
+draws from the hard and easy pools include easy prompts, because otherwise the policy would train only on prompts that
+it fails to solve.
 
 Within a pool, prompts are drawn without replacement: each pass through a pool is a random permutation of the prompts in
 the pool. A prompt that was drawn in one pass through a pool can be drawn again only in a later pass. A prompt is called

@@ -10,8 +10,9 @@ chat template's rendering of the whole conversation:
 - Between two control tokens, the conversation built turn by turn and the template's rendering have the same token ids.
   An answer of the assistant must have the same text in the conversation built turn by turn and in the template's
   rendering, but the answer's token ids are allowed to differ. White space around an answer is allowed to differ,
-  because the policy samples this white space. Thoughts (`<think>...</think>`) are allowed to differ, because some
-  templates remove thoughts from earlier answers.
+  because the policy samples this white space. Thoughts (`<think>...</think>`) in the conversation built turn by turn
+  are allowed to differ from those in the template's rendering, because some templates remove thoughts from earlier
+  answers.
 - The conversation built turn by turn ends where the template would write the assistant's next answer.
 """
 

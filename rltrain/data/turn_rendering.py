@@ -43,8 +43,8 @@ class Anchor:
     Attributes:
         message: the assistant's message.
         marks: number of occurrences of the renderer's `mark` in the rendered message.
-        markup: in a message with tool calls, the text of the last tool call after the last occurrence of the renderer's
-            `mark`; "" in a message without tool calls.
+        markup: text that the template writes between the last occurrence of the renderer's `mark` and the end of the
+            last tool call, such as closing brackets; "" if the message has no tool calls.
         closing: text that the template writes after the answer if no other message follows.
     """
 

@@ -49,12 +49,13 @@ def code_tests(
 
     Tests given as text cannot use `isinstance` or `except` with the program's own classes. Tests given as text cannot
     use arithmetic or `<` between one of the program's objects and plain data, as in `Vector(1, 2) * 3`. The tests can
-    apply arithmetic and `<` to two objects that both come from the tested program. In the tests, `x in thing` iterates
-    over `thing` if `thing` is an object of the program, and does not call the object's method `__contains__`. If a
-    function of the program changes an argument in place, the test sees the change in the object that it passed. If the
-    program changes a list inside an argument, such as `table[0]`, the test sees the change in `table`, but not in a
-    variable to which the test assigned `table[0]` before the call. In the tests, the names of Python's builtins,
-    `math`, `cmath` and `unittest` always refer to Python's own objects, even if the program redefines these names.
+    apply arithmetic and `<` to two objects that both come from the tested program. If `thing` is an object of the
+    program, the expression `x in thing` in a test iterates over `thing` instead of calling the method `__contains__` of
+    `thing`. If a function of the program changes an argument in place, the test sees the change in the object that it
+    passed. If the program changes a list inside an argument, such as `table[0]`, the test sees the change in `table`,
+    but not in a variable to which the test assigned `table[0]` before the call. In the tests, the names of Python's
+    builtins, `math`, `cmath` and `unittest` always refer to Python's own objects, even if the program redefines these
+    names.
 
     Args:
         prompt: the prompt, which is not used.

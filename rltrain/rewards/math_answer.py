@@ -32,13 +32,13 @@ _LARGEST_POWER = 10**6
 # Largest allowed number of terms in the expansion of a power of a sum.
 _MOST_TERMS = 10**5
 _OPERATOR = re.compile(r"\\(?:prod|sum|i{0,3}int|oint|lim)(?![A-Za-z])")
-# The regular expression `_LONG_OPERATOR` matches operators (such as sums) over large ranges. Evaluating an operator
-# over a large range takes few function calls, but each call computes with huge numbers, so a limit on calls would not
-# limit the time.
+# The regular expression `_LONG_OPERATOR` matches operators (such as sums) over large ranges. Evaluating a sum or
+# product over a large range can take very long although it makes few function calls, because the calls compute with
+# huge numbers. The limit `_WORK` on the number of function calls therefore does not limit the time of the evaluation.
 _LONG_OPERATOR = re.compile(_OPERATOR.pattern + r"[^$]{0,60}(?:\d{4}|!)")
-# Maximum number of profiling events while two answers are compared. Each function call and each function return is one
-# profiling event. Python code with `_WORK` profiling events takes about a second. Even the longest ordinary answers
-# cause only a tenth of the profiling events that `_WORK` allows.
+# Maximum number of Python profiling events (see `sys.setprofile`) in one comparison of two answers. Each function call
+# and each function return is one profiling event. Python code with `_WORK` profiling events takes about a second. Even
+# the longest ordinary answers cause only a tenth of the profiling events that `_WORK` allows.
 _WORK = 5_000_000
 _PERCENT = re.compile(r"\s?\\?%\s?\Z")
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm|mbox)\s?\{([^{}]{0,200})\}")

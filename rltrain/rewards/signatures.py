@@ -17,7 +17,8 @@ from typing import Any
 from rltrain.base.errors import ConfigError
 from rltrain.rewards.result import RewardResult, ScoreError
 
-# Names of the first two parameters of a reward function for one sample, and of a batched reward function.
+# SINGLE has the names of the first two parameters of a reward function that scores one sample per call. BATCHED has the
+# names of the first two parameters of a reward function that scores several samples per call.
 SINGLE, BATCHED = ("prompt", "response"), ("prompts", "responses")
 # Arguments that a reward function gets only if it has a parameter of that name, and never through `**columns`.
 MESSAGES, RESPONSE_IDS = "prompt_messages", "response_ids"
@@ -303,7 +304,7 @@ def _same(result: Any) -> Any:
 
 
 def _each(result: Any) -> Any:
-    """Convert each result of verl's batched `compute_score`."""
+    """Convert each result of verl's batched `compute_score` to a score or a `RewardResult`, as `_verl_result` does."""
     return [_verl_result(one) for one in result] if isinstance(result, Sequence) else result
 
 

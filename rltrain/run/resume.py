@@ -243,7 +243,7 @@ def _require_no_checkpoints(trainer: TrainerConfig, own: Folder) -> None:
 
 
 def _require_no_other_run(config: Config, own: Folder, checkpoint: Checkpoint) -> None:
-    """Check that a run resumed from the given checkpoint does not mix the files of two runs.
+    """Check that the folders of a resumed run contain no newer checkpoints and no files of another run.
 
     A checkpoint in the run's own checkpoint folder must be the newest checkpoint in that folder. To resume from a
     checkpoint in another folder, the run needs new output and checkpoint folders.

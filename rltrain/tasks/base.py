@@ -119,8 +119,9 @@ class Task:
     def examples(self, tokenizer: "Qwen2Tokenizer", rng: Random, size: int) -> list[Example]:
         """Draw `size` random prompts with flawed answers for supervised training.
 
-        An example consists of the prompt, the flawed answer and, if the answer is finished, the end token. The model is
-        not trained to predict the tokens of the prompt.
+        Each example contains the token ids of a prompt and of its flawed answer. If `messy_answer` says that the end
+        token follows the answer, the example ends with the end token. The model is not trained to predict the tokens of
+        the prompt.
         """
         found = []
         for row in self.prompts("train", rng.getrandbits(64), size):

@@ -41,7 +41,7 @@ def path(table: str, start: int, hops: int) -> list[int]:
 def draw(split: str, rng: Random) -> Row:
     """Draw a data row of the given split, such that the lookups on the path to the answer use different keys.
 
-    A hash of the table, the start and the number of hops decides to which split a row belongs.
+    A row belongs to the split "train" or "val" depending on a hash of its table, its start and its number of hops.
     """
     while True:
         table = "".join(rng.choices(DIGITS, k=ENTRIES))

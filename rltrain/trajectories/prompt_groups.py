@@ -210,8 +210,9 @@ class PromptGroups:
     def restored(self, state: Mapping[str, Any], prompt_of: Callable[[int], Prompt]) -> Group:
         """Return the group that a state from `Group.state_dict` describes.
 
-        A dropped group is no longer in flight. `restored` creates a dropped group again from the state, but does not
-        add the group to the groups in flight. Call `PromptGroups.load_state_dict` before `restored`.
+        If the group is in flight, `restored` returns the existing `Group` object. If the group was dropped, `restored`
+        creates a new `Group` object from the state, and does not add it to the groups in flight. Call
+        `PromptGroups.load_state_dict` before `restored`.
         """
         if (group := self.groups.get(state["uid"])) is None:
             group = self.group(state["uid"], prompt_of(state["uid"]))

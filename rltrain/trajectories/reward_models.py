@@ -97,7 +97,7 @@ class RewardModel:
         except TemplateError as error:
             return f"cannot read the sample: {error}"
         except ControlTokenError as error:
-            return f"cannot encode the control-token names in the text as ordinary text ({error})"
+            return f"the text contains the name of a control token and cannot be encoded as ordinary text ({error})"
         row = tuple(one_bos(ids, self.tokenizer.bos_token_id))
         while len(row) > 1 and row[-1] == self.pad:
             row = row[:-1]

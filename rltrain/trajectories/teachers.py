@@ -295,8 +295,8 @@ def merged(batch: DataProto, found: Sequence[tuple[list[int], DataProto]]) -> Co
 def several_contexts(batch: DataProto) -> list[str]:
     """Return for each row why a teacher cannot score the row, or "" if the row has a single context.
 
-    A row with several contexts can be scored only by a teacher that runs on the training ranks and reads the policy's
-    prompts.
+    A row has several contexts if, for example, an agent program shortened the conversation. Only a teacher that runs on
+    the training ranks and reads the same prompts as the policy can score a row with several contexts.
     """
     if "context_starts" not in batch:
         return [""] * len(batch)

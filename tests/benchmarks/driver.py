@@ -157,17 +157,22 @@ def pickled(count: int) -> Ranks:
     return [Role(PickledProcess(), "idle") for _ in range(count)]
 
 
-def rollouts() -> DataProto:
-    """Return a scored batch with log-uniform response lengths, like a batch of the rollout collector."""
-    rows = PROMPTS * SAMPLES
+def rollouts(prompts: int = PROMPTS, shortest: int = SHORTEST, longest: int = LONGEST) -> DataProto:
+    """Return a scored batch with log-uniform response lengths, like a batch of the rollout collector.
+
+    Args:
+        prompts: number of prompts, each with SAMPLES answers.
+        shortest, longest: range of the response lengths, in tokens.
+    """
+    rows = prompts * SAMPLES
     draws = torch.rand(rows, generator=torch.Generator().manual_seed(0))
-    lengths = (SHORTEST * (LONGEST / SHORTEST) ** draws).long()
+    lengths = (shortest * (longest / shortest) ** draws).long()
     tokens = int(lengths.sum())
     nested = torch.nested.nested_tensor_from_jagged(torch.ones(tokens, dtype=torch.int64), offsets_of(lengths))
     batch = DataProto.from_dict(
         {
             "prompts": jagged([[1] * (8 + row // SAMPLES % 32) for row in range(rows)], torch.int64),
-            "responses": nested, "uid": torch.arange(PROMPTS).repeat_interleave(SAMPLES),
+            "responses": nested, "uid": torch.arange(prompts).repeat_interleave(SAMPLES),
             "valid": torch.ones(rows, dtype=torch.bool), "failed": torch.zeros(rows, dtype=torch.bool),
             "scores": draws, "reward_components": draws[:, None],
         },
@@ -185,7 +190,8 @@ Clock = Callable[[str], Any]
 
 async def step(batch: DataProto, ranks: Ranks, config: Config, clock: Clock) -> None:
     """Run the driver's part of one training step, with each phase inside the context manager `clock(phase)`."""
-    group, budget = WorkerGroup(ranks), 4 * LONGEST  # The store has no columns of a new group yet.
+    group = WorkerGroup(ranks)  # The store has no columns of a new group yet.
+    budget = 4 * config.rollout.max_response_length
     read, trained_on = log_probs_columns(config.algorithm), update_columns(config.algorithm)
     with clock("log-probs"):
         batch = batch.union(await group.rows(Idle.compute_ref_log_probs, batch, FORWARD, max_tokens=budget))

@@ -1,13 +1,14 @@
 """Compares the transports of a weight sync: a shared file, a process group (gloo), and Ray's object store.
 
 The first part times weight syncs of 120M parameters from two FSDP2 ranks to two engines: on one host with each
-transport, and on two hosts with the transports that work between hosts. The two hosts are sets of network namespaces on
-this machine, which need root; if they cannot be created, only one host is measured.
+transport, and on two hosts with the transports that work between hosts. The two hosts are simulated on one machine by
+network namespaces, which need root privileges. If the namespaces cannot be created, only one host is measured.
 
-The second part measures the driver's CPU time for one weight sync, and how many references the driver passes to calls.
-The ranks and engines are objects that do nothing, and the sync has the number of buckets of a model with 8 billion
-parameters in bfloat16. With a process group, the driver starts a fixed number of calls in each process. With the object
-store, the driver passes each rank's part of each bucket to each engine, so smaller numbers of processes are measured.
+The second part measures the driver's CPU time for one weight sync, and how many references to objects in Ray's object
+store the driver passes to calls. In the second part, the ranks and engines are fake processes that do nothing. With a
+process group, the driver starts a fixed number of calls in each process, and the weight sync has as many buckets as for
+a model with 8 billion parameters in bfloat16. With the object store, the driver passes each rank's part of each bucket
+to each engine, so only 8 buckets and smaller numbers of processes are measured.
 
     python -m tests.benchmarks.transports
 """
@@ -54,7 +55,10 @@ def node_of(_: Any) -> str:
 
 
 async def measure(workers: Workers, transports: tuple[Transport, ...]) -> dict[str, Any]:
-    """Return the seconds of each round by transport, and the nodes of ranks and engines. The rounds take turns."""
+    """Return the seconds that each transport took in each round, and the nodes of the ranks and engines.
+
+    Each round measures every transport once.
+    """
 
     def send(transport: Transport) -> Callable[[], Awaitable[None]]:
         return lambda: sync(workers.actor.ranks, engines(workers), 1, check=True, transport=transport)
@@ -86,7 +90,7 @@ async def measured(folder: str, address: str) -> dict[str, Any]:
 
 
 def on_two_hosts(folder: str) -> dict[str, Any] | str:
-    """Measure on a cluster of two hosts, or return the reason why it cannot be created."""
+    """Measure the transports on a cluster of two hosts, or return the reason why they cannot be measured."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "cluster"))
     from hosts import Cluster, hosts, namespaces_work  # type: ignore[import-not-found,unused-ignore]
 
@@ -102,7 +106,7 @@ def on_two_hosts(folder: str) -> dict[str, Any] | str:
 
 
 class Fake:
-    """A process that does nothing, and counts the references among the arguments of its calls."""
+    """A fake worker process that does nothing, and counts the references among the arguments of its calls."""
 
     concurrent, how_lost = True, ""
     references = 0
@@ -111,7 +115,7 @@ class Fake:
         self.buckets = buckets
 
     def start(self, role: str, method: str, *args: Any) -> Pending[Any]:
-        """Return a result of the form that the method `method` of a rank or an engine returns."""
+        """Return a fake result of the method `method` of a rank or an engine."""
         Fake.references += sum(isinstance(arg, Reference) for arg in args)
         if method == "start_export":
             return Pending(self, Offer([True] * self.buckets, None))  # type: ignore[arg-type]
@@ -120,7 +124,7 @@ class Fake:
         return Pending(self, "a node" if method == "start_load" else Reference())  # type: ignore[arg-type]
 
     def share(self, value: Any) -> Any:
-        """Return a reference to the value."""
+        """Return a fake reference to the value."""
         return Reference()
 
 
@@ -129,7 +133,7 @@ class Reference:
 
 
 def driver_costs(transport: Transport, ranks: int, receivers: int, buckets: int) -> tuple[float, int]:
-    """Return the driver's CPU seconds for one weight sync, and the number of references that it passes to calls."""
+    """Return the driver's CPU seconds for one weight sync, and the number of references that the driver passes."""
     found, processes = [], [Role[Any](Fake(buckets), "actor") for _ in range(ranks + receivers)]  # type: ignore[arg-type]
     for _ in range(FAKE_ROUNDS):
         Fake.references, begin = 0, time.process_time()
@@ -139,7 +143,7 @@ def driver_costs(transport: Transport, ranks: int, receivers: int, buckets: int)
 
 
 def costs() -> list[Row]:
-    """Return the rows about the driver's own work."""
+    """Measure the driver's CPU time with fake processes, and return one row for each transport and cluster size."""
     made: list[Row] = []
     for transport, sizes in SIZES.items():
         for ranks, receivers in sizes:
@@ -154,7 +158,7 @@ def costs() -> list[Row]:
 
 
 def times(found: dict[str, Any], where: str) -> list[Row]:
-    """Return one row for each transport, relative to the first."""
+    """Return one row for each transport, with its median time relative to the first transport's median time."""
     middle = {transport: statistics.median(values) for transport, values in found["seconds"].items()}
     base, first = next(iter(middle.items()))
     notes = (
@@ -170,11 +174,11 @@ def times(found: dict[str, Any], where: str) -> list[Row]:
 
 
 def run() -> list[Row]:
-    """Measure all transports on one host and on two hosts, and the driver's costs."""
+    """Measure the driver's CPU time, and all transports on one host and on two hosts."""
     made = costs()
     with tempfile.TemporaryDirectory() as folder:
         make_model(Path(folder))
-        # Processes are measured from a process of their own, because the hosts' programs also run this module.
+        # The transports on one host are measured in a subprocess, like the transports on two hosts.
         done = subprocess.run(
             [sys.executable, "-m", "tests.benchmarks.transports", folder, ""],
             stdout=subprocess.PIPE,

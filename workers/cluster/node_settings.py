@@ -61,8 +61,8 @@ def settings_here(sharing: Sharing) -> dict[str, str]:
 def own_address() -> str:
     """Return the address at which the processes of other machines reach this process.
 
-    The address belongs to the network interface of gloo (GLOO_SOCKET_IFNAME). If that variable names no interface with
-    an IPv4 address, the address is the node's address in the Ray cluster.
+    The address is the IPv4 address of the network interface that the environment variable GLOO_SOCKET_IFNAME names. If
+    GLOO_SOCKET_IFNAME names no interface with an IPv4 address, the address is the node's address in the Ray cluster.
     """
     interfaces: dict[str, list[Any]] = psutil.net_if_addrs()
     for one in interfaces.get(os.environ.get(_INTERFACES[0], ""), []):

@@ -187,7 +187,7 @@ def keep_freed_memory() -> None:
     Each page of memory that glibc returns to the system costs a page fault when the page is used again. With glibc's
     default settings, page faults took a third of the time of a small model's forward pass.
     """
-    with contextlib.suppress(OSError, AttributeError):  # the C library may not be glibc
+    with contextlib.suppress(OSError, AttributeError):  # Some systems have no glibc.
         mallopt = ctypes.CDLL("libc.so.6").mallopt
         for option, size in ((_TRIM_THRESHOLD, 1 << 30), (_MMAP_THRESHOLD, 32 << 20), (_TOP_PAD, 64 << 20)):
             mallopt(option, size)
@@ -199,7 +199,7 @@ def return_freed_memory() -> None:
     Writing a checkpoint temporarily needs as much memory as the training state. `return_freed_memory` is called after a
     checkpoint has been written, because glibc would keep most of the freed memory for later allocations.
     """
-    with contextlib.suppress(OSError, AttributeError):  # the C library may not be glibc
+    with contextlib.suppress(OSError, AttributeError):  # Some systems have no glibc.
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 

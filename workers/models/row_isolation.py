@@ -40,8 +40,8 @@ def load_policy(
     Args:
         path: model directory in Hugging Face format.
         where: start of error messages, `model.path=PATH` by default.
-        arrange: function that changes the empty model in place, as in `load_model`. Usually, `arrange` shards the
-            model.
+        arrange: function that changes the model in place before the weights are read, as in `load_model`. For example,
+            the function can add adapters and shard the model.
         first_value: function that returns the initial values of parameters that the weight files lack, as in
             `load_model`.
         device: device of the weights.

@@ -105,7 +105,7 @@ def _check(index: Any) -> None:
     for place in index.storage_data.values():
         _demand(
             type(place) is _StorageInfo and isinstance(place.relative_path, str),
-            "the location of a tensor has an unknown type",
+            "the location of a tensor is stored as an object of an unknown type",
         )
         _demand(
             not getattr(place, "transform_descriptors", None),

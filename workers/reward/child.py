@@ -41,8 +41,8 @@ def serve(descriptor: int, parent: int) -> None:
     child process sends the error message instead of READY, and `serve` returns.
 
     Args:
-        descriptor: File descriptor of the socket to the guard. The first message on the socket is a tuple of the reward
-            functions, the options of `RewardWorker` and the memory limit in MB.
+        descriptor: File descriptor of the socket that connects this process with its guard process. The first message
+            on the socket is a tuple of the reward functions, the options of `RewardWorker` and the memory limit in MB.
         parent: Process id (pid) of the process that started the child. The child process is killed when its parent
             process ends.
     """

@@ -38,8 +38,8 @@ _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 class _Slot:
     """One child process of a reward worker's actor, and the pending call of that process.
 
-    While the process starts (`starting` is True), the pending call is the first call of `ping`. For a spare process
-    that has not been started yet, `pending` is None and `starting` is True.
+    While the process starts (`starting` is True), the pending call is the first call of `ping`. Before a spare process
+    is started, `starting` is also True, but `pending` is None.
     """
 
     actor: Any

@@ -153,8 +153,8 @@ class RewardWorker:
             requests: Samples to score.
             function: Index of the only reward function to call; each result then has one score. If `function` is None,
                 all reward functions are called.
-            budget_s: Seconds after which no further plain function (neither batched nor async) is called. The first
-                call of a plain function is made even if `budget_s` is 0.
+            budget_s: Seconds after which no further plain function (neither batched nor async) is called. Even if
+                `budget_s` is 0, one plain function is called for the first sample.
             limit_s: Seconds after which a call of an async function is cancelled and its sample fails.
             report: Callback that, after each call of a plain function, receives the scores that the sample has so far.
 

@@ -247,8 +247,8 @@ class RolloutPool:
         """Wait until the cluster has free CPUs and GPUs for an optional replica.
 
         An optional replica never starts while the training ranks restart, because it could take the CPUs or GPUs that
-        the training ranks need. `hold_weights` clears `_source` before the training ranks restart, so an optional
-        replica starts only while `_source` is set.
+        the training ranks need. `room_for` therefore waits until `_source` is not None, because `hold_weights` sets
+        `_source` to None before the training ranks restart.
         """
         assert replica.room is not None, "only an optional replica may wait for free CPUs and GPUs"
 

@@ -41,8 +41,8 @@ class Building:
     Attributes:
         role: Handle of the rollout worker in the process.
         built: Pending calls that must end before the engine is ready.
-        fetched: Running calls that copy the model's files to the machine on which the new process runs. A call in
-            `fetched` has no time limit as long as the call makes progress.
+        fetched: Running calls that copy the model's files to the machine on which the new process runs. Copying the
+            files may take any length of time, as long as it makes progress.
     """
 
     role: Role[RolloutWorker]

@@ -84,7 +84,7 @@ class BucketTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Create the reader of weight buckets, and the thread in which parts of the weight checks run.
 
-        No handshake with the sender is necessary.
+        The transfer engine opens no connection to the sender of the weights.
         """
         self.reader = Reader()
         self.helper = ThreadPoolExecutor(1, thread_name_prefix="weight-checks")
@@ -278,7 +278,8 @@ def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Ten
         wholes["bias"] = _linear(module, module.bias.float(), is_bias=True)
     outputs: dict[str, Tensor] = {}
     for kind, parts in wholes.items():
-        # If the checkpoint stores a fused layer as a single tensor, the outputs of the layer's parts are concatenated.
+        # If the checkpoint also stores the fused layer as a single tensor, `outputs` needs a single entry for the
+        # layer, so the outputs of the layer's parts are concatenated.
         parts = [torch.cat(parts)] if len(names) == 1 else parts
         outputs |= {f"{n}.{kind}": part for n, part in zip(names, parts, strict=True)}
     return outputs

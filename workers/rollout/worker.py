@@ -198,7 +198,7 @@ class RolloutWorker:
     def sleep(self) -> bool:
         """Release the engine's device memory until the next weight sync.
 
-        Return False if the engine keeps its memory.
+        Return whether the engine has released its memory. An engine on a CPU never releases its memory.
         """
         return self._run("sleep", lambda: self.receiver.sleep(self.engine))
 
@@ -223,12 +223,12 @@ class RolloutWorker:
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
 
     def receive_all(self, sync: str, chain: Chain, place: int) -> None:
-        """Receive all buckets of weights through a process group, send them to the next engine, and load them.
+        """Receive each bucket of weights through a process group, send it to the next engine, and load it.
 
         Args:
             sync: Name of the weight sync.
-            chain: Description of the process group.
-            place: Place of this engine among the engines of the process group, from 0.
+            chain: Description of the process group, whose engines pass the buckets on in a chain.
+            place: Index of this engine in the chain of engines, from 0.
         """
         for bucket in received_buckets(chain, place):
             self._run("load weights", partial(self.receiver.bucket, self.engine, sync, (bucket,)))

@@ -1,8 +1,8 @@
 """Buckets: the units of data in which a weight sync transfers one version of the weights to the engines.
 
-All ranks compute the same layout, which assigns a bucket and an offset in the bucket to each tensor. Each rank copies
-the rows that it holds to the rows' offsets in a bucket; the copied rows are the rank's part of the bucket. An engine
-joins the parts of all ranks and reads whole tensors from the bucket.
+All ranks compute the same layout, which assigns a bucket and an offset in the bucket to each tensor. Each rank writes
+only the rows that it holds, which are the rank's part of the bucket. An engine joins the parts of all ranks and reads
+whole tensors from the joined bucket.
 """
 
 import warnings
@@ -38,14 +38,15 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """Some rows of a tensor that one rank wrote into a bucket.
+    """Consecutive rows of a tensor, which one rank wrote into a bucket.
 
     Attributes:
         name: name of the tensor to which the rows belong.
-        start, size: offset of the rows in the bucket, and length of the rows, both in bytes. If `size` is 0, the piece
-            contains no rows but only the probe of some rows, and `start` is the index of the first probed row.
-        checksum: result of `checks.checksum` for the bytes, or None if the sync has no checks.
-        probe: result of `checks.probe` for the rows, in float32, or None if the sync has no checks.
+        start, size: offset of the rows in the bucket, and length of the rows, both in bytes. If `size` is 0, the bucket
+            does not contain the rows but only their `probe`, and `start` is the index of the first of these rows.
+        checksum: result of `checks.checksum` for the rows' bytes, or None if the sync has no checks.
+        probe: product of the rows of a matrix and a fixed random vector, in float32, with which the engine verifies its
+            weights (see `checks.probe`). `probe` is None if the rank sends no product.
     """
 
     name: str
@@ -57,7 +58,9 @@ class Piece:
 
 @dataclass
 class Bucket:
-    """Some tensors of one weight version: either the part that one rank wrote, or the joined parts of all ranks.
+    """A group of tensors that a weight sync transfers together.
+
+    A `Bucket` contains the tensor rows that one rank wrote. The function `join` returns a `Bucket` with whole tensors.
 
     Attributes:
         version: version of the weights.
@@ -67,8 +70,8 @@ class Bucket:
             checks a tied tensor under each of its names.
         pieces: the pieces (rows of tensors) that were written into the bucket, in the order of their bytes.
         data: the bucket's bytes as uint8, or None if the bytes are in a file. In one rank's part, `data` contains the
-            rank's pieces one after another, each at a multiple of `ALIGNMENT`. In the joined parts of a bucket, and in
-            a file, each tensor starts at its offset in `places`.
+            rank's pieces one after another, each at a multiple of `ALIGNMENT`. In the result of `join`, and in the file
+            at `path`, each tensor starts at its offset in `places`.
         path, offset: path of the file with the bytes, and the offset of the bucket in the file.
         scale: factor by which the product B A of an adapter is multiplied, or None if the tensors are not adapters.
     """
@@ -85,14 +88,15 @@ class Bucket:
 
     @property
     def size(self) -> int:
-        """Return the size of the bucket in bytes, from the bucket's start to the aligned end of its last tensor."""
+        """Return the size of the bucket in bytes, rounded up to a multiple of `ALIGNMENT`."""
         return end(self.places)
 
     def probes(self) -> dict[str, np.ndarray]:
-        """Return a dictionary from tensor names, including the additional names of tied tensors, to probes.
+        """Return a dictionary that maps names of tensors to the values with which the engine verifies its weights.
 
-        The probe of a matrix W is the product W v with the probe vector v. The probe of any other tensor consists of
-        the flattened values of the tensor (see `checks.probe`).
+        The value for a matrix W is the product W v, where v is a fixed random vector. The value for a tensor that is
+        not a matrix is the flattened tensor (see `checks.probe`). A tied tensor is in the dictionary under each of its
+        names.
         """
         found: dict[str, list[np.ndarray]] = {}
         for piece in self.pieces:
@@ -108,7 +112,7 @@ def aligned(size: int) -> int:
 
 
 def end(places: Sequence[Place]) -> int:
-    """Return the bucket's size in bytes, from its start to the aligned end of its last tensor in `places`."""
+    """Return the size in bytes of a bucket with the given places, rounded up to a multiple of `ALIGNMENT`."""
     return places[-1].start + aligned(places[-1].size) if places else 0
 
 
@@ -135,7 +139,7 @@ def join(parts: Sequence[Bucket]) -> Bucket:
     first = parts[0]
     pieces = sorted((piece for part in parts for piece in part.pieces), key=lambda piece: piece.start)
     sent: dict[str, int] = {}
-    # For each tensor, the end of the rows that follow one another from the tensor's start without a gap or an overlap.
+    # For each tensor, the offset up to which the pieces cover the tensor without a gap or an overlap.
     reached = {place.name: place.start for place in first.places}
     for piece in pieces:
         sent[piece.name] = sent.get(piece.name, 0) + piece.size
@@ -156,9 +160,9 @@ def join(parts: Sequence[Bucket]) -> Bucket:
 
 
 def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
-    """Copy each piece of the ranks' parts to the piece's offset in the bucket, and return the bucket's bytes.
+    """Return the bytes (size,) of a whole bucket, into which the rows from all ranks are copied.
 
-    If there is only one part, the bytes of the part are returned without a copy.
+    If only one rank sends a part of the bucket, the bytes of the part are returned without a copy.
     """
     if len(parts) == 1:
         assert parts[0].data is not None, "a bucket whose bytes are not in a file must have `data`"
@@ -174,9 +178,9 @@ def _together(size: int, parts: Sequence[Bucket]) -> np.ndarray:
 
 
 def verify(bucket: Bucket, data: np.ndarray) -> None:
-    """Raise SyncError if the bytes of a piece do not match the piece's checksum.
+    """Raise SyncError if received rows do not have the checksum that the sender has computed.
 
-    Pieces without a checksum are not checked.
+    Rows without a checksum are not checked.
     """
     for piece in bucket.pieces:
         if piece.checksum is None:
@@ -192,7 +196,8 @@ def verify(bucket: Bucket, data: np.ndarray) -> None:
 def tensors_of(bucket: Bucket, data: np.ndarray) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each tensor in a bucket, where the tensor is a view of the bucket's bytes."""
     with warnings.catch_warnings():
-        # PyTorch warns that the array is read-only, which is harmless because no code writes to the tensors.
+        # PyTorch warns if `data` is read-only. The warning is suppressed, because no code writes to the yielded
+        # tensors.
         warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")
         whole = torch.from_numpy(data)
     for place in bucket.places:

@@ -1,14 +1,14 @@
-"""Transport of weights between hosts: a chain of processes that pass the buckets on through a process group (gloo).
+"""Transfers weights between hosts through a process group (gloo), in which the engines form a chain.
 
-Each actor rank sends its part of a bucket to the first engine of the chain. The first engine joins the parts to the
-whole bucket. Each engine sends the whole bucket to the next engine, and then loads the bucket. Ranks and engines work
-on several buckets at the same time. If the engines of each host follow one another in the chain, the bytes of the
-weights enter each host only once.
+Each actor rank sends its part of each bucket of weights to the first engine of the chain. The first engine joins the
+parts of a bucket into the whole bucket. Each engine sends the whole bucket to the next engine of the chain, and then
+loads the bucket. Different processes work on different buckets at the same time. If the engines of each host follow one
+another in the chain, the bytes of the weights are sent to each host only once.
 
-The driver starts one call in each process for all buckets, so the driver's work does not grow with the size of the
-model. Ranks and engines wait for each other directly. A process that fails sets a mark in the store through which the
-members found each other, and each member looks for the mark once a second. If a process or a machine is lost, the
-driver sets the mark.
+The driver starts a single call in each process, which transfers all buckets, so the driver's work does not grow with
+the size of the model. Ranks and engines wait for each other without the driver. The members of the process group find
+each other through a store (TCPStore). A member that fails sets the key `GIVEN_UP` in the store, and each member looks
+for this key once a second. If a process or a machine is lost, the driver sets the key.
 """
 
 import contextlib
@@ -32,9 +32,9 @@ from workers.cluster.node_settings import own_address
 from workers.cluster.progress import tick
 from workers.sync.buckets import Bucket, Piece, Place, join
 
-CONNECT_S = 60.0  # Seconds in which a member must reach the store and its neighbours.
-TRANSFER_S = 24 * 3600.0  # Time limit of one transfer. Lost processes are found by other means, much earlier.
-LOOK_S = 1.0  # Seconds between two checks whether the driver has given the sync up.
+CONNECT_S = 60.0  # Time limit in seconds for connecting to the store and to the neighbours in the chain.
+TRANSFER_S = 24 * 3600.0  # Time limit of one transfer in seconds. The driver notices a lost process much earlier.
+LOOK_S = 1.0  # Seconds between two checks whether the weight sync was marked as failed.
 TAG = 0
 GIVEN_UP = "given up"  # Key in the store that marks a failed sync.
 T = TypeVar("T")
@@ -44,14 +44,16 @@ T = TypeVar("T")
 class Chain:
     """Description of a weight sync through a process group. All members get the same description.
 
-    The members 0, 1, ... are the actor's ranks, and the members after the ranks are the engines, in the order in which
-    the buckets pass through them.
+    The members of the process group are numbered from 0. The first members are the actor's ranks that send weights. The
+    remaining members are the engines, in the order in which the buckets pass through them.
 
     Attributes:
-        host, port: address of the store through which the members find each other. Rank 0 serves the store.
-        ranks: number of ranks.
+        host, port: address of the store (TCPStore) through which the members find each other. The store runs in the
+            process of the actor's rank 0.
+        ranks: number of ranks that send weights.
         engines: number of engines.
-        takes_part: bits (buckets, ranks) as packed by `numpy.packbits`: whether a rank sends a part of a bucket.
+        takes_part: array (buckets, bytes) uint8 of bits, as packed by `numpy.packbits`. Bit r of row b says whether
+            rank r sends a part of bucket b.
         buckets: number of buckets.
     """
 
@@ -63,7 +65,7 @@ class Chain:
     buckets: int
 
     def senders(self, number: int) -> list[int]:
-        """Return the ranks that send a part of a bucket."""
+        """Return the numbers of the ranks that send a part of the bucket with the given number."""
         bits = np.unpackbits(self.takes_part[number], count=self.ranks)
         return [int(rank) for rank in np.flatnonzero(bits)]
 
@@ -74,7 +76,7 @@ class Chain:
 
 
 def serve_store(host: str) -> TCPStore:
-    """Return a store that this process serves at a free port of the address `host`, and at no other address."""
+    """Start a store (TCPStore) in this process, which listens only at the address `host`, at a free port."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.create_server((host, 0), family=family)
     port = listener.getsockname()[1]
@@ -84,9 +86,9 @@ def serve_store(host: str) -> TCPStore:
 
 
 def give_up(host: str, port: int, reason: str) -> None:
-    """Mark a sync as failed, so that its members stop waiting for each other.
+    """Mark a weight sync as failed in the store, so that the members of the sync stop waiting for each other.
 
-    If the store cannot be reached, rank 0 is lost. Then nobody needs the mark.
+    If the store cannot be reached, nothing is marked: rank 0 is lost, and the members notice the loss of the store.
     """
     with contextlib.suppress(RuntimeError):
         _connect(host, port, LOOK_S).set(GIVEN_UP, reason or "failed")
@@ -97,11 +99,11 @@ def _connect(host: str, port: int, limit_s: float) -> TCPStore:
 
 
 class Member:
-    """This process's membership in the process group of one weight sync.
+    """Connection of this process to the other members of the process group of one weight sync.
 
     Args:
-        chain: description of the sync.
-        number: number of this member.
+        chain: description of the weight sync.
+        number: number of this process in the process group.
 
     Raises:
         SyncStopped: the store cannot be reached.
@@ -110,7 +112,8 @@ class Member:
     def __init__(self, chain: Chain, number: int) -> None:
         self.chain, self.number = chain, number
         try:
-            # The process group waits in its own client of the store, which then answers no other request.
+            # The process group has its own connection to the store, because a connection on which a thread waits for
+            # a key cannot be used for other requests.
             self.store = _connect(chain.host, chain.port, CONNECT_S)
             meeting = PrefixStore("members", _connect(chain.host, chain.port, CONNECT_S))
         except RuntimeError as error:
@@ -118,15 +121,19 @@ class Member:
                 f"{socket.gethostname()} cannot connect to {chain.host}:{chain.port}, where rank 0 of the actor "
                 f"listens: open the ports between the machines, or set rollout.weight_transport=object_store"
             ) from error
-        gloo: Any = ProcessGroupGloo  # PyTorch's type annotations lack most of its methods.
+        gloo: Any = ProcessGroupGloo  # PyTorch's type annotations lack most methods of the class.
         options = gloo._Options()
         options._timeout = timedelta(seconds=TRANSFER_S)
-        # A member connects only to its neighbours. Otherwise each member would connect to all other members.
+        # With `lazy_init`, a member connects only to the members to which it sends or from which it receives data.
+        # Without `lazy_init`, each member would connect to all other members.
         options._devices = [gloo.create_device(hostname=own_address(), lazy_init=True)]
         self.group = gloo(meeting, number, chain.size, options)
 
     def send(self, bucket: Bucket, to: int) -> None:
-        """Send a bucket, whose bytes are in memory, to another member, and return when they have left this process."""
+        """Send a bucket to the member `to`, and return when the bytes have left this process.
+
+        The bytes of the bucket must be in `bucket.data`, not in a shared file.
+        """
         header, probes = encoded(bucket)
         data = np.zeros(0, np.uint8) if bucket.data is None else bucket.data
         parts = [_tensor(part) for part in (header, data, probes)]
@@ -146,9 +153,9 @@ class Member:
         return decoded(header, data, probes)
 
     def begin(self, transfer: Callable[[], T]) -> "Future[T]":
-        """Start a transfer in a thread of its own, and return its future result.
+        """Start a transfer in a new thread, and return a future of the transfer's result.
 
-        The thread is a daemon: the thread of a transfer to a lost machine may never end.
+        The thread is a daemon thread, so that this process can end even if a transfer to a lost machine never ends.
         """
         future: Future[T] = Future()
 
@@ -162,9 +169,9 @@ class Member:
         return future
 
     def result(self, future: "Future[T]") -> T:
-        """Wait for a transfer.
+        """Wait until a transfer ends, and return its result.
 
-        Raises SyncStopped if a connection was closed, or if the driver has given the sync up.
+        Raises SyncStopped if another member closed its connection, or if the weight sync was marked as failed.
         """
         while not wait([future], timeout=LOOK_S).done:
             self._look()
@@ -189,7 +196,10 @@ class Member:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        """Close the connections to the other members. If this member has failed, tell the other members first."""
+        """Close the connections to the other members.
+
+        If this member failed by itself, it first marks the weight sync as failed, so that the other members also stop.
+        """
         if error is not None and not isinstance(error, SyncStopped):
             with contextlib.suppress(RuntimeError):
                 self.store.set(GIVEN_UP, described(error))
@@ -198,15 +208,17 @@ class Member:
 
 
 def send_parts(chain: Chain, rank: int, write: Callable[[int], Bucket]) -> None:
-    """Send one rank's parts of all buckets to the first engine, and write a part while the previous part is sent.
+    """Send one rank's parts of all buckets to the first engine of the chain.
+
+    While a part is being sent, the rank writes its next part.
 
     Args:
-        chain: description of the sync.
-        rank: number of the rank.
-        write: takes the number of a bucket, and returns this rank's part.
+        chain: description of the weight sync.
+        rank: number of the rank in the process group.
+        write: function that takes the number of a bucket, and returns this rank's part of the bucket.
 
     Raises:
-        SyncStopped: another process of the sync failed.
+        SyncStopped: another process of the weight sync failed.
     """
     with Member(chain, rank) as member:
         sent: Future[None] | None = None
@@ -222,16 +234,16 @@ def send_parts(chain: Chain, rank: int, write: Callable[[int], Bucket]) -> None:
 
 
 def received_buckets(chain: Chain, place: int) -> Iterator[Bucket]:
-    """Yield all buckets of a sync. Before a bucket is yielded, it has been sent to the next engine of the chain.
+    """Receive all buckets of a weight sync, send each to the next engine of the chain, and then yield the bucket.
 
-    The next bucket is received while the caller loads a bucket.
+    While the caller loads a bucket, the next bucket is received.
 
     Args:
-        chain: description of the sync.
-        place: place of this engine in the chain, from 0.
+        chain: description of the weight sync.
+        place: index of this engine in the chain of engines, from 0.
 
     Raises:
-        SyncStopped: another process of the sync failed.
+        SyncStopped: another process of the weight sync failed.
     """
     own = chain.ranks + place
     with Member(chain, own) as member:
@@ -251,9 +263,9 @@ def received_buckets(chain: Chain, place: int) -> Iterator[Bucket]:
 
 
 def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
-    """Return the description of a bucket as bytes of JSON (n,) uint8, and the bytes of its probes (n,) uint8.
+    """Return the description of a bucket as JSON in bytes (n,) uint8, and its probes as bytes (m,) uint8.
 
-    JSON is used because reading a pickle from a network connection can run any code.
+    The description is not pickled, because unpickling data from a network connection can run arbitrary code.
     """
     probes = [piece.probe for piece in bucket.pieces if piece.probe is not None]
     pieces = [
@@ -266,7 +278,7 @@ def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decoded(header: np.ndarray, data: np.ndarray, probes: np.ndarray) -> Bucket:
-    """Return the bucket that `encoded` has described, with the given bytes."""
+    """Return a bucket from its bytes `data`, and from the description and the probes that `encoded` returned."""
     description = json.loads(header.tobytes())
     values, pieces, at = probes.view(np.float32), [], 0
     for name, start, size, checksum, length in description.pop("pieces"):
@@ -278,7 +290,7 @@ def decoded(header: np.ndarray, data: np.ndarray, probes: np.ndarray) -> Bucket:
 
 
 def packed(takes_part: Sequence[Sequence[bool]]) -> np.ndarray:
-    """Return the field `Chain.takes_part` from the answers (ranks, buckets) of all ranks."""
+    """Pack the booleans (ranks, buckets) that say which ranks send which buckets, for `Chain.takes_part`."""
     return np.packbits(np.asarray(takes_part, dtype=bool).T, axis=1)
 
 

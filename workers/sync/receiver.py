@@ -75,7 +75,7 @@ class Receiver:
     def sleep(self, engine: Sleeps) -> bool:
         """Make the engine release its device memory until the next weight sync.
 
-        Return False if the engine keeps its memory.
+        Return whether the engine has released its memory. An engine on a CPU never releases its memory.
         """
         self.asleep = engine.sleep()
         return self.asleep

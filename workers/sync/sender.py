@@ -1,8 +1,9 @@
 """The part of a weight sync that runs on an actor rank: the rank copies the rows that it holds into buckets.
 
 Tensors that are sharded by rows are sent without being gathered. Each rank converts the rows that it holds to the
-engine's dtype and copies the rows into a bucket. The rank computes the rows' checksum and probe while the rows are in
-the CPU's cache. Tensors that are sharded, but not by rows, are gathered, and rank 0 writes the gathered tensors.
+engine's dtype and copies the rows into a bucket. While the copied rows are in the CPU's cache, the rank also computes
+their checksum and their product with a fixed random vector (see `workers.sync.checks`). Tensors that are sharded, but
+not by rows, are gathered, and rank 0 writes the gathered tensors.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -36,8 +37,8 @@ class Offer:
     """Message from a rank to the driver at the start of a weight sync.
 
     Attributes:
-        takes_part: for each bucket of the sync, whether the driver must call the rank for the bucket. A rank without
-            rows in a bucket is not called, unless it must help to gather a tensor. If there are several replicas of the
+        takes_part: for each bucket of the sync, whether the rank takes part in writing the bucket. A rank without rows
+            in the bucket takes part only if it must help to gather a tensor. If there are several replicas of the
             model, the ranks of only one replica send rows.
         where: result of `memory.whereabouts` in the rank's process, or None if the rank cannot use a shared file.
     """
@@ -56,7 +57,8 @@ class Sender:
         model: the model whose parameters are sent, possibly sharded. Tied parameters are sent once.
         version: version of the weights.
         dtype: dtype of the weights in the engine, "float32" or "bfloat16".
-        check: whether to send checksums and probes, with which the engines verify the weights.
+        check: whether to send the checksums and probes of `workers.sync.checks`, with which the engines verify the
+            weights.
     """
 
     def __init__(self, model: nn.Module, *, version: int, dtype: str, check: bool) -> None:
@@ -100,12 +102,15 @@ class Sender:
         return any(is_gathered(one) or row_range(one, self.first) for one in held)
 
     def serve_store(self) -> tuple[str, int]:
-        """Serve the store of a process group until `close`, and return the store's host and port."""
+        """Start the store (TCPStore) of a process group, and return the store's host and port.
+
+        The members of the process group find each other through the store, which runs until `close` is called.
+        """
         self.store = serve_store(own_address())
         return self.store.host, self.store.port
 
     def send(self, chain: Chain, member: int) -> None:
-        """Send this rank's parts of all buckets through a process group, in which the rank is the given member."""
+        """Send this rank's parts of all buckets through a process group, in which the rank has the number `member`."""
         send_parts(chain, member, partial(self.write, path=None))
 
     @torch.no_grad()
@@ -142,14 +147,14 @@ class Sender:
         return self.file.memory[bucket.offset + start : bucket.offset + start + size]
 
     def _write(self, place: Place, rows: Tensor, start: int, target: np.ndarray) -> Piece:
-        """Copy rows to `target` (n,) uint8 in chunks of a few rows, and return the piece that describes the rows."""
+        """Copy rows of a tensor to `target` (n,) uint8, and return a `Piece` with the rows' checksum and probe."""
         if rows.device.type != "cpu":
             rows = rows.to(self.torch_dtype).cpu()
         rows = rows.reshape(1) if rows.ndim == 0 else rows
         row = len(target) // max(1, len(rows))
         tick()
-        # Each chunk has a multiple of 8 rows, so that its length in bytes is a multiple of 8. The checksums of the
-        # chunks add up to the checksum of the piece only if all chunk lengths are multiples of 8 bytes.
+        # The rows are copied in chunks of a multiple of 8 rows, so that the length of a chunk in bytes is a multiple of
+        # 8. Otherwise, the checksum of all rows would differ from the sum of the chunks' checksums.
         step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)
         out = torch.from_numpy(target).view(self.torch_dtype).view(rows.shape)
         total, probes = 0, []
@@ -165,7 +170,7 @@ class Sender:
         return Piece(place.name, start, len(target), total % 2**64, products)
 
     def close(self) -> None:
-        """Remove the shared file's name, and release this process's mapping of the file and its store."""
+        """Remove the name of the shared file, unmap the file from this process, and end the store."""
         if self.file:
             self.file.unlink()
         self.file = self.store = None
@@ -174,7 +179,8 @@ class Sender:
 class AdapterSender(Sender):
     """Sender of the matrices A and B of a model's adapters in float32.
 
-    If `check` is True, `AdapterSender` also sends probes of the merged model.
+    If `check` is True, `AdapterSender` also sends products of the merged weight matrices and a fixed random vector,
+    with which an engine verifies its merged weights (see `checks.probe`).
 
     `AdapterSender` takes the same arguments as `Sender`. Each engine merges the adapters into its own copy of the base
     weights, as `workers.sync.adapters` describes.
@@ -193,7 +199,8 @@ class AdapterSender(Sender):
     def takes_part(self, number: int) -> bool:
         """Return whether `write` must be called on this rank for a bucket.
 
-        If `check` is True, all ranks take part in the last bucket, because they gather adapters for its probes.
+        If `check` is True, all ranks take part in writing the last bucket, because they must gather the adapters to
+        compute the probes of the merged weights.
         """
         return super().takes_part(number) or (self.check and number == len(self.layout) - 1)
 
@@ -201,7 +208,7 @@ class AdapterSender(Sender):
     def write(self, number: int, path: str | None) -> Bucket:
         """Write this rank's part of a bucket, as `Sender.write` does.
 
-        If `check` is True, the last bucket carries the probes of the merged model in addition to adapters.
+        If `check` is True, the last bucket also contains the results of `checks.probe` for the merged weights.
         """
         bucket = super().write(number, path)
         bucket.scale = self.scale
@@ -211,11 +218,12 @@ class AdapterSender(Sender):
         return bucket
 
     def _proofs(self) -> Iterator[Piece]:
-        """Yield pieces of a bucket that carry no weights, but only probes of the merged model.
+        """Yield for each parameter of the merged model a `Piece` with a probe of the rows that this rank holds.
 
-        Each piece carries the probe of this rank's rows of one parameter.
+        The `Piece` does not contain the rows themselves. The probe of a matrix is its product with a fixed random
+        vector (see `checks.probe`).
 
-        All ranks must iterate over all pieces, because gathering the adapters is a collective operation.
+        All ranks must run the generator to its end, because gathering the adapters is a collective operation.
 
         The merged weights are rounded to the engine's dtype before `checks.probe` computes their probes.
         """
@@ -256,7 +264,10 @@ def own_rows(parameter: Tensor, first: bool) -> tuple[Tensor, int] | None:
 
 
 def is_gathered(parameter: Tensor) -> TypeGuard[DTensor]:
-    """Return whether a tensor is sharded, but not by rows over one mesh dimension, so that ranks must gather it."""
+    """Return whether a tensor must be gathered before it is sent.
+
+    A tensor need not be gathered if it is not sharded, or if it is sharded only by rows over a single mesh dimension.
+    """
     if not isinstance(parameter, DTensor):
         return False
     copied = sum(isinstance(placement, Replicate) for placement in parameter.placements)
@@ -267,8 +278,9 @@ def is_gathered(parameter: Tensor) -> TypeGuard[DTensor]:
 def row_range(parameter: Tensor, first: bool) -> tuple[int, int] | None:
     """Return the index of the first row that this rank sends and the number of its rows, or None for no rows.
 
-    If there are several replicas of the model, the ranks of one replica send the tensors that are sharded by rows. Any
-    other tensor is sent by the rank for which `first` is True. A tensor without dimensions counts as one row.
+    If there are several replicas of the model, the ranks of one replica send the tensors that are sharded by rows. A
+    tensor that is not sharded by rows is sent by a single rank, for which `first` is True. A tensor without dimensions
+    counts as one row.
     """
     rows = parameter.size(0) if parameter.ndim else 1
     if not isinstance(parameter, DTensor) or is_gathered(parameter):

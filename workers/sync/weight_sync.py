@@ -1,13 +1,15 @@
 """The driver's part of a weight sync: the driver makes ranks and engines transfer the weights in buckets.
 
-For each bucket, the ranks that hold rows of the bucket write these rows, and then all engines load the bucket. Ranks
-write bucket n only after every engine has loaded bucket n - 2. Ranks can write one bucket while engines load the
-previous bucket, and at most two buckets exist at a time. The driver starts all calls of ranks and engines without
-waiting for their results. The result of one call is an argument of the next call, so that Ray runs the calls in order.
-If a call fails or a process dies, all later calls also fail, because each call needs the result of an earlier call.
+If all ranks and engines are on one host, the bytes of the buckets are in a shared file in memory. For each bucket, the
+ranks that hold rows of the bucket write these rows, and then all engines load the bucket. Ranks write bucket n only
+after every engine has loaded bucket n - 2. Ranks can write one bucket while engines load the previous bucket, and at
+most two buckets exist at a time. The driver starts all calls of ranks and engines without waiting for their results.
+The result of one call is an argument of the next call, so that Ray runs the calls in order. If a call fails or a
+process dies, all later calls also fail, because each call needs the result of an earlier call.
 
-If all ranks and engines are on one host, the bytes of the buckets are in a shared file in memory. If there are several
-hosts, each rank returns the bytes of its rows as the result of its call.
+If the ranks and engines are on several hosts, they transfer the buckets through a process group, as
+`workers.sync.process_group` describes. With `rollout.weight_transport=object_store`, the driver starts the same calls
+as for a shared file, but each rank returns the bytes of its rows as the result of its call.
 """
 
 import asyncio
@@ -39,10 +41,13 @@ class Sends(Protocol):
         """
 
     def serve_store(self) -> tuple[str, int]:
-        """Serve the store of a process group until `end_export`, and return the store's host and port."""
+        """Start the store (TCPStore) of a process group, and return the store's host and port.
+
+        The members of the process group find each other through the store, which runs until `end_export` is called.
+        """
 
     def send_all(self, chain: Chain, member: int) -> None:
-        """Send this rank's parts of all buckets through a process group, in which the rank is the given member."""
+        """Send this rank's parts of all buckets through a process group, in which the rank has the number `member`."""
 
     def end_export(self) -> None:
         """Free the memory that was used to send the weights."""
@@ -54,7 +59,8 @@ class Receives(Protocol):
     def start_load(self, sync: str, version: int) -> str | None:
         """Stop generating responses until `finish_load` is called.
 
-        Return the result of `memory.whereabouts` in the engine's process.
+        Return a string that identifies the host and the shared-memory folder of the engine's process, as returned by
+        `memory.whereabouts`.
         """
 
     def load_bucket(self, sync: str, before: None, *parts: Bucket) -> None:
@@ -64,7 +70,10 @@ class Receives(Protocol):
         """
 
     def receive_all(self, sync: str, chain: Chain, place: int) -> None:
-        """Receive and load all buckets through a process group, in which the engine has the given place."""
+        """Receive all buckets through a process group, and load them.
+
+        `place` is the index of the engine in the chain of engines, from 0.
+        """
 
     def finish_load(self, sync: str, before: None) -> None:
         """Resume generating responses, now with the new weights."""
@@ -143,8 +152,9 @@ async def _stream(
         ranks: the actor's ranks.
         engines: the engines.
         path: name of the sync, which is the path of its shared file.
-        offers: the ranks' offers.
-        shared: whether the bytes go through the shared file. If not, they are arguments and results of the calls.
+        offers: the description of what each rank sends.
+        shared: whether the bytes of the buckets go through the shared file. If `shared` is False, the bytes are results
+            of the ranks' calls and arguments of the engines' calls.
     """
     file = path if shared else None
     loaded: list[list[Pending[None]]] = []
@@ -170,8 +180,8 @@ async def _through_group(
 ) -> None:
     """Transfer all buckets with one call per process, and then make the engines finish loading.
 
-    The engines of a host follow one another in the chain, so that each host receives the weights once. The chain begins
-    on the host of rank 0.
+    The engines pass the buckets on in a chain. Engines on the same host follow one another in the chain, so that each
+    host receives the weights only once. The engines on the host of rank 0 come first.
     """
     host, port = await ranks[0].call(Sends.serve_store)
     senders = [n for n, offer in enumerate(offers) if any(offer.takes_part)]
@@ -191,7 +201,11 @@ async def _through_group(
 
 
 async def _first_cause(calls: Sequence[Pending[None]]) -> None:
-    """Wait for calls that depend on each other. If one fails, raise the error of a call that failed by itself."""
+    """Wait for the calls of all members of a process group, and raise the error of a member that failed.
+
+    If one member fails, the other members raise SyncStopped. `_first_cause` raises SyncStopped only if no call has
+    failed with another error.
+    """
     try:
         await results(calls)
     except SyncStopped:

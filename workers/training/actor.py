@@ -367,24 +367,24 @@ class ActorWorker:
     def export(self, number: int, path: str | None, *_loaded: None) -> Bucket:
         """Write this rank's part of a bucket of weights, and return the bucket.
 
-        `_loaded` holds the results of the engine calls that read an earlier bucket from the memory that the new bucket
-        reuses. Ray runs `export` only once the results in `_loaded` are available, so no bucket is overwritten while
-        the bucket is being loaded.
+        If `path` is given, the new bucket overwrites an earlier bucket in the shared file. `_loaded` holds the results
+        (None) of the engine calls that load the earlier bucket. Ray waits for the results in `_loaded` before it runs
+        `export`, so that no bucket is overwritten while an engine loads the bucket.
         """
         return self.sender.write(number, path)
 
     def serve_store(self) -> tuple[str, int]:
-        """Serve the store through which ranks and engines find each other, and return the store's host and port."""
+        """Start the store (TCPStore) through which ranks and engines find each other, and return its host and port."""
         return self.sender.serve_store()
 
     def send_all(self, chain: Chain, member: int) -> None:
-        """Send this rank's parts of all buckets through a process group, in which the rank is the given member."""
+        """Send this rank's parts of all buckets through a process group, in which the rank has the number `member`."""
         self.sender.send(chain, member)
 
     def end_export(self) -> None:
         """Free the memory of the sender, after all weights were sent or after the weight sync failed."""
         self.sender.close()
-        del self.sender  # The sender's references would keep the parameters in memory.
+        del self.sender  # The sender's references would keep the parameters of a replaced model in memory.
 
     def save_state(self, url: str) -> None:
         """Start writing this rank's part of a checkpoint and of the exported model, in the background.

@@ -39,9 +39,9 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-# If a receiver already has at most this share of the needed rows of a column, the driver sends all needed rows to the
-# receiver in one new part. One new part takes the driver less time than several new parts, even if the receiver gets
-# some rows twice.
+# A receiver may already have some of the rows of a column that it needs. If their share is at most FEW, the driver
+# sends all needed rows of the column to the receiver in one new part (an object in Ray's object store). One new part
+# takes the driver less time than several new parts, even if the receiver gets some rows twice.
 FEW = 0.1
 
 

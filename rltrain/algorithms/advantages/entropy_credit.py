@@ -60,7 +60,8 @@ def gtpo(
     penalties in the reward have no effect.
 
     token_level_rewards, response_mask and entropies are (B, T); uid, valid and successes are (B,). The advantages and
-    the returns are (B, T) and 0 in masked slots. The returned `returns` hold the rewards r_{i,t}.
+    the returns are (B, T) and 0 in masked slots. The returned `returns` are the token rewards r_{i,t},
+    and not sums of later rewards.
 
     Raises:
         ValueError: if alpha_1 or alpha_2 is not finite and >= 0, if both are 0, or if `successes` is NaN for all valid

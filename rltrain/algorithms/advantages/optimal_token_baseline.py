@@ -42,7 +42,7 @@ def optimal_token_baseline(
     mean over y_j ~ pi is sum_v pi_v^2.
 
     token_level_rewards, response_mask and old_log_probs are (B, T); uid and valid are (B,). The advantages and the
-    returns are (B, T) and 0 in masked slots. The returned `returns` hold the undiscounted reward sums G_{i,t}.
+    returns are (B, T) and 0 in masked slots. The returns are the undiscounted reward sums G_{i,t}.
     """
     mask = as_mask(response_mask) & counted_rows(response_mask, valid)[:, None]
     place, group = places(mask), group_index(uid)

@@ -22,7 +22,7 @@ def reinforce_plus_plus(
     statistics and gets an advantage of 0.
 
     token_level_rewards and response_mask are (B, T); valid is (B,). The advantages and the returns are (B, T) and 0 in
-    masked slots. The returned `returns` hold the discounted reward sums G_t, which are not whitened.
+    masked slots. The returns are the discounted reward sums G_t, which are not whitened.
     """
     mask = as_mask(response_mask) & as_mask(valid)[:, None]
     returns = returns_to_go(token_level_rewards, mask, gamma=gamma)

@@ -20,7 +20,7 @@ def remax(
     is not `valid`, or if its baseline b is NaN because the greedy answer has no score.
 
     token_level_rewards and response_mask are (B, T); valid and baseline_rewards are (B,). The advantages and the
-    returns are (B, T) and 0 in masked slots. The returned `returns` hold sum_{t' >= t} r_{t'}, without the baseline b.
+    returns are (B, T) and 0 in masked slots. The returns are sum_{t' >= t} r_{t'}, without the baseline b.
     """
     known = as_mask(valid) & ~baseline_rewards.isnan()
     mask = as_mask(response_mask) & known[:, None]

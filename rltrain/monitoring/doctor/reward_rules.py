@@ -73,8 +73,8 @@ def reward_never_applies(history: History) -> Finding | None:
     """Find reward functions that return None instead of a score for many answers.
 
     In the last 5 steps, at least half of the answers have no score although no reward function failed for these
-    answers. The finding `reward never applies` is also reported if a reward function returned None for every answer of
-    the last step.
+    answers. The doctor also reports `reward never applies` if one of the reward functions returned None for every
+    answer of the last step.
     """
     failed = dict(history.points("reward/failed_fraction"))
     points = [(step, value - failed.get(step, 0.0)) for step, value in history.points("reward/unscored_fraction")]

@@ -226,7 +226,8 @@ def _chosen(files: Sequence[SampleFile], share: float) -> Iterator[tuple[SampleF
 
     The sample files of the first and the last step are always included.
     """
-    groups = 8  # If fewer than one in 8 prompt groups fit on the page, whole sample files are omitted.
+    # If the page can show fewer than one in 8 prompt groups of each sample file, it omits some sample files completely.
+    groups = 8
     count = len(files) if share * groups >= 1 else max(2, round(len(files) * share * groups))
     if count >= len(files):
         yield from ((file, share) for file in files)

@@ -112,7 +112,11 @@ def _fixed(name: str, count: int, size: float) -> Process:
 
 
 def _gpus(config: Config, ranks: Sequence[Process], answers: Process, capacity: int | None) -> list[Place]:
-    """Return one `Place` for each kind of GPU: a GPU that a rank and an engine share, or a GPU with one process."""
+    """Return the memory needs of each kind of GPU as a `Place`.
+
+    If each rank shares its GPU with an engine, there is only one kind of GPU. Otherwise, each GPU has only one process,
+    and there is one kind of GPU for each kind of process.
+    """
     if not config.placement.share_ranks or not answers.device:
         alone = [Place(name=f"GPU of each {one.name}", capacity=capacity, needs=one.device) for one in ranks]
         if answers.device:

@@ -388,7 +388,7 @@ def test_an_index_that_is_none_is_refused(folder, content):
 def test_vllm_must_read_the_files_that_transformers_reads(folder):
     check_engine_files(str(folder), "model.path=here")
     shutil.copy(folder / "model.safetensors", folder / "consolidated.safetensors")
-    with pytest.raises(ConfigError, match=r"from different files \(consolidated\.safetensors\); keep the weights in"):
+    with pytest.raises(ConfigError, match=r"\(only one of them reads consolidated\.safetensors\); keep"):
         check_engine_files(str(folder), "model.path=here")
     (folder / "consolidated.safetensors").rename(folder / "aside")
     sharded(folder)

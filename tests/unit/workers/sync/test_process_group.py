@@ -54,7 +54,10 @@ def chain_of(store, ranks, engines, takes_part=None):
 
 
 class Run:
-    """The members of a chain, each of which runs in a thread. `outcomes` has the result or the error of each member."""
+    """Runs each member of a process group in a thread of this process.
+
+    `outcomes` maps the number of each member to the member's result or error.
+    """
 
     def __init__(self, chain, *, write=None, load=None):
         self.chain, self.write, self.load, self.outcomes = chain, write or self.whole, load or (lambda *_: None), {}
@@ -155,7 +158,7 @@ def test_if_a_rank_fails_all_engines_stop(store):
 
 
 def slowly(number, rank):
-    """Write a part that is larger than the sockets' buffers, so that a rank cannot send it to a closed connection."""
+    """Return a part that is larger than the sockets' buffers, so that sending it to a member that has ended fails."""
     bucket = part(number, rank, 2)
     bucket.data = np.concatenate([bucket.data, np.zeros(32 << 20, np.uint8)])
     return bucket
@@ -169,7 +172,7 @@ def test_parts_that_do_not_fit_together_are_an_error_of_the_first_engine(store):
 
 
 def test_members_that_wait_for_a_lost_machine_stop_when_the_driver_gives_the_sync_up(store):
-    """A member that never takes part stands for a machine whose connections stay open."""
+    """The lost machine is simulated by a member that never starts, so that nobody closes its connections."""
     run = Run(chain_of(store, 2, 2), write=slowly)
     lost = run.threads.pop(2)
     assert lost.ident is None
