@@ -1,5 +1,6 @@
 """Tests that the weights of two sharded ranks reach engines in other processes, through each transport."""
 
+import contextlib
 import fcntl
 import os
 
@@ -61,6 +62,23 @@ def failing(action: str):
     return patch
 
 
+def dying_engine(host):
+    """Make an engine's process end at its third bucket of weights."""
+    import os
+
+    from workers.sync import receiver
+
+    load, calls = receiver.Receiver.bucket, []
+
+    def bucket(self, *args):
+        calls.append(0)
+        if len(calls) == 3:
+            os._exit(1)
+        load(self, *args)
+
+    receiver.Receiver.bucket = bucket
+
+
 def processes(group):
     return [rank.process for rank in group.ranks]
 
@@ -69,14 +87,23 @@ def engines(workers):
     return [replica.role for replica in workers.rollout.replicas]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def workers(ray_here, start):
-    config, _ = compose(["placement.actor_ranks=2", "placement.rollout_replicas=2", "placement.share_ranks=true"])
+@contextlib.asynccontextmanager
+async def started(start, *overrides):
+    """Start two ranks and two engines, whose weight syncs have many buckets."""
+    config, _ = compose(
+        ["placement.actor_ranks=2", "placement.rollout_replicas=2", "placement.share_ranks=true", *overrides]
+    )
     async with (
         BackgroundTasks() as tasks,
         await start_workers(config, start, [EOS_ID], tasks, needs_critic=False) as made,
     ):
         await on(processes(made.actor), small_buckets)
+        yield made
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def workers(ray_here, start):
+    async with started(start) as made:
         yield made
 
 
@@ -150,3 +177,19 @@ async def test_the_death_of_a_rank_is_named_and_leaves_no_file(workers, nothing_
         await sync(workers.actor.ranks, engines(workers), 5, check=True)
     with pytest.raises(SyncError, match="weight sync 5 failed"):
         await engines(workers)[1].call(RolloutWorker.poll, 0.1)
+
+
+@pytest.mark.parametrize("dying", ["training rank 1", "rollout replica 0", "rollout replica 1"])
+async def test_the_death_of_a_member_of_the_process_group_is_named(start, nothing_left, dying):
+    async with started(start, "rollout=hf") as workers:
+        await workers.rollout.start()
+        number = int(dying[-1])
+        if dying.startswith("training"):
+            await on(processes(workers.actor)[number:][:1], failing("die"))
+        else:
+            await on([engines(workers)[number].process], dying_engine)
+        survivor = engines(workers)[0 if number else 1]
+        with pytest.raises(WorkerLost, match=rf"{dying} \(pid .* is gone"):
+            await sync(workers.actor.ranks, engines(workers), 1, check=True, transport="process_group")
+        with pytest.raises(SyncError, match="weight sync 1 failed"):
+            await survivor.call(RolloutWorker.poll, 0.1)

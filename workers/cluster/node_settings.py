@@ -61,16 +61,16 @@ def settings_here(sharing: Sharing) -> dict[str, str]:
 def own_address() -> str:
     """Return the address at which the processes of other machines reach this process.
 
-    The address is the IPv4 address of the network interface that the environment variable GLOO_SOCKET_IFNAME names. If
-    GLOO_SOCKET_IFNAME names no interface with an IPv4 address, the address is the node's address in the Ray cluster.
+    The address belongs to the network interface of gloo (GLOO_SOCKET_IFNAME). If that variable names no interface with
+    an IPv4 address, or if the interface has the address of the node in the Ray cluster, the node's address is returned.
     """
-    interfaces: dict[str, list[Any]] = psutil.net_if_addrs()
-    for one in interfaces.get(os.environ.get(_INTERFACES[0], ""), []):
-        if one.family == socket.AF_INET:
-            return str(one.address)
     import ray
 
-    return str(ray.util.get_node_ip_address())
+    node = str(ray.util.get_node_ip_address())
+    interfaces: dict[str, list[Any]] = psutil.net_if_addrs()
+    listed = interfaces.get(os.environ.get(_INTERFACES[0], ""), [])
+    found = [str(one.address) for one in listed if one.family == socket.AF_INET]
+    return node if node in found or not found else found[0]
 
 
 def interface_of(address: str) -> str:

@@ -112,6 +112,22 @@ def call() -> Iterator[None]:
         _counter.add(calls=-1)
 
 
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Mark this process as not busy while a call waits, in the `with` block, for the work of other processes.
+
+    If a run makes no progress, the processes that do not wait are the causes.
+    """
+    if _counter is None:
+        yield
+        return
+    _counter.add(calls=-1)
+    try:
+        yield
+    finally:
+        _counter.add(calls=1)
+
+
 def began_of(pid: int) -> int | None:
     """Return a process's start time in clock ticks since the machine's boot, or None if there is no such process."""
     fields = _stat(pid)

@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from functools import partial
 from typing import Any, Protocol, TypeVar
 
 from rltrain.base import trace
@@ -16,7 +15,7 @@ from workers.rollout.stop_strings import text_before
 from workers.rollout.turn_server import turn_server
 from workers.rollout.turns import TurnFormat, TurnRequest, TurnResult
 from workers.sync.buckets import Bucket
-from workers.sync.process_group import Chain, received_buckets
+from workers.sync.process_group import Chain, receive_buckets
 from workers.sync.receiver import Loads, Receiver
 
 ENGINES = {
@@ -230,8 +229,11 @@ class RolloutWorker:
             chain: Description of the process group, whose engines pass the buckets on in a chain.
             place: Index of this engine in the chain of engines, from 0.
         """
-        for bucket in received_buckets(chain, place):
-            self._run("load weights", partial(self.receiver.bucket, self.engine, sync, (bucket,)))
+
+        def load(bucket: Bucket) -> None:
+            self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, (bucket,)))
+
+        receive_buckets(chain, place, load)
 
     def finish_load(self, sync: str, before: None) -> None:
         """Resume generation, or raise SyncError if the engine does not compute with the new weights."""

@@ -15,7 +15,7 @@ import contextlib
 import json
 import socket
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
@@ -27,13 +27,14 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
-from rltrain.base.errors import RLTrainError, SyncStopped, described
+from rltrain.base.errors import RLTrainError, SyncError, SyncStopped, described
 from workers.cluster.node_settings import own_address
-from workers.cluster.progress import tick
+from workers.cluster.progress import tick, waiting
 from workers.sync.buckets import Bucket, Piece, Place, join
 
-CONNECT_S = 60.0  # Time limit in seconds for connecting to the store and to the neighbours in the chain.
-TRANSFER_S = 24 * 3600.0  # Time limit of one transfer in seconds. The driver notices a lost process much earlier.
+CONNECT_S = 60.0  # Time limit in seconds for connecting to the store.
+TRANSFER_S = 3600.0  # Time limit of one transfer in seconds. The driver notices a lost process much earlier.
+GIVE_UP_S = 10.0  # Time limit in seconds for marking a weight sync as failed.
 LOOK_S = 1.0  # Seconds between two checks whether the weight sync was marked as failed.
 TAG = 0
 GIVEN_UP = "given up"  # Key in the store that marks a failed sync.
@@ -48,6 +49,7 @@ class Chain:
     remaining members are the engines, in the order in which the buckets pass through them.
 
     Attributes:
+        name: name of the weight sync.
         host, port: address of the store (TCPStore) through which the members find each other. The store runs in the
             process of the actor's rank 0.
         ranks: number of ranks that send weights.
@@ -57,6 +59,7 @@ class Chain:
         buckets: number of buckets.
     """
 
+    name: str
     host: str
     port: int
     ranks: int
@@ -85,17 +88,22 @@ def serve_store(host: str) -> TCPStore:
     )
 
 
-def give_up(host: str, port: int, reason: str) -> None:
+def give_up(chain: Chain, reason: str) -> None:
     """Mark a weight sync as failed in the store, so that the members of the sync stop waiting for each other.
 
     If the store cannot be reached, nothing is marked: rank 0 is lost, and the members notice the loss of the store.
     """
     with contextlib.suppress(RuntimeError):
-        _connect(host, port, LOOK_S).set(GIVEN_UP, reason or "failed")
+        _mark(_connect(chain, GIVE_UP_S), reason)
 
 
-def _connect(host: str, port: int, limit_s: float) -> TCPStore:
-    return TCPStore(host, port, None, False, timedelta(seconds=limit_s), wait_for_workers=False)
+def _connect(chain: Chain, limit_s: float) -> PrefixStore:
+    store = TCPStore(chain.host, chain.port, None, False, timedelta(seconds=limit_s), wait_for_workers=False)
+    return PrefixStore(chain.name, store)
+
+
+def _mark(store: PrefixStore, reason: str) -> None:
+    store.compare_set(GIVEN_UP, "", reason or "failed")  # The first reason stays.
 
 
 class Member:
@@ -106,7 +114,7 @@ class Member:
         number: number of this process in the process group.
 
     Raises:
-        SyncStopped: the store cannot be reached.
+        SyncError: the store cannot be reached.
     """
 
     def __init__(self, chain: Chain, number: int) -> None:
@@ -114,10 +122,10 @@ class Member:
         try:
             # The process group has its own connection to the store, because a connection on which a thread waits for
             # a key cannot be used for other requests.
-            self.store = _connect(chain.host, chain.port, CONNECT_S)
-            meeting = PrefixStore("members", _connect(chain.host, chain.port, CONNECT_S))
+            self.store = _connect(chain, CONNECT_S)
+            meeting = PrefixStore("members", _connect(chain, CONNECT_S))
         except RuntimeError as error:
-            raise SyncStopped(
+            raise SyncError(
                 f"{socket.gethostname()} cannot connect to {chain.host}:{chain.port}, where rank 0 of the actor "
                 f"listens: open the ports between the machines, or set rollout.weight_transport=object_store"
             ) from error
@@ -145,7 +153,10 @@ class Member:
         """Wait for the next bucket from another member, and return the bucket."""
         sizes = torch.zeros(3, dtype=torch.int64)
         self.group.recv([sizes], sender, TAG).wait()
-        parts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        try:
+            parts = [torch.empty(int(size), dtype=torch.uint8) for size in sizes]
+        except RuntimeError as error:
+            raise SyncError(f"no memory for a bucket of {int(sizes.sum()):,} bytes: {error}") from error
         for part in parts:
             if part.numel():
                 self.group.recv([part], sender, TAG).wait()
@@ -173,15 +184,17 @@ class Member:
 
         Raises SyncStopped if another member closed its connection, or if the weight sync was marked as failed.
         """
-        while not wait([future], timeout=LOOK_S).done:
-            self._look()
+        with waiting():
+            while not wait([future], timeout=LOOK_S).done:
+                self._look()
         tick()
         try:
             return future.result()
         except RLTrainError:
             raise
         except RuntimeError as error:
-            raise SyncStopped("another process of the weight sync closed its connection") from error
+            closed = f"another process of the weight sync closed its connection ({described(error)})"
+            raise SyncStopped(closed) from error
 
     def _look(self) -> None:
         try:
@@ -198,12 +211,12 @@ class Member:
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         """Close the connections to the other members.
 
-        If this member failed by itself, it first marks the weight sync as failed, so that the other members also stop.
+        If this member failed, it first marks the weight sync as failed, so that the other members also stop. The
+        connections are closed when no thread uses the process group any more.
         """
-        if error is not None and not isinstance(error, SyncStopped):
+        if error is not None:
             with contextlib.suppress(RuntimeError):
-                self.store.set(GIVEN_UP, described(error))
-        self.group.abort()
+                _mark(self.store, described(error))
         del self.group, self.store
 
 
@@ -233,14 +246,15 @@ def send_parts(chain: Chain, rank: int, write: Callable[[int], Bucket]) -> None:
             member.result(sent)
 
 
-def received_buckets(chain: Chain, place: int) -> Iterator[Bucket]:
-    """Receive all buckets of a weight sync, send each to the next engine of the chain, and then yield the bucket.
+def receive_buckets(chain: Chain, place: int, load: Callable[[Bucket], None]) -> None:
+    """Receive all buckets of a weight sync, send each to the next engine of the chain, and then load the bucket.
 
-    While the caller loads a bucket, the next bucket is received.
+    While a bucket is loaded, the next bucket is received.
 
     Args:
         chain: description of the weight sync.
         place: index of this engine in the chain of engines, from 0.
+        load: function that loads a bucket into this engine.
 
     Raises:
         SyncStopped: another process of the weight sync failed.
@@ -259,7 +273,7 @@ def received_buckets(chain: Chain, place: int) -> Iterator[Bucket]:
             bucket = member.result(coming)
             if number + 1 < chain.buckets:
                 coming = member.begin(partial(transfer, number + 1))
-            yield bucket
+            load(bucket)
 
 
 def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:

@@ -40,11 +40,15 @@ class Offer:
         takes_part: for each bucket of the sync, whether the rank takes part in writing the bucket. A rank without rows
             in the bucket takes part only if it must help to gather a tensor. If there are several replicas of the
             model, the ranks of only one replica send rows.
-        where: result of `memory.whereabouts` in the rank's process, or None if the rank cannot use a shared file.
+        where: result of `memory.whereabouts` in the rank's process.
+        has_file: whether the weights can go through a shared file, as far as this rank is concerned.
+        gathers: whether the ranks must gather some of the tensors together.
     """
 
     takes_part: Sequence[bool]
     where: str | None
+    has_file: bool = False
+    gathers: bool = False
 
 
 class Sender:
@@ -82,16 +86,17 @@ class Sender:
         """Prepare the sync, and return this rank's `Offer` to the driver.
 
         If `path` is given, rank 0 creates the shared file at `path`. If there is no room for the shared file,
-        `Offer.where` is None in rank 0's offer.
+        `Offer.has_file` is False in rank 0's offer.
         """
-        where = whereabouts() if path else None
+        has_file = path is not None
         if path and self.first:
             remove_stale()
             try:
                 self.file = SharedFile(path, min(SLOTS, len(self.layout)) * self.slot)
             except OSError:
-                where = None
-        return Offer([self.takes_part(number) for number in range(len(self.layout))], where)
+                has_file = False
+        takes_part = [self.takes_part(number) for number in range(len(self.layout))]
+        return Offer(takes_part, whereabouts(), has_file, any(map(is_gathered, self.parameters.values())))
 
     def takes_part(self, number: int) -> bool:
         """Return whether `write` must be called on this rank for a bucket.
@@ -106,6 +111,7 @@ class Sender:
 
         The members of the process group find each other through the store, which runs until `close` is called.
         """
+        self._close_file()  # The weights do not go through the shared file.
         self.store = serve_store(own_address())
         return self.store.host, self.store.port
 
@@ -171,9 +177,13 @@ class Sender:
 
     def close(self) -> None:
         """Remove the name of the shared file, unmap the file from this process, and end the store."""
+        self._close_file()
+        self.store = None
+
+    def _close_file(self) -> None:
         if self.file:
             self.file.unlink()
-        self.file = self.store = None
+        self.file = None
 
 
 class AdapterSender(Sender):
@@ -190,6 +200,7 @@ class AdapterSender(Sender):
         super().__init__(model, version=version, dtype="float32", check=check)
         self.adapters, self.merged = adapters_of(model), plain_parameters(model)
         self.engine_dtype: torch.dtype = getattr(torch, dtype)
+        self.proofs: list[Piece] | None = None
         (self.scale,) = {adapter.scale for adapter in self.adapters.values()}
 
     def tensors(self, model: nn.Module) -> dict[str, Tensor]:
@@ -214,9 +225,20 @@ class AdapterSender(Sender):
         bucket.scale = self.scale
         bucket.pieces = [replace(piece, probe=None) for piece in bucket.pieces]
         if self.check and number == len(self.layout) - 1:
-            bucket.pieces += self._proofs()
+            bucket.pieces += self._proofs() if self.proofs is None else self.proofs
         return bucket
 
+    def send(self, chain: Chain, member: int) -> None:
+        """Send this rank's parts of all buckets, as `Sender.send` does.
+
+        The ranks gather the adapters before the first bucket is sent. If a rank waited for a gather of the last bucket,
+        another rank could have left the process group.
+        """
+        if self.check:
+            self.proofs = list(self._proofs())
+        super().send(chain, member)
+
+    @torch.no_grad()
     def _proofs(self) -> Iterator[Piece]:
         """Yield for each parameter of the merged model a `Piece` with a probe of the rows that this rank holds.
 

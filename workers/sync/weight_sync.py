@@ -114,13 +114,16 @@ async def sync(
         told = [engine.start(Receives.start_load, path, version) for engine in engines]
         # The ranks run `start_export` while the engines run `start_load`.
         offers, places = await results(begun), await results(told, depends_on=senders)
-        shared = len({*(offer.where for offer in offers), *places}) == 1 and offers[0].where is not None
+        one_host = len({*(offer.where for offer in offers), *places}) == 1 and offers[0].where is not None
+        shared = one_host and all(offer.has_file for offer in offers)
         if transport == "shared_memory" and not shared:
             raise SyncError(
                 f"weight sync {version}: rollout.weight_transport=shared_memory needs all ranks and engines on one "
                 "host, and room for two buckets in its shared memory; use rollout.weight_transport=auto"
             )
-        if transport == "process_group" or (transport == "auto" and receivers[0].concurrent and not shared):
+        through_group = transport == "process_group" or (transport == "auto" and receivers[0].concurrent and not shared)
+        # Ranks gather some tensors together, which could block the other ranks if one rank has left the process group.
+        if through_group and not any(offer.gathers for offer in offers):
             await _through_group(ranks, engines, path, offers, places)
         else:
             await _stream(ranks, engines, path, offers, shared=shared)
@@ -187,32 +190,22 @@ async def _through_group(
     senders = [n for n, offer in enumerate(offers) if any(offer.takes_part)]
     order = sorted(range(len(engines)), key=lambda n: (places[n] != offers[0].where, places[n] or "", n))
     parts = packed([offers[n].takes_part for n in senders])
-    chain = Chain(host, port, len(senders), len(engines), parts, len(parts))
+    chain = Chain(path, host, port, len(senders), len(engines), parts, len(parts))
     shared = ranks[0].process.share(chain)
+    sent = [ranks[n].start(Sends.send_all, shared, member) for member, n in enumerate(senders)]
+    loaded = [engines[n].start(Receives.receive_all, path, shared, place) for place, n in enumerate(order)]
+    involved = _processes([*ranks, *engines])
     try:
-        sent = [ranks[n].start(Sends.send_all, shared, member) for member, n in enumerate(senders)]
-        loaded = [engines[n].start(Receives.receive_all, path, shared, place) for place, n in enumerate(order)]
-        await _first_cause([*sent, *loaded])
-        finished = [engine.start(Receives.finish_load, path, None) for engine in engines]
-        await results(finished, depends_on=_processes(ranks))
+        await results([*sent, *loaded], depends_on=involved)
     except BaseException as error:
-        await asyncio.to_thread(give_up, host, port, described(error))
+        await asyncio.to_thread(give_up, chain, described(error))
+        if isinstance(error, SyncStopped):  # The error of another process may be the cause.
+            for call in [*sent, *loaded]:
+                with contextlib.suppress(SyncStopped):
+                    await results([call], depends_on=involved)
         raise
-
-
-async def _first_cause(calls: Sequence[Pending[None]]) -> None:
-    """Wait for the calls of all members of a process group, and raise the error of a member that failed.
-
-    If one member fails, the other members raise SyncStopped. `_first_cause` raises SyncStopped only if no call has
-    failed with another error.
-    """
-    try:
-        await results(calls)
-    except SyncStopped:
-        for call in calls:
-            with contextlib.suppress(SyncStopped):
-                await results([call])
-        raise
+    finished = [engine.start(Receives.finish_load, path, None) for engine in engines]
+    await results(finished, depends_on=_processes(ranks))
 
 
 async def _give_up(engines: Sequence[Role[Receives]], path: str, reason: str) -> None:

@@ -11,16 +11,7 @@ from rltrain.base.errors import SyncError, SyncStopped
 from workers.sync import process_group
 from workers.sync.buckets import Bucket, Piece, Place, verify
 from workers.sync.checks import checksum
-from workers.sync.process_group import (
-    Chain,
-    Member,
-    decoded,
-    encoded,
-    packed,
-    received_buckets,
-    send_parts,
-    serve_store,
-)
+from workers.sync.process_group import Chain, Member, decoded, encoded, packed, receive_buckets, send_parts, serve_store
 
 ROWS, WIDTH, BUCKETS = 6, 32, 5
 LIMIT_S = 30.0
@@ -50,7 +41,7 @@ def part(number, rank, ranks):
 
 def chain_of(store, ranks, engines, takes_part=None):
     takes_part = [[True] * BUCKETS] * ranks if takes_part is None else takes_part
-    return Chain(store.host, store.port, ranks, engines, packed(takes_part), BUCKETS)
+    return Chain("sync", store.host, store.port, ranks, engines, packed(takes_part), BUCKETS)
 
 
 class Run:
@@ -73,9 +64,12 @@ class Run:
                 self.outcomes[number] = None
                 return
             place, found = number - self.chain.ranks, []
-            for bucket in received_buckets(self.chain, place):
+
+            def load(bucket):
                 self.load(place, len(found))
                 found.append(bucket)
+
+            receive_buckets(self.chain, place, load)
             self.outcomes[number] = found
         except BaseException as error:
             self.outcomes[number] = error
@@ -180,7 +174,7 @@ def test_members_that_wait_for_a_lost_machine_stop_when_the_driver_gives_the_syn
         thread.start()
     time.sleep(1)
     assert all(thread.is_alive() for thread in run.threads)
-    process_group.give_up(store.host, store.port, "rollout 0 is gone")
+    process_group.give_up(run.chain, "rollout 0 is gone")
     for thread in run.threads:
         thread.join(LIMIT_S)
     errors = [str(run.outcomes[number]) for number in (0, 1, 3)]
@@ -191,7 +185,7 @@ def test_a_store_that_cannot_be_reached_is_named_with_a_remedy(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     monkeypatch.setattr(process_group, "CONNECT_S", 0.5)
-    chain = Chain("127.0.0.1", port, 1, 1, packed([[True]]), 1)
-    with pytest.raises(SyncStopped, match=rf"cannot connect to 127.0.0.1:{port}.*weight_transport=object_store"):
+    chain = Chain("sync", "127.0.0.1", port, 1, 1, packed([[True]]), 1)
+    with pytest.raises(SyncError, match=rf"cannot connect to 127.0.0.1:{port}.*weight_transport=object_store"):
         Member(chain, 0)
-    process_group.give_up("127.0.0.1", port, "nobody needs to know")
+    process_group.give_up(chain, "nobody needs to know")

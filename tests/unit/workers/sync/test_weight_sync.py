@@ -5,7 +5,7 @@ The fake processes run every call before the call returns.
 
 import pytest
 
-from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, SyncStopped, WorkerError
+from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, SyncStopped, WorkerError, described
 from workers.cluster.processes import Pending, Role
 from workers.sync import weight_sync
 from workers.sync.buckets import Bucket, Piece, Place
@@ -60,7 +60,7 @@ class Rank(Process):
         )
 
     def start_export(self, path, version, check):
-        return Offer([True] * self.buckets, self.where if path else None)
+        return Offer([True] * self.buckets, self.where, bool(path))
 
     def export(self, number, path, *loaded):
         if self.number == 0:
@@ -138,8 +138,8 @@ async def test_a_rank_without_rows_in_a_bucket_is_not_called_and_sends_no_part(m
     monkeypatch.setattr("workers.sync.receiver.join", lambda given: parts.append(len(given)) or given[0])
     log: list[str] = []
     both = ranks(log)
-    monkeypatch.setattr(both[0].process, "start_export", lambda *_: Offer([True, False, True], "here"))
-    monkeypatch.setattr(both[1].process, "start_export", lambda *_: Offer([False, True, True], "here"))
+    monkeypatch.setattr(both[0].process, "start_export", lambda *_: Offer([True, False, True], "here", True))
+    monkeypatch.setattr(both[1].process, "start_export", lambda *_: Offer([False, True, True], "here", True))
     await weight_sync.sync(both, Replicas([Engine(log)]).roles, 7, check=True)
     assert [line for line in log if line.startswith("write")] == [
         "write 0 to file after 0", "write 2 to file after 1",
@@ -180,6 +180,15 @@ async def test_shared_memory_that_is_set_is_refused_on_several_hosts():
     assert not replicas.receivers[0].whole
 
 
+async def test_tensors_that_ranks_gather_together_do_not_go_through_the_process_group(monkeypatch):
+    monkeypatch.setattr("workers.sync.receiver.join", lambda parts: parts[0])
+    log: list[str] = []
+    senders = ranks(log, wheres=("a", "b"))
+    monkeypatch.setattr(senders[1].process, "start_export", lambda *_: Offer([True] * 3, "b", True, gathers=True))
+    await weight_sync.sync(senders, Replicas([Engine(log)], ["b"]).roles, 7, check=True)
+    assert "write 0 to calls after 0" in log
+
+
 async def test_the_engines_of_a_host_follow_one_another_and_each_process_is_called_once(monkeypatch):
     log: list[str] = []
     replicas = Replicas([Engine(log) for _ in range(5)], ["b", "a", "b", "c", "a"])
@@ -212,7 +221,7 @@ async def test_a_failure_of_one_process_is_named_even_if_another_process_notices
     senders[1].process.later, replicas.roles[0].process.later = errors
     with pytest.raises(SyncError, match="weight sync 7 failed: rank 1 failed: a bug"):
         await weight_sync.sync(senders, replicas.roles, 7, check=True)
-    assert given_up == [("10.0.0.1", 29500, "WorkerError: rank 1 failed: a bug")]
+    assert [reason for _, reason in given_up] == [described({"rank": failed, "engine": stopped}[first])]
     assert not replicas.receivers[1].whole
 
 

@@ -275,7 +275,8 @@ def test_an_engine_that_shows_other_layers_or_nonsense_is_refused(change):
 def test_the_file_is_this_users_alone_and_goes_with_its_sender(folder):
     path = new_path()
     sender = Sender(Model(), version=3, dtype="float32", check=True)
-    assert sender.offer(path).where == memory.whereabouts() is not None
+    made = sender.offer(path)
+    assert (made.where, made.has_file) == (memory.whereabouts(), True)
     assert stat.S_IMODE(os.stat(path).st_mode) == 0o600
     with pytest.raises(FileExistsError):
         SharedFile(path, 10)
@@ -303,7 +304,7 @@ def test_without_room_for_the_file_the_bytes_go_with_the_calls(folder, monkeypat
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     sender = Sender(Model(), version=3, dtype="float32", check=True)
-    assert sender.offer(new_path()).where is None
+    assert not sender.offer(new_path()).has_file
     assert list(folder.iterdir()) == []
     (bucket,) = sent()
     with pytest.raises(SyncError, match=r"no room for a bucket of \d+ bytes"), as_file(bucket):
