@@ -225,7 +225,7 @@ class Replicas:
         return [process.keys for process in self.processes]
 
 
-async def give_weights(ranks, engines, version, *, check):
+async def give_weights(ranks, engines, version, *, check, transport):
     """Fake a weight sync: give the weights to all engines, or raise an error at the first dead engine."""
     for engine in engines:
         await asyncio.sleep(0)

@@ -183,7 +183,12 @@ class Silent:
 
 
 async def pool_of(engine, tasks, *, sleeps):
-    pool = RolloutPool([Replica(0, lambda: Building(Role(OneReplica(engine), "rollout")))], tasks, sleeps=sleeps)
+    pool = RolloutPool(
+        [Replica(0, lambda: Building(Role(OneReplica(engine), "rollout")))],
+        tasks,
+        sleeps=sleeps,
+        transport="object_store",
+    )
     await pool.start()
     return pool
 

@@ -271,7 +271,7 @@ def test_tools_that_move_to_the_last_question_are_refused_only_if_users_write(te
         "[TOOLS]{{ tools | tojson }}{% endif %}",
     ).replace("{%- if tools %}[TOOLS]{{- tools | tojson }}[/TOOLS]{% endif %}", "")
     chosen = of_template(templates, moving, stops=["</s>"])
-    assert "a user's message after an answer" in chosen.probe()
+    assert "if a user's message follows an answer" in chosen.probe()
     assert chosen.probe(roles=["tool"]) is None
 
 

@@ -103,8 +103,8 @@ def test_prompts_that_are_too_long_with_the_tools_are_refused_with_the_length_th
     assert str(caught.value) == (
         f"rollout.max_prompt_length={min(sizes) + added - 1}: the descriptions of the tools add {added} tokens to each "
         f"prompt, so even the shortest prompt of {prompts.where} has {min(sizes) + added} tokens; set "
-        f"rollout.max_prompt_length={max(sizes) + added}, which is enough for the longest prompt, or describe fewer "
-        "tools or in fewer words"
+        f"rollout.max_prompt_length={max(sizes) + added}, which is enough for the longest prompt, or use fewer tools "
+        "or shorter descriptions of the tools"
     )
     assert checked(min(sizes) + added).limits.max_prompt_tokens == min(sizes) + added
     assert max(sizes) - min(sizes) == 7
