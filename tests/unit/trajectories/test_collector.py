@@ -292,8 +292,8 @@ async def test_failed_conversations_stop_the_run_as_conversations_and_not_as_rew
     with pytest.raises(RewardError) as caught:
         await collect(collector(some_fail, engines=some), 0)
     assert str(caught.value).startswith(
-        "75% of the rewards failed, 9 of 12, above reward.max_failed_fraction=0.5 (3 of the rewards failed because their "
-        "conversations failed): error 1 (3 x"
+        "75% of the rewards failed, 9 of 12, above reward.max_failed_fraction=0.5 (3 of the rewards failed because "
+        "their conversations failed): error 1 (3 x"
     )
 
 
