@@ -334,7 +334,8 @@ def test_strong_only_no_further_namespaces_can_be_made():
 
 @pytest.mark.parametrize("level", BOTH)
 def test_a_judge_talks_with_the_program_and_its_word_is_kept_apart(level):
-    program = "import os\nprint('1')\nos.write(101, os.read(100, 9).upper())"
+    # The run ends when the judge ends, so the program must not leave its line in a buffer until the program ends.
+    program = "import os\nprint('1', flush=True)\nos.write(101, os.read(100, 9).upper())"
     judge = "import os\nos.write(101, b'question')\nprint(os.read(100, 9).decode())"
     result = run(program, judge=judge, level=level)
     assert (result.status, result.stdout, result.judged) == ("ok", "1\n", "QUESTION\n")
