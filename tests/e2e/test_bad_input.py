@@ -66,7 +66,7 @@ CASES = {
     ),
     "horizon that a step outruns": (
         [f"algorithm.kl_in_reward.{pair}" for pair in ("kl_coef=0.1", "controller=adaptive", "horizon=9")],
-        ["algorithm.kl_in_reward.horizon=9", "a step has 512 sequences", "use a horizon above 102"],
+        ["algorithm.kl_in_reward.horizon=9", "the 512 sequences of a training step", "use a horizon above 102"],
     ),
     "number that is not finite": (["actor.lr=inf"], ["actor.lr=inf", "must be a finite number"]),
     "missing model": (
