@@ -61,7 +61,7 @@ def test_a_model_that_is_missing_on_one_node_is_refused(cluster, shared, start):
     assert check(cluster, shared, *overrides).returncode == 0
     second.mount_tmpfs(folder)
     line = refused(check(cluster, shared, *overrides))
-    assert line.startswith(f"error: {second.name} ({second.address}): model.path={folder / 'tiny'}: is not there; copy")
+    assert line.startswith(f"error: {second.name} ({second.address}): model.path={folder / 'tiny'}: is missing; copy")
 
 
 def test_a_reward_file_that_differs_on_one_node_is_refused(cluster, shared):
