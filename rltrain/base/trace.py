@@ -176,7 +176,7 @@ def environment(process: str) -> dict[str, str]:
 
 
 def start_from(variables: "dict[str, str] | os._Environ[str]") -> None:
-    """Start the event recorder of this process if RLTRAIN_TRACE is set in the environment variables `variables`."""
+    """Start the event recorder of this process if the environment variables `variables` contain RLTRAIN_TRACE."""
     if label := variables.get(VARIABLE):
         start(label)
 

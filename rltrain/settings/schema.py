@@ -16,6 +16,8 @@ from rltrain.settings.reward_config import RewardConfig
 from rltrain.settings.sampling_config import DifficultyConfig, ReuseConfig
 from rltrain.settings.typed import require
 
+WeightTransport = Literal["auto", "shared_memory", "object_store", "process_group"]
+
 REWARD_MODEL = "reward_model"  # The role name of a reward model is "reward_model", a space, and the model's name.
 ALL_LINEAR = "all-linear"  # Value of `model.lora.targets` that selects every linear layer except the last.
 # Smallest valid value of `trainer.hang_timeout_s`, in seconds. The driver asks the workers for their progress once a
@@ -612,7 +614,7 @@ class RolloutConfig:
         changeable=True,
     )
     verify_sync: bool = key("Check after each weight sync that the engines use the trainer's weights.", changeable=True)
-    weight_transport: Literal["auto", "shared_memory", "object_store", "process_group"] = key(
+    weight_transport: WeightTransport = key(
         "How weights travel from the training ranks to the engines. shared_memory: a shared file, for ranks and "
         "engines on one machine. process_group: direct connections between the processes (gloo), through which each "
         "machine receives the weights once. object_store: arguments and results of Ray calls. auto: shared_memory if "

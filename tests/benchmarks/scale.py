@@ -15,7 +15,6 @@ import json
 import subprocess
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ import torch
 from rltrain.settings.compose import compose
 from tests.benchmarks.driver import SAMPLES, PickledProcess, measured, pickled, rollouts
 from tests.benchmarks.row import Row
+from tests.memory.peaks import forget_peak, peak
 
 COMMAND = "python -m tests.benchmarks.scale"
 SEQUENCES, MINIBATCHES = 65_536, 16
@@ -54,12 +54,6 @@ class Cost:
         return f"{self.peak / 1e9:.1f} GB of memory, {self.sent / 1e9:.2f} GB sent"
 
 
-def memory(which: str) -> int:
-    """Return the value of the line `which` of /proc/self/status, in bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith(f"{which}:")) * 1024
-
-
 def cost_here(ranks: int, length: int) -> Cost:
     """Measure one step in this process.
 
@@ -74,14 +68,15 @@ def cost_here(ranks: int, length: int) -> Cost:
          f"trainer.prompts_per_minibatch={prompts // MINIBATCHES}",
          f"rollout.max_response_length={int(length * SPREAD)}"]
     )  # fmt: skip
-    start = memory("VmRSS")
+    forget_peak()
+    start = peak()
     # The mean of a log-uniform distribution from s / x to s x is about 1.08 s at x = 2.
     batch = rollouts(prompts, int(length / SPREAD / 1.08), int(length * SPREAD / 1.08))
     processes = pickled(ranks)
-    Path("/proc/self/clear_refs").write_text("5")
+    forget_peak()
     times = asyncio.run(measured(processes, batch, config, rounds=1))
     sent = sum(role.process.received for role in processes if isinstance(role.process, PickledProcess))
-    return Cost(times["all"], memory("VmHWM") - start, sent / 2)  # `measured` makes two steps.
+    return Cost(times["all"], peak() - start, sent / 2)  # `measured` makes two steps.
 
 
 def cost(ranks: int, length: int) -> Cost:

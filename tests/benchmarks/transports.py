@@ -27,20 +27,21 @@ from typing import Any
 
 from rltrain.base.background_tasks import BackgroundTasks
 from rltrain.settings.compose import compose
+from rltrain.settings.schema import WeightTransport
 from tests.benchmarks.row import Row
 from tests.benchmarks.sync import engines, make_model, on, seconds
 from workers.cluster.processes import Pending, Role
 from workers.placement import Workers, connect, disconnect
 from workers.placement import start as start_workers
 from workers.sync.sender import Offer
-from workers.sync.weight_sync import Transport, sync
+from workers.sync.weight_sync import sync
 
 COMMAND = "python -m tests.benchmarks.transports"
 ROUNDS, FAKE_ROUNDS = 9, 5
 BUCKETS = 8_000_000_000 * 2 // (64 << 20)
 SIZES = {"process_group": ((64, 64), (512, 512)), "object_store": ((16, 16), (64, 64))}
-ONE_HOST: tuple[Transport, ...] = ("shared_memory", "process_group", "object_store")
-TWO_HOSTS: tuple[Transport, ...] = ("process_group", "object_store")
+ONE_HOST: tuple[WeightTransport, ...] = ("shared_memory", "process_group", "object_store")
+TWO_HOSTS: tuple[WeightTransport, ...] = ("process_group", "object_store")
 SETTINGS = [
     "rollout=hf", "placement.actor_ranks=2", "placement.rollout_replicas=2", "placement.reward_workers=1",
     "placement.threads_per_worker=1", "model.dtype=float32",
@@ -54,13 +55,13 @@ def node_of(_: Any) -> str:
     return str(ray.util.get_node_ip_address())
 
 
-async def measure(workers: Workers, transports: tuple[Transport, ...]) -> dict[str, Any]:
+async def measure(workers: Workers, transports: tuple[WeightTransport, ...]) -> dict[str, Any]:
     """Return the seconds that each transport took in each round, and the nodes of the ranks and engines.
 
     Each round measures every transport once.
     """
 
-    def send(transport: Transport) -> Callable[[], Awaitable[None]]:
+    def send(transport: WeightTransport) -> Callable[[], Awaitable[None]]:
         return lambda: sync(workers.actor.ranks, engines(workers), 1, check=True, transport=transport)
 
     found: dict[str, list[float]] = {transport: [] for transport in transports}
@@ -132,7 +133,7 @@ class Reference:
     """Stands for a reference to a result in Ray's object store."""
 
 
-def driver_costs(transport: Transport, ranks: int, receivers: int, buckets: int) -> tuple[float, int]:
+def driver_costs(transport: WeightTransport, ranks: int, receivers: int, buckets: int) -> tuple[float, int]:
     """Return the driver's CPU seconds for one weight sync, and the number of references that the driver passes."""
     found, processes = [], [Role[Any](Fake(buckets), "actor") for _ in range(ranks + receivers)]  # type: ignore[arg-type]
     for _ in range(FAKE_ROUNDS):

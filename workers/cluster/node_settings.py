@@ -73,6 +73,11 @@ def own_address() -> str:
     return node if node in found or not found else found[0]
 
 
+def listener_at(host: str) -> socket.socket:
+    """Return a socket that listens at a free port of the address `host`, and at no other address of this machine."""
+    return socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+
+
 def interface_of(address: str) -> str:
     """Return the name of this machine's network interface with the given IP address, such as "eth0".
 

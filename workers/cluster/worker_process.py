@@ -166,7 +166,7 @@ class Host:
             import ray
 
             host = ray.util.get_node_ip_address()
-        self.listener = socket.create_server((host, 0), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+        self.listener = node_settings.listener_at(host)
         return host, self.listener.getsockname()[1]
 
     def join(self, rank: int, world_size: int, address: tuple[str, int] | None, timeout_s: float) -> None:

@@ -114,7 +114,7 @@ class AgentEndpoint:
         return _json({"object": "list", "data": [model]})
 
     async def _with_session(self, http: "web.Request", answered: Any) -> "web.StreamResponse":
-        """Look up the session of a request's API key, and answer the request in this session."""
+        """Answer a request in the session that the request's API key identifies."""
         key = http.match_info.get("key") or http.headers.get("Authorization", "").removeprefix("Bearer ")
         session = self.sessions.get(key)
         task = asyncio.current_task()

@@ -13,11 +13,12 @@ from collections.abc import Sequence
 
 from rltrain.base.background_tasks import BackgroundTasks, Changes, cancelled
 from rltrain.base.errors import RLTrainError, SyncError, WorkerError, WorkerLost
+from rltrain.settings.schema import WeightTransport
 from workers.cluster.processes import Role, results
 from workers.rollout.messages import Answer, HasKey
 from workers.rollout.replica import Replica, ReplicaState
 from workers.rollout.worker import RolloutWorker
-from workers.sync.weight_sync import Sends, Transport, sync
+from workers.sync.weight_sync import Sends, sync
 
 logger = logging.getLogger(__name__)
 
@@ -50,11 +51,11 @@ class RolloutPool:
         *,
         sleeps: bool = False,
         replaces: bool = True,
-        transport: Transport = "auto",
+        transport: WeightTransport = "auto",
     ) -> None:
         self.replicas, self.sleeps, self.replaces = list(replicas), sleeps, replaces
         self.changes, self.started, self.asleep = Changes(), False, False
-        self.transport: Transport = transport
+        self.transport: WeightTransport = transport
         self._tasks = tasks
         self._lives = [tasks.start(one.live(self), f"rollout replica {one.number}") for one in self.replicas]
         self._queue: list[Sequence[HasKey]] = []  # Prompt groups that wait until a replica is ready.

@@ -28,7 +28,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, TCPStore
 
 from rltrain.base.errors import RLTrainError, SyncError, SyncStopped, described
-from workers.cluster.node_settings import own_address
+from workers.cluster.node_settings import listener_at, own_address
 from workers.cluster.progress import tick, waiting
 from workers.sync.buckets import Bucket, Piece, Place, join
 
@@ -80,8 +80,7 @@ class Chain:
 
 def serve_store(host: str) -> TCPStore:
     """Start a store (TCPStore) in this process, which listens only at the address `host`, at a free port."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.create_server((host, 0), family=family)
+    listener = listener_at(host)
     port = listener.getsockname()[1]
     return TCPStore(
         host, port, None, True, timedelta(seconds=CONNECT_S), wait_for_workers=False, master_listen_fd=listener.detach()

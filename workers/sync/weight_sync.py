@@ -16,16 +16,15 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Sequence
-from typing import Literal, Protocol
+from typing import Protocol
 
 from rltrain.base.errors import ClusterLost, RLTrainError, SyncError, SyncStopped, WorkerLost, described
+from rltrain.settings.schema import WeightTransport
 from workers.cluster.processes import Pending, Role, WorkerProcess, results
 from workers.sync.buckets import Bucket
 from workers.sync.memory import new_path
 from workers.sync.process_group import Chain, give_up, packed
 from workers.sync.sender import SLOTS, Offer
-
-Transport = Literal["auto", "shared_memory", "object_store", "process_group"]
 
 
 class Sends(Protocol):
@@ -88,7 +87,7 @@ async def sync(
     version: int,
     *,
     check: bool,
-    transport: Transport = "auto",
+    transport: WeightTransport = "auto",
 ) -> None:
     """Send the actor's weights to the engines.
 

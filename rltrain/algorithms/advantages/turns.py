@@ -36,7 +36,7 @@ class Turns:
         return kept.new_zeros(len(kept), self._count).scatter_add(1, self._index, kept)
 
     def first(self, values: Tensor) -> Tensor:
-        """Return the value at the first trained token of each turn: (B, T) -> (B, K); 0 for turns without one."""
+        """Return the value at each turn's first trained token, (B, T) -> (B, K); 0 if a turn has no trained token."""
         rows, length = self._mask.shape
         slots = torch.arange(length, device=values.device).expand(rows, length).where(self._mask, length)
         start = slots.new_full((rows, self._count), length).scatter_reduce(1, self._index, slots, "amin")
