@@ -147,8 +147,8 @@ def set_threads(config: Config) -> None:
     """Set the environment variables of the driver process; call this function before torch is imported.
 
     With `placement=inprocess`, the driver process itself trains the model, so it gets the number of OpenMP threads and
-    the variables in `placement.env_vars`. With Ray, the number of OpenMP threads and `placement.env_vars` are set in
-    the worker processes instead.
+    the variables in `placement.env_vars`. With Ray, the worker processes get the number of OpenMP threads and the
+    variables in `placement.env_vars`, and the driver process gets neither of them.
     """
     settings = openmp_settings(config.placement.threads_per_worker)
     if config.placement.launcher == "ray":
@@ -722,12 +722,13 @@ def join_cluster(config: Config) -> None:
 
 
 def nodes_for(config: Config, args: Args, console: Console) -> "list[Node]":
-    """Return the machines on which the run takes place, after checking that each machine can take part.
+    """Return the machines on which the run takes place.
 
-    With `--check`, the results of all checks are printed. For `--plan`, the config can describe a cluster that does not
-    exist.
+    On a cluster or with `--check`, `nodes_for` first checks that each machine can take part in the run. With `--check`,
+    the results of all checks of the machines are printed. With `--plan`, the config can describe a cluster that does
+    not exist.
 
-    Raise ConfigError if a check fails.
+    Raise ConfigError if a machine cannot take part in the run, or if the cluster has too few devices.
     """
     from rltrain.run.memory.facts import machine, nodes_of, planned_nodes
     from rltrain.run.preflight import ask_nodes, findings, report, require_passed

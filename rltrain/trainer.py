@@ -157,8 +157,8 @@ class Trainer:
             with trace.span(f"step {self.step + 1}"):
                 metrics, batch = await self.train_step()
             self.tracker.log_step(self.step, metrics, batch, self.dropped, self.reused)
-            # `require_best` checks that a metric exists. It is called only after the critic's warm-up, because the
-            # steps of the warm-up have no actor metrics.
+            # `require_best` checks that a metric exists. `require_best` is called only after the critic's warm-up,
+            # because the steps of the warm-up have no actor metrics.
             if self.step == max(first, self.config.critic.warmup_steps + 1):
                 self.checkpoints.require_best(self.tracker.names())
             for alarm in self.alarms.look(self.step, metrics):
@@ -453,16 +453,16 @@ class Trainer:
         """Add the column `old_log_probs`: log-probs that the actor or the engine computed before the update.
 
         If one optimizer step trains on the whole batch, the old log-probs equal the current log-probs, so the column
-        `old_log_probs` is usually left out. In the first training step, the actor always computes log-probs, so that
-        the engine's log-probs can be compared with them.
+        `old_log_probs` is usually left out. While `engine_checked` is False, which is usual only in the first training
+        step, the actor always computes log-probs, so that the engine's log-probs can be compared with them.
 
         Returns:
             The batch, and metrics of the gap between the log-probs of engine and actor; the metrics are {} if the actor
             did not compute log-probs.
 
         Raises:
-            LogProbError: in the first training step, the mean gap between the log-probs of engine and actor exceeds
-                `rollout.max_log_prob_gap`.
+            LogProbError: in the first comparison of a run, the mean gap between the log-probs of engine and actor
+                exceeds `rollout.max_log_prob_gap`.
         """
         metrics: dict[str, float] = {}
         if self.needs_actor_pass or not self.engine_checked:

@@ -420,8 +420,8 @@ def _no_cluster(address: str, error: Exception) -> ConfigError:
 
 def _no_reports() -> None:
     """Keep Ray from printing a long report of each failed process or call, because the run itself reports failures."""
-    # If several ranks fail, the run raises only the error of the first rank. Without RAY_IGNORE_UNHANDLED_ERRORS, Ray
-    # would print the errors of the remaining ranks.
+    # If several ranks fail, the run raises only the error of the first rank. Unless RAY_IGNORE_UNHANDLED_ERRORS is set,
+    # Ray prints the errors of all other failed ranks.
     os.environ.setdefault("RAY_IGNORE_UNHANDLED_ERRORS", "1")
     with contextlib.suppress(ImportError):
         from ray._private import worker
@@ -676,11 +676,12 @@ _Started = tuple[RewardPool, RolloutPool, Training, Liveness | None]
 
 
 def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> WorkerGroup[Any]:
-    """Return a new worker group for a role. The group has no ranks yet: the caller must set `WorkerGroup.ranks`.
+    """Return a new worker group for a role.
 
-    Reward models do not use sequence parallelism, so each rank of a reward model gets different rows. The batches of a
-    reward model have no columns in common with the batches of other roles. The batches of all roles except reward
-    models have columns in common, and `shared` puts each of these columns into Ray's object store only once.
+    The new worker group has no ranks until the caller sets `WorkerGroup.ranks`. Reward models do not use sequence
+    parallelism, so each rank of a reward model gets different rows. The batches of a reward model have no columns in
+    common with the batches of other roles. The batches of all roles except reward models have columns in common, and
+    `shared` puts each of these columns into Ray's object store only once.
     """
     if role.startswith(REWARD_MODEL):
         return WorkerGroup([], work_of(role, path))
@@ -688,7 +689,7 @@ def group_of(role: str, path: str, config: Config, shared: SharedColumns) -> Wor
 
 
 def work_of(role: str, path: str) -> RowWork:
-    """Return the numbers of multiply-adds in a role's forward pass, which serve to estimate the cost of each row.
+    """Return the numbers of multiply-adds from which the cost of a row in a role's forward pass is estimated.
 
     Only the actor, the reference model and the teachers have an output head over the vocabulary.
     """
@@ -733,7 +734,8 @@ def spawner(
 
     Args:
         config: The run's whole config.
-        name: Name of the Ray actors in messages. In a message, the number of the Ray actor follows the name.
+        name: Name that all these Ray actors have in messages, such as "training rank". Messages append the number of
+            the Ray actor to `name`.
         count: Number of Ray actors that the returned function will start.
         liveness: Monitor that observes the processes of the Ray actors.
         devices: GPUs of the Ray actors, one GPU per Ray actor. If `devices` is None, Ray chooses among all GPUs with

@@ -68,9 +68,9 @@ class RunningSoftmax:
 
         Args:
             rows: the positions whose logits are in the chunk.
-            chunk: logits (rows, columns) of these positions for some vocabulary entries.
-            values: values (rows, columns) of the same vocabulary entries, whose softmax-weighted mean is computed, or
-                None.
+            chunk: logits (rows, columns) of the positions `rows` for some vocabulary entries.
+            values: values (rows, columns) whose softmax-weighted mean is computed, for the same positions and
+                vocabulary entries as in `chunk`; or None.
         """
         before = self.top[rows]
         top = torch.maximum(before, chunk.amax(-1))

@@ -62,8 +62,8 @@ def rollout_correction(
         (weights, mask, metrics). The importance weights (B, T) are detached, and are 0 outside of the mask. The mask
         (B, T) is bool and a subset of `response_mask`. The metrics are sums over the trained tokens, and the caller
         divides each sum by the number of trained tokens: `weight_mean` sums the weights, `outside_fraction` counts the
-        tokens with w outside of [lower, upper], `dropped_fraction` counts the dropped tokens, and `rollout_kl` sums the
-        tokens' estimates of KL(pi_rollout || pi_old).
+        tokens with w outside of [lower, upper], `dropped_fraction` counts the dropped tokens, and `rollout_kl` sums one
+        estimate of KL(pi_rollout || pi_old) for each token.
 
     Raises:
         ValueError: if `level` or `mode` is unknown, or if 0 <= lower <= 1 <= upper does not hold.
@@ -118,8 +118,8 @@ def rollout_rejection(
     If `advantages` A are given, `level="token"` drops only tokens with A < 0, and `level="sequence"` and `level="max"`
     drop only rows whose trained tokens have a mean A below 0.
 
-    `rollout_rejection` must be called again in each update, because each update changes the policy pi. With the
-    estimator k1, the level "sequence", the bound `upper` and `advantages`, `rollout_rejection` computes DeepSeek-V3.2's
+    `rollout_rejection` must be called again in each update, because each update changes the policy pi. If the estimator
+    is k1, the level is "sequence", and `upper` and `advantages` are given, `rollout_rejection` computes DeepSeek-V3.2's
     off-policy sequence masking (arXiv 2512.02556 eq. 9). Whether a row is dropped depends only on the tokens of the
     row. A batch may be split by rows over micro-batches and ranks, but each row must be whole.
 
@@ -127,13 +127,13 @@ def rollout_rejection(
     result over the whole `response_mask`.
 
     No gradient goes to `log_probs`. The log-ratio d is clamped to [-20, 20]. The inputs in masked slots are ignored. A
-    NaN at a trained token causes no rejection, so that the mask does not hide the NaN.
+    divergence that is NaN does not count as out of bounds, so that the mask does not hide the NaN from the loss.
 
     Returns:
         (mask, metrics). The mask (B, T) is bool and a subset of `response_mask`. The metrics are sums over the trained
         tokens, and the caller divides each sum by the number of trained tokens: `divergence` sums the tokens' KL
-        estimates, `outside_fraction` counts the tokens whose own or whose row's divergence is outside of [lower,
-        upper], and `dropped_fraction` counts the dropped tokens.
+        estimates, `outside_fraction` counts the tokens that are out of bounds (at the levels "sequence" and "max": all
+        tokens of the rows that are out of bounds), and `dropped_fraction` counts the dropped tokens.
 
     Raises:
         ValueError: if `kl_estimator` or `level` is unknown, if both bounds are None, if `lower` is given for an
@@ -160,8 +160,8 @@ def rollout_rejection(
 def rollout_diagnostics(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """Measure how far the rollout engine's probabilities of the sampled tokens are from the actor's probabilities.
 
-    All tensors have the shape (B, T). Each result is the sum over the trained tokens of a function of w = pi_old(y_t) /
-    pi_rollout(y_t) or of d = -log w, where log w is clamped to [-20, 20].
+    All tensors have the shape (B, T). Each returned metric is the sum of one of the following functions over the
+    trained tokens. In the formulas, w = pi_old(y_t) / pi_rollout(y_t), log w is clamped to [-20, 20], and d = -log w.
 
     - kl: d, an estimate of KL(pi_rollout || pi_old)
     - k3: e^-d - 1 + d, another estimate of KL(pi_rollout || pi_old)

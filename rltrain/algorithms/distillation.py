@@ -39,7 +39,7 @@ def distilled_advantages(
 
 
 def sampled_teacher_kl(log_probs: Tensor, old_log_probs: Tensor, teacher_log_probs: Tensor, taught: Tensor) -> Tensor:
-    """Estimate the reverse KL(pi || pi_T) from the sampled tokens, with the gradient of the reverse KL: (B, T).
+    """Estimate the reverse KL(pi || pi_T) and its gradient from the sampled tokens: (B, T).
 
         l_t = r_t d_t,   d_t = log(pi(y_t) / pi_T(y_t)),   r_t = pi(y_t) / pi_old(y_t)
         grad l_t = r_t d_t grad log pi(y_t)

@@ -27,7 +27,7 @@ def full_kl(
     `hidden` (N, H) holds the policy's last hidden states, and `head` (V, H) holds the weights of the policy's output
     layer. `ref_hidden` (N, H') and `ref_head` (V, H') are the hidden states and output weights of the reference model,
     which gets no gradient. The returned KL has the shape (N,) and is never negative. The module `kl` contains
-    estimators that need only log-probs of sampled tokens.
+    estimators that compute the KL from the log-probs of sampled tokens alone.
 
     A vocabulary entry of probability 0 under the policy adds exactly 0 to the KL and has no gradient. If both models
     have a logit of -inf for a vocabulary entry, the entry adds 0 to the KL. If only the reference has a logit of -inf
@@ -40,9 +40,9 @@ def full_kl(
     policy and of the reference model. All other operations of `full_kl` use float64 if the matrix products are float64,
     and float32 if the matrix products have a narrower dtype.
 
-    `full_kl` takes no mask, so the caller must pass the hidden states of only the trained positions. The KL covers the
-    whole distribution at a position, so the mean of the KL over sampled contexts needs no importance ratio for the
-    token that was sampled at the position.
+    `full_kl` takes no mask, so the caller must pass the hidden states of only the trained positions. The KL at a
+    position is a sum over the whole vocabulary and does not depend on the token that was sampled there. The KL
+    therefore needs no importance ratio for the sampled token.
 
     Raises:
         ValueError: if `temperature` is not finite and above 0, if `chunk_size` is below 1, or if N or V differ between

@@ -103,8 +103,9 @@ def kl_estimate(
       with "+", the importance ratio r is detached and only reweights the estimate.
 
     The estimate k3 is clamped to at most 10 nats before it is multiplied by the importance ratio r. At a token where k3
-    is clamped, no gradient flows through r. A gradient of the product 10 r, with r = pi / pi_old, would lower log pi
-    even where pi is already far below pi_ref. The log-ratio log r is clamped to [-20, 20].
+    is clamped, r k3 is 10 r, and no gradient flows through r = pi / pi_old. If gradient flowed through r at such a
+    token, gradient descent on 10 r would lower log pi even where pi is already far below pi_ref. The log-ratio log r is
+    clamped to [-20, 20].
 
     `kl_estimate` takes no mask. At a token with a NaN or inf input, the KL estimate is NaN and has no gradient.
     `aggregate_loss` ignores a NaN in a masked slot; a NaN in a trained slot makes the loss NaN.

@@ -42,8 +42,8 @@ def statistics_of(scores: Tensor, members: Tensor, valid: Tensor, *, unbiased: b
 
     Each column of `scores` has its own statistics. `valid` has the shape of the scores. If a population has no valid
     row, its mean and std are 0 and `highest` is -inf. `varied` is also True if a population of at least two valid rows
-    includes a NaN or inf score. If `varied` were False, the normalised scores of the population would be 0, which would
-    hide the NaN or inf.
+    includes a NaN or inf score. If `varied` were False for a population with a NaN or inf score, the normalised scores
+    of the population would be 0, which would hide the NaN or inf.
     """
     zeros, inf = torch.zeros_like(scores), torch.full_like(scores, torch.inf)
     where = members.view(-1, *[1] * (scores.dim() - 1)).expand_as(scores)
@@ -234,10 +234,11 @@ def normalize_advantages(
 
     `mean_level` and `std_level` select the population: the trained tokens of the rows with the same `uid` (B,)
     ("group"), or of all rows ("batch"). A `mean_level` of None turns off the subtraction of the mean, and a `std_level`
-    of None turns off the division by the std. Each token counts once, so a long row weighs more than a short one. The
-    std is computed from the raw advantages of the population that `std_level` selects. With `unbiased`, the sum of
-    squared deviations is divided by n - 1 instead of n. With `leave_one_out`, the mean over all *other* tokens of the
-    population is subtracted from the advantage of a token, which gives n/(n-1) (A - mean) in a population of n tokens.
+    of None turns off the division by the std. All tokens have the same weight in the statistics, so a long row weighs
+    more than a short row. The std is computed from the raw advantages of the population that `std_level` selects. With
+    `unbiased`, the sum of squared deviations is divided by n - 1 instead of n. With `leave_one_out`, the mean over all
+    *other* tokens of the population is subtracted from the advantage of a token, which gives n/(n-1) (A - mean) in a
+    population of n tokens.
 
     Masked slots are excluded from the statistics and are 0 in the result. `counted` (B,) marks the rows whose tokens
     enter the statistics; None means all rows. Rows that are not marked in `counted` are normalised by the statistics of

@@ -43,9 +43,10 @@ def safe_log_ratio(log_probs: Tensor, old_log_probs: Tensor, mask: Tensor) -> Te
 
 
 def row_log_ratio(log_ratio: Tensor) -> Tensor:
-    """Sum each row's log-ratios (from `safe_log_ratio`) as (B, 1), clamped to [-20, 20] and without gradient.
+    """Sum the log-ratios of each row, and return the sums (B, 1) without gradient.
 
-    The exponential of the returned sum is the ratio of the whole row, pi(y) / pi_old(y).
+    The log-ratios come from `safe_log_ratio`. Each sum is clamped to [-20, 20]. The exponential of a row's sum is the
+    ratio of the whole row, pi(y) / pi_old(y).
     """
     return log_ratio.detach().sum(-1, keepdim=True).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
 
@@ -86,7 +87,7 @@ def check_clip_ratio_c(clip_ratio_c: float) -> None:
 
 
 def check_positive(**knobs: float) -> None:
-    """Raise ValueError if a knob is not a finite number above 0."""
+    """Raise ValueError if any of the given parameters is not a finite number above 0."""
     for name, value in knobs.items():
         if not 0 < value < math.inf:
             raise ValueError(f"{name}={value} must be finite and > 0; leave it out to use the default")
@@ -95,7 +96,7 @@ def check_positive(**knobs: float) -> None:
 def clipped_ratio(
     ratio: Tensor, advantages: Tensor, *, clip_ratio_low: float, clip_ratio_high: float, cap: float = math.inf
 ) -> tuple[Tensor, Tensor]:
-    """Return the factor of the advantage A in the clipped objective, and a mask of tokens that the clip range clips.
+    """Return the clipped ratio by which PPO multiplies the advantage A, and a mask of the tokens that are clipped.
 
     PPO's clipped objective min(r A, clip(r, 1-low, 1+high) A) equals A min(r, 1+high) if A >= 0, and A max(r, 1-low) if
     A < 0. `clipped_ratio` treats A >= 0 and A < 0 separately instead of computing a min, so that the gradient is
@@ -121,8 +122,8 @@ def policy_metrics(log_ratio: Tensor, ratio: Tensor, clipped: Tensor, mask: Tens
     Args:
         log_ratio: log r (B, T), as returned by `safe_log_ratio`.
         ratio: r (B, T); the metric `ratio_mean` is the sum of r over the trained tokens.
-        clipped: bool mask (B, T) of the tokens that have no gradient because of clipping, other than the dual clip.
-            For a loss that removes no gradient, `clipped` is False everywhere.
+        clipped: bool mask (B, T) of the tokens that have no gradient because of clipping. The mask leaves out the
+            tokens that only the dual clip affects. For a loss that removes no gradient, `clipped` is False everywhere.
         mask: bool mask (B, T) of the trained tokens.
     """
     return {

@@ -1,4 +1,4 @@
-"""Registries that map names to algorithms, and functions that read columns and knobs from a function's signature.
+"""Registries that map names to algorithms, and code that finds the columns and knobs in an algorithm's signature.
 
 Every registered function follows a contract with these rules:
 
@@ -9,18 +9,18 @@ Every registered function follows a contract with these rules:
 - A function computes in float64 if its inputs are float64, and in float32 if its inputs have a narrower dtype.
 - A policy loss returns `(token_losses, metrics)` and does not aggregate the token losses. Only the function
   `aggregate_loss` divides a loss by a count.
-- A policy loss with the column `selected` has a token selector of the same name in TOKEN_SELECTORS. The token selector
-  computes the column `selected`, a bool tensor (B, T), from the columns of a whole mini-batch. A policy loss and its
-  token selector have no knob name in common.
+- For a policy loss that reads the column `selected`, a token selector is registered in TOKEN_SELECTORS under the name
+  of the policy loss. The token selector computes the column `selected`, a bool tensor (B, T), from the columns of a
+  whole mini-batch. A policy loss and its token selector have no knob name in common.
 - A policy loss states its special properties when it is registered. `uses_ratio=False` means that the loss's gradient
   does not depend on `old_log_probs`. `aggregations` lists the modes of `aggregate_loss` that the loss supports, if the
   loss does not support all modes.
 - An advantage estimator that is registered with `scores_from_zero=True` is defined only for scores that are at least 0.
 
-**Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call.
-Metric sums add up exactly over micro-batches and ranks. The code that reports a metric divides the metric's sum once by
-the number of trained tokens of the whole mini-batch. The argument `num_tokens` of `aggregate_loss` is the same number
-of trained tokens. Before the division by `num_tokens`, a metric such as `clip_fraction` is a number of tokens.
+**Metrics are sums.** Every metric is a detached 0-dim tensor that holds a sum over the trained tokens of one call of a
+policy loss. Metric sums add up exactly over micro-batches and ranks. The code that reports a metric divides the
+metric's sum once by the number of trained tokens of the whole mini-batch, which is also the argument `num_tokens` of
+`aggregate_loss`. Before the division by `num_tokens`, a metric such as `clip_fraction` is a number of tokens.
 """
 
 import inspect

@@ -35,8 +35,8 @@ def value_loss(
     change = new - old
     beyond = change.abs() > clip_range_value
     # Where a value is inside the clip range, use `new` itself, because old + (new - old) can differ from `new` by
-    # rounding. Inside the clip range, the clipped and the unclipped error must be equal bit for bit, because a value
-    # counts as clipped if its clipped error is larger.
+    # rounding. A value counts as clipped if its clipped error is larger than its unclipped error, so the two errors
+    # must be bitwise equal inside the clip range.
     clipped = torch.where(beyond, old + change.clamp(-clip_range_value, clip_range_value), new)
     error, clipped_error = (new - target).square(), (clipped - target).square()
     metrics = {

@@ -16,8 +16,8 @@ NONE = -1  # Value of an index variable that means "no index".
 def least_largest_sum(weights: Sequence[int], parts: int) -> int:
     """Return a lower bound on the largest sum of a part, for any partition of `weights` into `parts` parts.
 
-    The numbers in `weights` are non-negative integers. The returned bound is the largest of several lower bounds on the
-    largest sum. If `weights` is empty, the returned bound is 0.
+    The numbers in `weights` are non-negative integers. The function computes the following lower bounds, and returns
+    the largest of these bounds. If `weights` is empty, the returned bound is 0.
 
     - The sum of all weights divided by `parts` is a lower bound on the largest sum.
     - The heaviest weight is a lower bound on the largest sum.
@@ -110,8 +110,8 @@ def _exchange(
         at = bisect_left(back, (weights[index] - gap // 2, NONE))
         for weight, other in back[max(at - 1, 0) : at + 1]:
             apart = abs(gap - 2 * (weights[index] - weight))
-            # `more` is the increase of the sum of sizes in `light` if `index` moves from `heavy` to `light` and `other`
-            # moves back.
+            # If `index` moves from `heavy` to `light`, and `other` moves from `light` to `heavy`, the sum of the sizes
+            # in `light` grows by `more`.
             more = sizes[index] - (0 if other == NONE else sizes[other])
             if apart < best and -room_heavy <= more <= room_light:
                 best, found = apart, (index, other)

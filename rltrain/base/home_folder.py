@@ -53,7 +53,8 @@ def _is_writable(folder: Path) -> bool:
 def _private_folder() -> Path:
     """Return a folder that only the current user can write to.
 
-    Every call of `_private_folder` returns the same folder, unless another user already owns a folder of the same name.
+    Every call of `_private_folder` returns the same folder. If the path of this folder is already taken by a file, or
+    by a folder that another user owns or can write to, each call instead returns a new folder.
     """
     folder = Path(tempfile.gettempdir()) / f"rltrain-{os.getuid()}"
     with contextlib.suppress(FileExistsError):

@@ -169,8 +169,9 @@ def on() -> bool:
 
 
 def environment(process: str) -> dict[str, str]:
-    """Return the environment variables that start the event recorder of a new process; {} if this process records no
-    events.
+    """Return the environment variables that start the event recorder of a new process.
+
+    Return {} if this process records no events.
     """
     return {VARIABLE: process} if _recorder is not None else {}
 

@@ -135,8 +135,8 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
         parts: for each part (batch), a mapping from column names to columns. All batches in `parts` have the same
             column names.
         rows: numbers of the rows to copy, int64, in the order of the result. The rows of all batches in `parts` are
-            numbered consecutively, so the first row of a batch has the number after the last row of the previous batch.
-            If `rows` is None, all rows of all batches are copied.
+            numbered consecutively: the numbers of a batch continue after the last row of the previous batch. If `rows`
+            is None, all rows of all batches are copied.
     """
     routes: dict[tuple[int, ...], Route] = {}
     taken = {}
@@ -182,7 +182,8 @@ class Route(NamedTuple):
     Columns that share one offsets tensor also share one `Route`.
 
     Attributes:
-        pieces: (part, start, stop) of each range of contiguous values to copy, in the order of the new rows.
+        pieces: ranges of contiguous values to copy, in the order of the new rows. The range (part, start, stop) holds
+            the values from `start` to `stop` - 1 of the source column with the index `part`.
         total: number of values in all new rows together.
         offsets: offsets of the new rows; None for dense columns.
     """
@@ -213,7 +214,7 @@ def _edges(column: Column) -> np.ndarray:
 
 
 def _runs(owners: np.ndarray, starts: np.ndarray, stops: np.ndarray) -> list[tuple[int, int, int]]:
-    """Convert selected rows to ranges of contiguous values, each given as (part, start, stop).
+    """Convert selected rows to ranges (part, start, stop) of contiguous values, where `part` is the index of a batch.
 
     If the values of a selected row directly follow the values of the previous selected row in the same source batch,
     the two rows are in one range.

@@ -5,9 +5,9 @@ sequences, T response tokens of a row in the padded view, N tokens of a packed b
 
 A column of variable length is *jagged*: the column consists of the concatenated values of all rows, (N,), and of the
 offsets of the rows, (B + 1,). Row i of a jagged column is `values[offsets[i]:offsets[i + 1]]`. A column family is a set
-of jagged columns with equal row lengths, such as the response columns. All columns of a column family share one offsets
-tensor. Batches are stored and sent without padding. The method `padded(column)` returns the padded view (B, T) of a
-column. The functions in `rltrain.algorithms` read the padded view of a column.
+of jagged columns that have equal row lengths and share one offsets tensor, such as the response columns. Batches are
+stored and sent without padding. The method `padded(column)` returns the padded view (B, T) of a column. The functions
+in `rltrain.algorithms` read the padded view of a column.
 """
 
 import json
@@ -26,9 +26,9 @@ from rltrain.batch.serialization import Packet, Text, objects, receive, send
 
 __all__ = ["COLUMNS", "DataProto", "jagged", "offsets_of", "positions"]
 
-# Maps the name of each column to (family, meaning). All columns of a family have the same number of entries in a row,
-# so all jagged columns of a family share one offsets tensor. The columns of the family "row" are dense and have one
-# entry per row.
+# Maps the name of each column to its column family and its meaning. All columns of a family have the same number of
+# entries in a row, so all jagged columns of a family share one offsets tensor. The columns of the family "row" are
+# dense and have one entry per row.
 COLUMNS: dict[str, tuple[str, str]] = {
     "prompts": ("prompt", "token ids of the prompt, int64"),
     "responses": (
@@ -231,7 +231,7 @@ class DataProto:
         """Return the batch with additional jagged columns.
 
         Args:
-            like: name of the jagged column whose row lengths the new columns get.
+            like: name of an existing jagged column. The new columns get the same row lengths.
             **columns: values (N,) of the new columns.
 
         Raises:
@@ -250,8 +250,8 @@ class DataProto:
         """Return the batch with additional jagged columns.
 
         Args:
-            like: name of the jagged column whose row lengths the new columns get.
-            **columns: the new columns, in the padded view (B, T) of the column `like`.
+            like: name of an existing jagged column. The new columns get the same row lengths.
+            **columns: the new columns as padded tensors (B, T), with the same padded slots as `padded(like)`.
         """
         mask = self.padding_mask(like)
         return self.with_values(like, **{name: padded[mask] for name, padded in columns.items()})

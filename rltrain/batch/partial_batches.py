@@ -13,7 +13,7 @@ def joined_rows(
 ) -> DataProto:
     """Return the rows `rows` and the columns `columns` of a batch that is distributed over several parts.
 
-    If a part has exactly the rows that are needed, the values of the part's columns are not copied.
+    If a part of the batch has exactly the rows that are needed, the values of the part's columns are not copied.
 
     Args:
         parts: the parts of the batch. Each needed row of each needed column must be in at least one of the parts.

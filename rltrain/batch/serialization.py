@@ -1,7 +1,8 @@
 """Serialization of a batch for the transfer to other processes.
 
-A serialized batch consists of a small header and of separate byte buffers: one for the values of each tensor column,
-one for the offsets of each column family, and one for each text column. Pickle protocol 5 transfers the byte buffers
+A serialized batch consists of a small header and of separate byte buffers. Each tensor column has one byte buffer with
+its values. Each text column has two byte buffers: the text, and the position at which each string ends. Jagged columns
+with equal row lengths share one byte buffer with the offsets of the rows. Pickle protocol 5 transfers the byte buffers
 out of band, which means that the buffers are not copied into the pickle. Ray copies the byte buffers once, into one
 object of its object store, and reading processes map that object into memory. A process that reads a batch copies only
 the rows that it needs.
@@ -47,9 +48,10 @@ class Packet(NamedTuple):
     """The pickled form of the columns of a batch.
 
     Attributes:
-        tensors: for each tensor column, a tuple (name, dtype, shape, index, bytes), where index is the position of the
-            column's offsets in the list `families`, or -1 for a dense column.
-        families: the offsets of each column family, as the bytes of int64 numbers.
+        tensors: for each tensor column, a tuple (name, dtype, shape, index, bytes). For a jagged column, the offsets of
+            its rows are `families[index]`. For a dense column, which has no offsets, index is -1.
+        families: arrays of row offsets, each as the bytes of int64 numbers. Jagged columns with equal row lengths share
+            one array of row offsets.
         others: all columns that are not tensors. A column of strings is stored as (name, UTF-8 bytes, bytes of int64
             numbers that give the end of each string). A column of objects that are not all strings is stored as (name,
             None, list of the objects).
@@ -62,7 +64,7 @@ class Packet(NamedTuple):
 
 def objects(column: Any) -> np.ndarray:
     """Convert a sequence of B objects of any type to an object array (B,)."""
-    # Unlike np.fromiter, np.array would unpack rows that are lists.
+    # If the objects are lists of equal length, np.array would return a two-dimensional array; np.fromiter does not.
     return np.fromiter(column, dtype=object, count=len(column))
 
 

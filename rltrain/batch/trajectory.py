@@ -6,15 +6,15 @@ tokens.
 
 A turn can have a new context, for instance because an agent program starts a sub-agent or shortens the conversation.
 The observation of a turn with a new context is the whole context. A trajectory with several contexts still becomes only
-one row. The column `context_starts` marks the first token of each new context, and a model's forward pass computes each
-context independently of the tokens before it. If a new context repeats tokens that the policy sampled earlier, the
-repeated tokens belong to the observation and are not trained on again.
+one row. The column `context_starts` marks the first token of each new context. A model's forward pass computes each
+context separately, as if no tokens stood before the context. If a new context repeats tokens that the policy sampled
+earlier, the repeated tokens belong to the observation and are not trained on again.
 
 Two columns of a batch distinguish tokens that the policy sampled from tokens that belong to observations. The column
 `response_mask` is True at sampled tokens that are trained on. Later stages of a training step may set `response_mask`
 to False, for instance in rows without a score. The column `policy_version` is -1 at observation tokens, and later
 stages never change it. The module `rltrain.batch.sampled_tokens` reads `policy_version` instead of `response_mask`, so
-it also finds the sampled tokens of rows that are not trained on.
+the module also finds the sampled tokens of rows that are not trained on.
 
 `rltrain.batch.trajectory` imports no torch, because environment processes build trajectories without torch.
 """
@@ -191,17 +191,17 @@ class Trajectory:
         return found
 
     def turn_index(self) -> Sequence[int]:
-        """Return the number of the turn in which each response token was sampled; -1 for observation tokens."""
+        """Return for each sampled token the number of its turn, counted from 0, and -1 for each observation token."""
         observed = [[-1] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([[number] * len(turn.action_ids) for number, turn in enumerate(self.turns)], observed)
 
     def turn_states(self) -> Sequence[int]:
-        """Return a hash of the turn's observation for each sampled token; 0 for observation tokens."""
+        """Return for each sampled token a hash of its turn's observation, and 0 for each observation token."""
         observed = [[0] * len(turn.observation_ids) for turn in self.turns[1:]]
         return _response([[_hash(turn.observation_ids)] * len(turn.action_ids) for turn in self.turns], observed)
 
     def context_starts(self) -> list[int]:
-        """Return the positions in the response at which new contexts begin, in order."""
+        """Return the positions in the response at which new contexts begin, in ascending order."""
         starts, position = [], len(self.turns[0].action_ids)
         for turn in self.turns[1:]:
             if turn.new_context:

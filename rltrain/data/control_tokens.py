@@ -192,8 +192,8 @@ class ControlTokens:
     def _normalizer(self) -> tuple[Callable[[str], str] | None, re.Pattern[str]]:
         """Return the tokenizer's normalizer, and a pattern that matches the normalized names of control tokens.
 
-        The returned pattern covers only the control tokens that the tokenizer searches for after normalization. If no
-        control token is searched for after normalization, the returned normalizer is None.
+        The returned pattern covers only the control tokens that the tokenizer searches for after normalization. If the
+        tokenizer searches for no control token after normalization, the returned normalizer is None.
         """
         own: Any = getattr(self._tokenizer, "backend_tokenizer", None)
         normalize = own.normalizer.normalize_str if own is not None and own.normalizer is not None else None

@@ -104,8 +104,8 @@ def fetch_dataset(name: DatasetName, where: str, *, key: str) -> DatasetName:
     Return the data set's name with the configuration, the split and the commit.
 
     No network is needed if the data set's name contains a configuration, a split and a commit, and the split is in the
-    cache. If the name lacks a configuration, a split or a commit, or the split is not in the cache, the hub is queried.
-    In offline mode, the hub is never queried, so the split must be in the cache.
+    cache. The hub is queried if the data set's name lacks a configuration, a split or a commit, or if the split is not
+    in the cache. In offline mode, the hub is never queried, so the split must be in the cache.
 
     Args:
         name: name of the data set on the hub.

@@ -60,8 +60,9 @@ def snapshot(model: str, revision: str | None, **options: Any) -> Path:
 
 
 def _names_weights(folder: Path) -> bool:
-    """Return whether config.json has the key `transformers_weights`, which names the weight file that transformers
-    loads.
+    """Return whether config.json has the key `transformers_weights`.
+
+    The value of `transformers_weights` is the name of the weight file that transformers loads.
     """
     try:
         return "transformers_weights" in json.loads((folder / "config.json").read_text("utf-8"))
@@ -70,8 +71,9 @@ def _names_weights(folder: Path) -> bool:
 
 
 def _persistently(model: str, revision: str | None) -> Path:
-    """Download a model, and try again after a broken connection. Files that are already complete are not downloaded
-    again.
+    """Download a model, and try again after a broken connection.
+
+    Files that are already complete are not downloaded again.
     """
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
@@ -110,7 +112,7 @@ def _progress_class() -> type:
             """Display nothing, although tqdm calls this method to draw the bar."""
 
         def update(self, n: float | None = 1) -> None:
-            """Count the downloaded bytes, and write a progress message if the last one is `_EVERY_S` seconds old."""
+            """Count downloaded bytes, and write a progress message if the last message is `_EVERY_S` seconds old."""
             super().update(n)
             if self.unit == "B" and time.monotonic() - last[0] >= _EVERY_S:
                 last[0] = time.monotonic()

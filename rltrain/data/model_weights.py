@@ -246,7 +246,8 @@ def check_weights(path: str, where: str, kind: Any = None, *, new_head: bool = F
 
     Raises:
         ConfigError: the weights do not fit the model, or belong to an adapter or a quantized model. The message of the
-            ConfigError names the broken file, or the tensors that are missing, unexpected, or of another shape or type.
+            ConfigError names the broken file, or the tensors that are missing, unexpected, or have the wrong shape or
+            dtype.
     """
     folder = local_directory(path)
     require(

@@ -124,13 +124,14 @@ class PromptForm:
         return [{"role": "system", "content": self.system}, *value]
 
     def values(self, row: Row) -> dict[str, Any]:
-        """Return a dict that maps each name in `columns` to the value that reward functions get for a row; a missing
-        value is None.
+        """Return the values that reward functions get for a row, as a dict with a key for each name in `columns`.
+
+        A missing value is None.
         """
         return {name: self.derived[name].value(row) if name in self.derived else row.get(name) for name in self.columns}
 
     def described(self, chats: int, total: int) -> str:
-        """Return a description for the user of what the prompts are made of, and in what form the model gets them.
+        """Return a text that tells the user what the prompts are made of, and in what form the model gets them.
 
         Args:
             chats: number of rows that hold chat messages.
@@ -151,7 +152,7 @@ def prompt_form(
     Args:
         columns: names of the data's columns.
         options: the user's settings for prompts.
-        where: the config key and the source, for the start of the error message.
+        where: the config key and the source of the data, for the start of the error message.
         has_template: whether the tokenizer has a chat template.
         sample: some rows of the data, which show whether prompts are chat messages.
 
@@ -191,8 +192,9 @@ def _require_template(options: PromptOptions, has_template: bool) -> None:
 
 
 def _reader(columns: Sequence[str], prompt: str | None, where: str) -> tuple[tuple[str, ...], Reader, str]:
-    """Return three values: the names of the columns to read, a function that returns the prompt of a row, and a text
-    that tells the user what a prompt is made of.
+    """Return the names of the columns to read, a function that returns the prompt of a row, and a text for the user.
+
+    The text tells the user what a prompt is made of, for example "column question".
     """
     if prompt is None:
         prompt = _recognised(columns, where)

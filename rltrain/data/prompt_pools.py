@@ -26,9 +26,9 @@ both empty, the draw takes a prompt from the unseen pool. If the chosen pool, th
 all empty, the draw takes a random prompt from the hard and easy pools. If every prompt is either hard or easy, the
 normal and unseen pools are empty, and each draw that chooses an empty pool takes a random prompt instead. If every
 prompt is either hard or easy, and the hard and easy pools have small configured fractions, most draws choose an empty
-pool and take a random prompt. Training is then almost the same as with shuffled passes through all prompts. Random
-draws from the hard and easy pools include easy prompts, because otherwise the policy would train only on prompts that
-it fails to solve.
+pool and take a random prompt. If most draws take a random prompt, training is almost the same as with shuffled passes
+through all prompts. Random draws from the hard and easy pools include easy prompts, because otherwise the policy would
+train only on prompts that it fails to solve.
 
 Within a pool, prompts are drawn without replacement: each pass through a pool is a random permutation of the prompts in
 the pool. A prompt that was drawn in one pass through a pool can be drawn again only in a later pass. A prompt is called
@@ -58,7 +58,7 @@ from rltrain.settings.typed import require
 # empty.
 POOLS = ("normal", "unseen", "hard", "easy")
 _GOLDEN, _BITS = 0x9E3779B97F4A7C15, 64
-_LARGEST = 2**16 - 1  # A group has at most this many answers, because counts of answers are stored in 16 bits.
+_LARGEST = 2**16 - 1  # Maximum number of answers per prompt group; counts of answers are stored in 16 bits.
 
 
 class _Pool:
@@ -67,7 +67,7 @@ class _Pool:
 
     Attributes:
         passes: number of passes through the pool that have begun.
-        left: prompt indices that the current pass has not drawn yet. The next draw takes the last index of `left`.
+        left: prompt indices that the current pass has not drawn yet. The next draw takes the last index in this list.
         returned: indices of the prompts that the next pass through the pool will draw, in the order in which the
             prompts were put into the pool.
     """
@@ -125,7 +125,7 @@ class PromptPools:
         return [self._draw() for _ in range(count)]
 
     def at(self, position: int) -> int:
-        """Return the prompt index of the draw at `position`, whose training step must not have ended yet."""
+        """Return the prompt index of the draw at `position`, which belongs to an unfinished training step."""
         return self._in_flight[position]
 
     def give_back(self, outcomes: Mapping[int, tuple[int, int]]) -> None:

@@ -122,7 +122,7 @@ def _json(content: bytes, place: str) -> Any:
         return json.loads(content.decode("utf-8"))
     except UnicodeDecodeError as error:
         raise ConfigError(f"{place}: the text is not UTF-8 (byte {error.start + 1}); save the file as UTF-8") from None
-    # ValueError is raised for invalid JSON, and for a number with thousands of digits.
+    # `json.loads` raises ValueError for invalid JSON, and for a number with thousands of digits.
     except (ValueError, RecursionError) as error:
         reason = str(error).partition(";")[0]
         raise ConfigError(

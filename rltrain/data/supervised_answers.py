@@ -345,9 +345,11 @@ def load_answers(
 def _texts(
     rows: Rows, numbers: Sequence[int], form: PromptForm, answers: AnswerForm
 ) -> tuple[dict[int, str], dict[int, bool]]:
-    """Return two dicts with row numbers as keys. The first returned dict maps a row number to the text of the row's
-    answer. The second returned dict maps a row number to True if the row's prompt consists of chat messages, and to
-    False if the prompt is text.
+    """Return the text of each row's supervised answer, and whether each row's prompt consists of chat messages.
+
+    The first returned dict maps a row number to the text of the row's answer. The second returned dict maps a row
+    number to True if the row's prompt consists of chat messages, and to False if the prompt is text. Rows without a
+    supervised answer are left out of both dicts.
     """
     texts, chats = {}, {}
     for number in numbers:

@@ -82,8 +82,8 @@ def _rendered(
 def _limit_processor_time(seconds: float) -> None:
     """Limit the total processor time of this process.
 
-    The limit `seconds` is rounded up to whole seconds. When the process reaches the limit, the kernel kills the process
-    with SIGXCPU.
+    The limit `seconds` is rounded up to whole seconds. When the process has used this much processor time, the kernel
+    kills the process with SIGXCPU.
     """
     resource.setrlimit(resource.RLIMIT_CPU, (math.ceil(seconds), resource.getrlimit(resource.RLIMIT_CPU)[1]))
 

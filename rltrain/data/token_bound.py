@@ -27,7 +27,7 @@ class _Counting:
 
     Attributes:
         longest: largest number of units (characters or bytes) that one token can cover.
-        units: function that returns the number of units (characters or bytes) for which one character counts.
+        units: function that returns the number of units (characters or bytes) that a character adds to a text's length.
         normalize: function that applies the tokenizer's normalizer to a text.
     """
 
@@ -106,9 +106,9 @@ def _keeps_all_but_space(part: dict[str, Any]) -> bool:
 
 
 def _units(vocab: Collection[str], in_bytes: bool, fallback: bool, strips: bool, character: str) -> int:
-    """Return the number of units (characters or bytes) that one character contributes to the lower bound.
+    """Return the number of units (characters or bytes) that one character adds to the length of a text.
 
-    A character counts as 0 units if the tokenizer may drop the character or merge it with other characters.
+    The returned number is 0 if the tokenizer may drop the character or merge the character with other characters.
     """
     if strips and character.isspace():
         return 0

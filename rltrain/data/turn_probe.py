@@ -9,10 +9,10 @@ chat template's rendering of the whole conversation:
   prompt that the template would not write, and must not lack an end token that the template would write.
 - Between two control tokens, the conversation built turn by turn and the template's rendering have the same token ids.
   An answer of the assistant must have the same text in the conversation built turn by turn and in the template's
-  rendering, but the answer's token ids are allowed to differ. White space around an answer is allowed to differ,
-  because the policy samples this white space. Thoughts (`<think>...</think>`) in the conversation built turn by turn
-  are allowed to differ from those in the template's rendering, because some templates remove thoughts from earlier
-  answers.
+  rendering, but the answer's token ids are allowed to differ. White space around an answer is allowed to differ between
+  the conversation and the rendering, because the policy samples this white space. Thoughts (`<think>...</think>`) in
+  the conversation built turn by turn are allowed to differ from those in the template's rendering, because some
+  templates remove thoughts from earlier answers.
 - The conversation built turn by turn ends where the template would write the assistant's next answer.
 """
 
@@ -218,7 +218,7 @@ def _compared(text: str, answers: Sequence[str]) -> str:
 def _pieces(renderer: "TurnRenderer", ids: Sequence[int]) -> list[tuple[int | None, list[int]]]:
     """Split `ids` into pairs (id of a control token, list of the ids up to the next control token).
 
-    The first pair contains None instead of a control token, and the ids before the first control token.
+    The first pair is (None, list of the ids before the first control token).
     """
     pieces: list[tuple[int | None, list[int]]] = [(None, [])]
     special = renderer.special_ids - {*renderer.tokenizer.convert_tokens_to_ids(["<think>", "</think>"])}

@@ -66,7 +66,7 @@ class TurnRenderer:
         templates: object that renders messages; by default a new `ChatTemplates`.
 
     Attributes:
-        tokenizer, tools, stop_ids: the arguments with which `TurnRenderer` was called.
+        tokenizer, tools, stop_ids: the arguments of the constructor.
         special_ids: `stop_ids`, and the ids of all control tokens except the unknown token.
         mark: known word in the placeholder messages that replace sampled answers; the word occurs in no tool's schema.
     """
@@ -172,8 +172,7 @@ class TurnRenderer:
         return fault(self, roles)
 
     def strips_thinking(self) -> bool:
-        """Return whether the template removes `<think>...</think>` from an answer when a user's message follows the
-        answer.
+        """Return whether the template removes `<think>...</think>` from an answer before a user's message.
 
         Sampled ids are never removed from a context, so a context keeps the thoughts that the template would remove.
         """
@@ -255,7 +254,7 @@ class TurnRenderer:
         return messages if self._control.first_in(messages) is None else _replaced(messages, _PRIVATE)
 
     def _after_mark(self, messages: Sequence[Message]) -> list[int]:
-        """Return the token ids of everything that the template writes after an answer's content, with its end token."""
+        """Return the token ids of all text that the template writes after an answer's content, with the end token."""
         # `mark` is put before the text, because some tokenizers treat the start of a text in a special way.
         lead = self._mark_ids
         ids = self._encoded(messages, lambda messages: self.mark + self._difference(messages))

@@ -46,7 +46,7 @@ class ModelRequest:
             tool calls are decoded JSON.
         tools: Schemas of the tools, as `transformers.utils.get_json_schema` returns them.
         max_tokens: Maximum number of tokens of the answer; None for no limit.
-        model: Model name in the request. The response contains the same model name.
+        model: Model name in the request, which the response repeats.
         stream: Whether the response is a stream of events.
         usage: Whether a streamed chat completion ends with an event that contains the numbers of tokens.
         text_only: Whether tool calls in the answer are returned as text (`tool_choice="none"`).

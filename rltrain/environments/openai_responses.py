@@ -23,8 +23,9 @@ def responses_request(body: Mapping[str, Any], previous: Sequence[Message] = ())
     """Read a request of `POST /v1/responses`.
 
     Args:
-        body: The JSON object of the request.
-        previous: The conversation up to and including the response that `previous_response_id` names.
+        body: The JSON object in the body of the HTTP request.
+        previous: Messages of the earlier conversation, up to and including the response with the id
+            `previous_response_id`.
 
     Raises:
         ApiError: the request is malformed, or asks for something that conversations in training do not support.

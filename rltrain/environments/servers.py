@@ -99,7 +99,7 @@ def from_verifiers(address: str) -> Callable[..., Coroutine[Any, Any, float]]:
 
     async def run(base_url: str, api_key: str, model: str, messages: list[Any], **columns: Any) -> float:
         task = {"prompt": messages} | {name: value for name, value in columns.items() if name not in OFFERED}
-        # The verifiers server reads API keys only from its own environment variables, so the URL contains the key.
+        # The URL contains the API key, because the verifiers server reads keys only from its own environment variables.
         url = f"{base_url.removesuffix('/v1')}/{api_key}/v1"
         client = {"type": "eval", "base_url": url, "api_key_var": "RLTRAIN_API_KEY"}
         return await _verifiers_reward(address, {"task_data": task, "client": client, "model": model, "sampling": {}})

@@ -358,11 +358,11 @@ def _enclosed(
     """Read a tool call between two marks, and return the call and the position at which the call ends.
 
     Args:
-        text: the text with the call.
-        start: position at which the opening mark starts.
-        opening, closing: the marks before and after the call.
+        text: the model's text, which contains the tool call.
+        start: position at which the mark `opening` of the tool call starts.
+        opening, closing: the marks before and after the JSON value of the tool call.
         read: function that converts the JSON value between the marks `opening` and `closing` to a tool call.
-        reopening: mark with which the next call starts; None if the next call starts with `opening`.
+        reopening: mark with which the next tool call in the text would start; None if this mark is `opening`, too.
         fence: mark that ends the fenced code block around the JSON value; "" if the JSON value is not in a code block.
             The mark `fence` comes before the mark `closing`.
     """
@@ -476,7 +476,10 @@ def _checked(value: Any, end: int | None = None) -> _Call:
 
 
 def _arguments(value: Any, end: int | None) -> dict[str, Any]:
-    """Return the arguments of a call as a dict. `value` is a JSON object, or a string that contains a JSON object."""
+    """Return the arguments of a tool call as a dict.
+
+    `value` is a JSON object, or a string that contains a JSON object.
+    """
     if isinstance(value, str):
         try:
             text, (value, after) = value, _decoded(value, 0)

@@ -31,10 +31,10 @@ MISSING_SHARE = 0.05
 # The reward alarm compares mean rewards over windows of WINDOW_STEPS steps, because the prompts of a single step may be
 # unusually hard.
 WINDOW_STEPS = 5
-# The reward alarm is raised only if the mean reward falls from its best value by more than LOST_SHARE times the rise
-# from its first value to its best value. The reward alarm also requires that the mean reward falls by more than the
-# standard deviation of the individual rewards in the window with the best mean reward, because a smaller fall may be
-# noise.
+# The reward alarm is raised only if the mean reward falls below its best value by more than LOST_SHARE times its
+# earlier rise. The earlier rise is the best value of the mean reward minus its first value. The reward alarm also
+# requires that the mean reward falls by more than the standard deviation of the individual rewards in the window with
+# the best mean reward, because a smaller fall may be noise.
 LOST_SHARE = 0.5
 
 
@@ -80,7 +80,7 @@ class Alarms:
         return begun
 
     def _gap(self, metrics: Mapping[str, float]) -> str:
-        """Return an alarm message if the log-probs of engine and actor differ too much; otherwise return "".
+        """Return an alarm message if the log-probs of the engine and of the actor differ too much; otherwise return "".
 
         No alarm is raised if some tokens were sampled with weights older than the actor's, because different weights
         give different log-probs. No alarm is raised with top-p or top-k sampling, because the engine's log-probs

@@ -61,8 +61,8 @@ class Sink(Protocol):
 
         Args:
             step: last training step whose results are kept; 0 at the start of a run.
-            steps: one mapping with the metrics of each training step up to `step`, oldest first. In each mapping, the
-                value of the key `step` is the number of the training step. In `steps` and `evaluations`, infinite
+            steps: one mapping with the metrics of each training step up to `step`, oldest first. Each mapping also has
+                the key `step`, whose value is the number of the training step. In `steps` and `evaluations`, infinite
                 metric values are replaced by NaN.
             evaluations: metrics of each evaluation up to the training step `step`, in the same form as `steps`.
         """
@@ -107,7 +107,7 @@ def replay(sink: Sink, rows: Iterable[Metrics]) -> None:
     """Send the metrics of earlier steps to a sink that has not received those metrics.
 
     Args:
-        sink: the sink to which the metrics are sent, by calling its method `log_step` for each row.
+        sink: the sink that receives the metrics. `replay` calls the sink's method `log_step` once for each row.
         rows: one row of metrics for each training step or evaluation. In each row, the key `step` gives the number of
             the training step.
     """

@@ -87,7 +87,7 @@ def staleness_metrics(batch: DataProto, version: int) -> dict[str, float]:
 
 
 def log_prob_gap(batch: DataProto) -> dict[str, float]:
-    """Compare the log-probs that engine and actor give to the tokens that `response_mask` selects.
+    """Compare the engine's and the actor's log-probs of the tokens that `response_mask` selects.
 
     Returns:
         A dict of metrics: the mean and the largest absolute difference of the log-probs in nats, two estimates of

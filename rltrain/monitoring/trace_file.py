@@ -50,8 +50,8 @@ class TraceFile:
 
     Args:
         path: path of the trace file; no file with that path may exist yet.
-        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Times since
-            1970 would lose precision, because Perfetto reads times as floating-point microseconds.
+        start_ns: wall-clock time in nanoseconds since 1970 that is subtracted from all times in the file. Without the
+            subtraction, times would lose precision, because Perfetto reads times as floating-point microseconds.
     """
 
     def __init__(self, path: Path, start_ns: int) -> None:
@@ -123,11 +123,11 @@ class _Process:
         self.number = number
         # Names of the threads of the process. `threads` has the name of thread number n at index n - 1.
         self.threads: list[str] = []
-        # `rows` is used for events that may be nested. `rows` maps the name of a track, which is a group of events, to
-        # the timeline rows that show the events of the track.
+        # For events that may be nested, `rows` maps the name of a track (a group of events) to the timeline rows that
+        # show the events of the track.
         self.rows: dict[str, list[_Row]] = {}
-        # `free` is used for events that must not be nested. `free` maps the name of a track to a heap with one pair per
-        # thread of the track: (end time of the thread's latest event, thread number).
+        # For events that must not be nested, `free` maps the name of a track to a heap with one pair per thread of the
+        # track: (end time of the thread's latest event, thread number).
         self.free: dict[str, list[tuple[int, int]]] = {}
 
     def introduce(self, recorded: Recorded) -> Iterator[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Run a program and its tests in two processes inside one sandbox, connected by two pipes.
 
-Only `rltrain.rewards.code_tests` uses `code_tests_inside`. The module `code_tests` runs the source text of
-`code_tests_link` and of `code_tests_inside` in the program's process and in the tests' process.
+Only `rltrain.rewards.code_tests` uses `code_tests_inside`. The module `code_tests` joins the source text of
+`code_tests_link` and `code_tests_inside`, and both the program's process and the tests' process run the joined text.
 """
 
 import ast

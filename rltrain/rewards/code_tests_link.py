@@ -20,7 +20,8 @@ _BASIC = frozenset(
     {type(None), bool, int, float, str, bytes, bytearray, list, tuple, dict, set, frozenset}
 )  # Types whose objects can be pickled without naming a class or function in the pickle.
 # `_VALUES` maps each plain-data type outside `_BASIC` to the names of its attributes, in the order of the constructor's
-# arguments. In `_VALUES`, each type that is also a key of `_PARTS` has an empty string as its value.
+# arguments. If a type is also a key of `_PARTS`, its value in `_VALUES` is an empty string, because `_PARTS` gives the
+# constructor's arguments.
 _VALUES = {
     "builtins.complex": "real imag",
     "builtins.range": "start stop step",
@@ -96,15 +97,17 @@ _FOR_THE_PROGRAM = ("call", "get", "set", "iter", "next", "len", "getitem")
 class Raised(Exception):
     """Stands for an exception that the process at the other end of a `Link` raised.
 
-    `Raised` is not used if the exception has a type that is built into Python and that can be created from one text.
+    An exception of a built-in Python type is raised again as the same type, without `Raised`, if the type's constructor
+    accepts a single text.
     """
 
 
 class Far:
     """Proxy for an object that exists in the process at the other end of a `Link`.
 
-    A `Far` object is never equal to an object that is not a `Far` object. Two different `Far` proxies are equal if the
-    process at the other end of the `Link` reports that the objects behind the proxies are equal.
+    Comparing a `Far` proxy to an object that is not a `Far` proxy with `==` always gives False. Two different `Far`
+    proxies are equal if the process at the other end of the `Link` reports that the objects behind the proxies are
+    equal.
     """
 
     def __init__(self, link: "Link", number: int) -> None:
@@ -313,8 +316,9 @@ class _In(pickle.Unpickler):
 def _built(thing: Any, link: Link, done: dict[int, tuple[Any, Any]]) -> Any:
     """Return `thing` after replacing each `_Described` object inside `thing` by the object that is described.
 
-    `done` maps the id of each object visited so far to that object and its replacement. `done` is needed for cycles and
-    shared objects; storing an object in `done` keeps the object's id from being reused.
+    `done` maps the id of each object visited so far to that object and its replacement. With `done`, each object is
+    converted only once, even if several objects contain the object or references form a cycle. Because `done` holds the
+    object itself, Python cannot give the object's id to a new object.
     """
     kind = type(thing)
     if kind not in (list, dict, set, tuple, frozenset, _Described):

@@ -30,7 +30,7 @@ def length_penalty(
         target: the target length, either one number for all samples or a column of the data.
         unit: "characters" (Unicode code points) or "words" (separated by white space; only for languages that put
             spaces between words).
-        both_sides: also penalize responses that are shorter than the target.
+        both_sides: whether responses that are shorter than the target are also penalized.
 
     Returns:
         A score in [-1, 0], or None if `target` is None.

@@ -79,8 +79,8 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 _LISTED = 10  # Largest number of classes that an error message lists.
 Kind = Literal["function", "class"]  # Kind of object that a path in the config names.
 _PLURAL: Mapping[Kind, str] = {"function": "functions", "class": "classes"}
-# Error messages show the form of a path in the config as file.py:function or file.py:Class, with a word from `_NAME`
-# after the colon.
+# Error messages show that a path in the config has the form file.py:function or file.py:Class. `_NAME` holds the word
+# after the colon for each kind of object.
 _NAME: Mapping[Kind, str] = {"function": "function", "class": "Class"}
 Bound = Callable[[Any, Any, Mapping[str, Any]], Any]
 
@@ -146,7 +146,7 @@ def load_function(path: str) -> Callable[..., Any]:
 
 
 def import_function(path: str, where: str, kind: Kind = "function") -> Callable[..., Any]:
-    """Import a function or a class that need not compute rewards, such as a function that returns rows of data.
+    """Import a function or class that need not be a reward function, such as a function that returns rows of data.
 
     Args:
         path: `package.module:name` or `file.py:name`. The module or file is searched for as in `load_function`.

@@ -78,8 +78,8 @@ def _patterns(choices: str) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """
     if not re.fullmatch("[A-Z]+", choices):
         raise ValueError(f"choices={choices!r} must be capital letters, such as ABCD")
-    # A lower-case letter counts as a choice only before a closing bracket, a punctuation mark or the end of the line. A
-    # lower-case letter in another position can be a word ("the answer is a dog").
+    # A lower-case letter counts as a choice only before a closing bracket, a punctuation mark or the end of the line.
+    # Within a sentence, a lower-case letter can be a word, as in "the answer is a dog".
     one = rf"(?:[{choices}](?![\w'’-])|[{choices.lower()}](?=[*_$ ]{{0,4}}(?:[)\]}}.,;:\n/]|\Z)))"
     join = r"(?:\s{0,2}(?:,|/|&|\b(?i:or|and)\b)\s{0,2}){1,2}"
     group = rf"{one}(?:{_UNWRAP}{join}{_WRAP}{one}){{0,25}}"

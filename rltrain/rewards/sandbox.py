@@ -61,8 +61,8 @@ _END_LIMIT_S = 2.0
 # only if a process keeps a pipe open.
 _DRAIN_LIMIT_S = 0.5
 _lock = threading.Lock()
-# `_why_not` is empty until the isolation of sandboxes has been tested on the local machine. After this test, the only
-# item of `_why_not` is the reason why isolation does not work, or "" if isolation works.
+# `_why_not` is empty until the isolation of sandboxes has been tested on the local machine. After the isolation test,
+# the only item of `_why_not` is the reason why isolation does not work, or "" if isolation works.
 _why_not: list[str] = []
 _warned: list[str] = []
 

@@ -32,7 +32,8 @@ def command(*, strong: bool) -> list[str]:
     # In a virtual environment, `_base_executable` is the interpreter that created the environment.
     python = os.path.realpath(getattr(sys, "_base_executable", None) or sys.executable)
     # Python's option `-I` is not used, because Python would then ignore PYTHONHASHSEED. Python's option `-I` is not
-    # needed, because `environment` sets no Python variables other than PYTHONHASHSEED and PYTHONUTF8.
+    # needed, because the function `environment` sets only two environment variables of Python, PYTHONHASHSEED and
+    # PYTHONUTF8.
     options = ["-P", "-s", "-S", "-B"]
     if not strong:
         return [python, *options, str(_INSIDE)]

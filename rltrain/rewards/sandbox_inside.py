@@ -1,9 +1,9 @@
 """Script of the watcher, the process that supervises a program inside the sandbox and ends the program's processes.
 
-Only `rltrain.rewards.sandbox` uses `sandbox_inside`. The program and the judge run in forks of the watcher, so a
-sandbox starts only one interpreter. The watcher reads neither the program's source nor the judge's source before the
-forks, so the program's memory contains no data of the judge. The watcher's Python interpreter runs without
-site-packages, so psutil is not available.
+Only `rltrain.rewards.sandbox` uses `sandbox_inside`. The program and the judge (an optional second program) run in
+forks of the watcher, so a sandbox starts only one Python interpreter. The watcher reads neither the program's source
+nor the judge's source before the forks, so the program's memory contains no data of the judge. The watcher's Python
+interpreter runs without site-packages, so psutil is not available.
 """
 
 import os
@@ -120,7 +120,7 @@ def _watch(first: int, given: dict[str, int], *, alone: bool) -> str:
 
 
 def _reap(first: int) -> int | None:
-    """Reap all ended child processes of the supervising process, including adopted orphans.
+    """Reap all ended child processes of the watcher, including adopted orphans.
 
     Return the exit code of the process `first` if that process has ended, else None.
     """

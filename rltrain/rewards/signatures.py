@@ -61,8 +61,8 @@ class Signature:
 
     Attributes:
         trainer: name of the trainer.
-        marks: sets of parameter names. A reward function whose parameters include all names of one set in `marks` is
-            treated as written for the trainer `trainer`.
+        marks: sets of parameter names by which reward functions of the trainer are recognised. A reward function whose
+            parameters include all names of one set in `marks` is treated as written for the trainer `trainer`.
         first: names of the first two parameters of the function that wraps the user's reward function: `SINGLE` or
             `BATCHED`.
         reads: names of the data columns from which rltrain builds the arguments of the reward function, if the data has
@@ -139,8 +139,9 @@ def _wrapper_parameters(
 ) -> list[inspect.Parameter]:
     """Return the parameters of the function that wraps a user's reward function.
 
-    The returned parameters are the prompt, the response, the data columns in `signature.reads`, and each parameter of
-    the user's function for which the trainer in `signature` (such as TRL) passes no argument.
+    The first returned parameters are the prompt and the response, followed by the data columns in `signature.reads`.
+    The user's function can have further parameters, for which its trainer, such as TRL, passes no argument. The wrapper
+    has these further parameters, too.
     """
     kinds = inspect.Parameter
     named = {name: kinds(name, kinds.POSITIONAL_OR_KEYWORD) for name in signature.first}
@@ -152,7 +153,7 @@ def _wrapper_parameters(
 
 
 def adapted(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a wrapper with rltrain's own parameters if a reward function was written for another trainer.
+    """Wrap a reward function of another trainer in a function that has rltrain's own parameters.
 
     A reward function without the parameters of TRL, verl or OpenRLHF is returned unchanged.
     """

@@ -49,8 +49,8 @@ def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[st
     """Load the environment and the tools of a run, and connect once to each MCP server.
 
     Returns:
-        The paths of the environment class and of the tools, and the addresses of the MCP servers, all with absolute
-        file paths; and the schemas of all tools.
+        A pair (source, schemas). `source` holds the paths of the environment class and of the tools, and the addresses
+        of the MCP servers. All file paths in `source` are absolute. `schemas` lists the schemas of all tools.
 
     Raises:
         ConfigError: the environment or a tool cannot be loaded, no schema can be made for a tool, an MCP server cannot
@@ -81,7 +81,7 @@ def tools_of_run(config: RolloutConfig) -> tuple[EnvironmentSource, list[dict[st
 
 
 def agent_of(agent: str, prompts: Sequence[PromptSet]) -> str:
-    """Return the path or the command of an agent program, with absolute paths.
+    """Check an agent program, and return its function path or its command with absolute file paths.
 
     Raises:
         ConfigError: the agent program is a function that cannot be imported or that has a parameter for which rltrain

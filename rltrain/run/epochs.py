@@ -10,8 +10,8 @@ def with_epochs_as_steps(config: Config, prompts: int) -> Config:
     """Return the config with `trainer.total_steps` computed from `trainer.total_epochs`.
 
     If `trainer.total_epochs` is None, the config is returned unchanged. The number of training steps is rounded up.
-    With `trainer.reuse`, the calculation assumes that every step trains again on `trainer.reuse.groups` groups of
-    earlier steps, so that a step uses only `trainer.prompts_per_step - trainer.reuse.groups` new prompts.
+    With `trainer.reuse`, the calculation assumes that every step trains again on `trainer.reuse.groups` prompt groups
+    from earlier steps. A step then uses only `trainer.prompts_per_step - trainer.reuse.groups` new prompts.
 
     Args:
         config: the whole config.

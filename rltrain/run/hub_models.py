@@ -15,7 +15,7 @@ from rltrain.settings.schema import Config
 
 
 def fetch_models(config: Config, console: Console) -> Config:
-    """Download the config's Hugging Face Hub models, and return the config with each of them pinned to a commit.
+    """Download the Hugging Face Hub models of a run, and return the config with each model pinned to a commit.
 
     If the config names a model without a revision, a resumed run uses the commit that the saved run used.
 

@@ -160,7 +160,7 @@ def _sampling_of_prompts(data: DataConfig, facts: Facts) -> str:
 
 
 def _reuse(trainer: TrainerConfig, reuse: ReuseConfig) -> str:
-    """Describe which groups of earlier steps a training step trains on again."""
+    """Describe which prompt groups from earlier training steps are used again in a training step."""
     of_steps = "the last step" if reuse.steps == 1 else f"the last {reuse.steps} steps"
     return (
         f"up to {reuse.groups} of the {_count(trainer.prompts_per_step, 'prompt group')} of a step are repeated from "
@@ -447,7 +447,10 @@ def _processes(config: Config, facts: Facts) -> str:
 
 
 def _transport(config: Config) -> str:
-    """Describe how weights travel from the ranks to the engines, unless all of them are on this machine as usual."""
+    """Describe how weights travel from the ranks to the engines.
+
+    Return "" for the default transport in a run whose ranks and engines are all on this machine.
+    """
     if config.rollout.weight_transport == "auto":
         between = "; weights through shared memory on one machine, or through a process group between machines"
         return "" if config.placement.address == "local" else between

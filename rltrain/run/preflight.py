@@ -1,7 +1,6 @@
 """Pre-flight check of a Ray cluster: check, before any worker starts, that each node can take part in the run.
 
-`--check` prints the results of all checks. A run on a cluster makes the same checks as `--check` in its first
-seconds.
+`--check` prints the results of all checks. In its first seconds, a run on a cluster makes the same checks as `--check`.
 """
 
 import secrets
@@ -68,7 +67,7 @@ def ask_nodes(config: Config) -> Answers:
 
     In the returned list of facts, the driver's node comes first.
 
-    `ask_nodes` creates a small temporary file in each folder that all nodes must share, or in the folder's nearest
+    `ask_nodes` creates an empty temporary file in each folder that all nodes must share, or in the folder's nearest
     existing parent. Each node reports whether it sees the temporary files of `ask_nodes`.
     """
     probes: dict[str, str] = {}

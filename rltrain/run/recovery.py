@@ -41,8 +41,8 @@ class Restarts:
         first = error
         while True:
             if self.restart is None or self.count >= self.limit:
-                # The error of a failed restart may say only that the remaining machines lack free devices. The raised
-                # WorkerError therefore also quotes `first`, the error that names the lost machine.
+                # The error of a failed restart may say only that the remaining machines lack free devices. `first` is
+                # the error that names the lost machine, so the raised WorkerError quotes `first`, too.
                 before = "" if error is first else f"{first}; "
                 raise WorkerError(
                     f"{before}{error}; the training ranks were restarted {self.count} times, and "

@@ -42,7 +42,7 @@ AUTO, NEVER = "auto", "never"
 
 @dataclass(frozen=True)
 class Beginning:
-    """The point at which a run begins: the start of the run, or a checkpoint.
+    """The state from which a process of a run starts: the initial state of the run, or a checkpoint.
 
     Attributes:
         checkpoint: checkpoint from which the run is resumed; None if the run trains from the start.
@@ -59,7 +59,8 @@ def beginning(config: Config) -> Beginning:
     """Determine from `trainer.resume` whether a run trains from the start or continues from a checkpoint.
 
     Args:
-        config: the whole config, including the default values of all settings (knobs) of the loss and the estimator.
+        config: the whole config, including the default values of all parameters of the loss and the advantage
+            estimator.
 
     Raises:
         ConfigError: the checkpoint does not exist, is damaged, or belongs to another config.
@@ -68,7 +69,7 @@ def beginning(config: Config) -> Beginning:
         return _beginning(config)
     except RLTrainError:
         raise
-    except Exception as error:  # A file system driver or a self-referential config may raise any exception.
+    except Exception as error:  # File system drivers, and configs that refer to themselves, may raise any exception.
         trainer = config.trainer
         raise ConfigError(
             f"trainer.resume={trainer.resume} with trainer.checkpoint_dir={trainer.checkpoint_dir}: cannot be read "
@@ -80,8 +81,8 @@ def saved_values(trainer: TrainerConfig) -> Mapping[str, Any]:
     """Return the config values of the saved run that `trainer.resume` continues.
 
     Returns:
-        The saved run's config as nested values; {} if a new run begins or the saved config cannot be read. If the saved
-        run's config cannot be read, the function `beginning` reports the reason.
+        The saved run's config as nested dicts and lists; {} if a new run begins or the saved config cannot be read. If
+        the saved run's config cannot be read, the function `beginning` reports the reason.
     """
     if trainer.resume == NEVER:
         return {}
@@ -182,7 +183,7 @@ def _named(path: str) -> Checkpoint:
     folder contains several checkpoints, the newest undamaged checkpoint is returned.
 
     Raises:
-        ConfigError: the path does not lead to an undamaged checkpoint.
+        ConfigError: no undamaged checkpoint is found at the path.
     """
     where, folder = f"trainer.resume={path}", Folder(absolute(path))
     if folder.exists(MANIFEST):

@@ -30,9 +30,9 @@ def sources(config: Config, prompts: PromptSet) -> dict[str, int]:
     Returns:
         A dict that maps a name, which consists of a config key and a path, to a fingerprint. The dict contains the
         fingerprints of the training prompts, of the files of the reward functions and of the reward aggregation, and of
-        the weights of the reward models and of the teachers on the training ranks. The dict also contains the
-        fingerprint of the weights of `model.path`, if they are the base of LoRA adapters or a frozen reference model,
-        because checkpoints contain neither base weights nor a frozen reference model.
+        the weights of the reward models and of the teachers on the training ranks. If the weights of `model.path`
+        are the base of LoRA adapters or a frozen reference model, the dict also contains a fingerprint of these
+        weights, because checkpoints contain neither base weights nor a frozen reference model.
     """
     found = {f"data.train={config.data.train}": prompts.fingerprint()}
     functions = [("reward.functions", function.path) for function in config.reward.functions]

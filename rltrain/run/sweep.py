@@ -29,7 +29,7 @@ JOB_FILE = "sweep_job.json"
 # Without `trainer.keep_best`, jobs are compared by the first metric in OBJECTIVES that a job has measured.
 OBJECTIVES = ("eval/sampled_accuracy", "eval/sampled_reward")
 _DOT = "__"  # In the keys that Hydra receives, two underscores replace each dot of a config key.
-_START = f"set{_DOT}"  # `_START` is a prefix that distinguishes config keys from the names of config groups.
+_START = f"set{_DOT}"  # Prefix by which Hydra tells a config key of rltrain from the name of a config group.
 _OUTPUT_WORD = f"++{_START}trainer{_DOT}output_dir="
 
 

@@ -98,10 +98,11 @@ def _check_name(registry: Any, key: str, name: str, *others: str) -> None:
 def _check_knobs(
     section: str, name: str, functions: list[Callable[..., Any]], knobs: Mapping[str, Any], config: Config
 ) -> None:
-    """Raise ConfigError if `knobs` has a parameter that none of `functions` takes, or if a function fails with the
-    values in `knobs`.
+    """Raise ConfigError if a parameter of a loss or an advantage estimator is unknown or has an unsuitable value.
 
-    The parameter values are tested by calling each function once on a tiny batch of two answers.
+    `functions` are the functions of the loss or the estimator, and `knobs` maps the names of parameters to values. A
+    parameter is unknown if none of the functions takes it. The values are tested by calling each function once on a
+    tiny batch of two answers.
     """
     from rltrain.algorithms import check_knobs, columns_of, own_knobs
 

@@ -47,7 +47,7 @@ class Args:
     Attributes:
         action: what the program does: train, print the plan, check the nodes, print the resolved config, train once for
             each combination of the given values (a sweep), or print the help.
-        overrides: the settings `GROUP=CHOICE` and `KEY=VALUE`.
+        overrides: the config settings on the command line, each of the form `GROUP=CHOICE` or `KEY=VALUE`.
         files: paths of the user's config files, in the order in which the files are applied.
     """
 

@@ -40,7 +40,7 @@ def compose(overrides: Sequence[str], files: Sequence[str] = ()) -> tuple[Config
             overrides all files.
 
     Returns:
-        The composed config twice: as a typed `Config`, and as YAML text with every key.
+        The composed config in two forms: as a typed `Config`, and as YAML text with every key.
 
     Raises:
         ConfigError: the settings or the resulting values are invalid. The message of the ConfigError is one line.
@@ -87,7 +87,7 @@ def _with_profile(items: list[Item]) -> list[Item]:
 
 
 def profile_defaults(overrides: Sequence[str], files: Sequence[str] = ()) -> dict[str, Any]:
-    """Return the profile's values for the keys that the user does not set, as a dict from key to value.
+    """Return a dict from key to value with the profile's values of all keys that the user does not set.
 
     Args:
         overrides: the settings from the command line.
@@ -136,7 +136,7 @@ def _resolve(items: list[Item]) -> dict[str, Any]:
 
 
 def _without_knobs_of_other_functions(items: list[Item], preset: Any) -> list[Item]:
-    """Return settings that remove the preset's parameters of a loss or advantage estimator that the user replaces.
+    """Return settings that remove a preset's parameters of the loss or estimator if the user selects another function.
 
     A preset's parameters are meant for the loss and the estimator that the preset selects. For example, `algorithm=dapo
     algorithm.loss_mode=gspo` must not give DAPO's clip range to GSPO. Parameters that the user sets are kept, because

@@ -179,7 +179,7 @@ class DistillationConfig:
 
     @property
     def full(self) -> bool:
-        """Whether the exact KL divergence over the vocabulary is added to the loss."""
+        """Whether the loss contains the exact KL divergence from the policy to the teacher over the vocabulary."""
         return self.in_loss and self.kl == "full"
 
     @property

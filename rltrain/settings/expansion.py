@@ -210,8 +210,9 @@ def _difficulty(difficulty: Any) -> Any:
 def _reuse(reuse: Any, max_staleness: Any) -> Any:
     """Convert `trainer.reuse` to a mapping with all keys.
 
-    By default, `trainer.reuse.steps` equals the staleness bound `trainer.max_staleness`. With this default value of
-    `trainer.reuse.steps`, the engines run `max_staleness - reuse.steps` = 0 training steps ahead of training.
+    By default, `trainer.reuse.steps` equals the staleness bound `trainer.max_staleness`. The engines may run at most
+    `trainer.max_staleness - trainer.reuse.steps` training steps ahead of training. By default, this number of training
+    steps is 0.
     """
     if reuse is None:
         return None
@@ -249,11 +250,12 @@ def _set_critic_warmup(critic: dict[str, Any], estimator: Any, total_steps: Any)
 def _correction(algorithm: dict[str, Any], max_staleness: Any) -> Any:
     """Replace `level: auto` in `algorithm.correction` with `token` or null.
 
-    With `trainer.max_staleness` above 0, the correction level usually becomes `token`, because answers can come from a
-    policy that is older than the actor before the update. The correction level becomes null in four cases: answers are
-    never stale, the old log-probs in the loss's ratio are the engine's log-probs, `algorithm.rejection` handles stale
-    answers, or the loss has no policy-loss term because the policy learns only from a distillation term. With level
-    `token`, the importance weights get the upper bound `STALE_UPPER` unless the config sets a bound.
+    If `trainer.max_staleness` is above 0, the correction level usually becomes `token`, because the weights that
+    generated an answer can be older than the actor's weights before the update. The correction level becomes null in
+    four cases: answers are never stale, the old log-probs in the loss's ratio are the engine's log-probs,
+    `algorithm.rejection` handles stale answers, or the loss has no policy-loss term because the policy learns only from
+    a distillation term. With level `token`, the importance weights get the upper bound `STALE_UPPER` unless the config
+    sets a bound.
     """
     correction = algorithm.get("correction")
     if not isinstance(correction, dict) or correction.get("level") != AUTO:

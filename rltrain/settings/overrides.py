@@ -86,9 +86,9 @@ def from_command_line(text: str) -> Item:
 
     Hydra does not parse the values of the keys in `TEXT_KEYS`, which are free text and may contain any character. In
     free text, a backslash followed by `n` stands for a line break, and two backslashes followed by `n` stand for one
-    backslash and `n`. For a free-text key, the value `null` means that there is no text. In the texts of the keys in
-    `LISTS_OF_TEXT`, too, a backslash followed by `n` stands for a line break, and two backslashes followed by `n` stand
-    for one backslash and `n`.
+    backslash and `n`. For a free-text key, the value `null` means that there is no text. The escape sequences for a
+    line break and for a backslash before `n` also work in the lists of texts that are the values of the keys in
+    `LISTS_OF_TEXT`.
 
     Hydra requires a `+` before a key that is not in the YAML files, such as an optional function parameter. rltrain
     accepts `KEY=VALUE` without a `+` for all keys.

@@ -8,8 +8,9 @@ generated pages and comments, and prints the names of the changed files:
 
 A YAML file whose `defaults` name another file of its config group contains only the values that differ from that other
 file. In a YAML file whose `defaults` name another file of its config group, all comments are kept, because they explain
-why the file sets particular values. Every other YAML file contains all keys of its sections, and the comments of the
-keys are generated. The comment at the start of a YAML file, and comments above lines without a key, are kept.
+why the file sets particular values. A YAML file whose `defaults` name no other file of its config group contains all
+keys of its sections, and the comments of its keys are generated. The comment at the start of a YAML file, and comments
+above lines without a key, are kept.
 """
 
 import re
@@ -145,7 +146,7 @@ def _parent(path: str) -> str:
 def _is_set_whole(one: Declared) -> bool:
     """Return whether the value of a key is a list, or is a whole section, as in `model.lora={rank:8}`.
 
-    A section with the attribute `given_whole` is the value of one key.
+    If a section's dataclass has the attribute `given_whole`, users set the whole section as the value of one key.
     """
     return get_origin(one.hint) is list or bool(getattr(one.section, "given_whole", False))
 
@@ -240,7 +241,8 @@ def _paths(lines: list[str], prefix: str) -> Iterator[tuple[str, str]]:
     """Yield each line of a YAML file, together with the full path of the line's key. For a line without a key, the
     yielded path is "".
     """
-    # `around` holds the column and the path of each key in which the current line is nested.
+    # `around` holds a pair (number of characters before the key in its line, path of the key) for each key in which the
+    # current line is nested.
     around: list[tuple[int, str]] = [(-1, prefix.rstrip("."))]
     for line in lines:
         found = _LINE_OF_KEY.fullmatch(line)

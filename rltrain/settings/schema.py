@@ -1014,9 +1014,9 @@ class Config:
 
     @property
     def takes_turns(self) -> bool:
-        """Whether inference engines and training ranks share devices.
+        """Whether inference engines and training ranks share devices and compute alternately.
 
-        If engines and training ranks share devices, they compute alternately and free their device memory while idle.
+        If engines and training ranks compute alternately, each frees its device memory while the other computes.
         """
         placement = self.placement
         return placement.launcher == "ray" and placement.share_ranks and not self.trainer.steps_ahead

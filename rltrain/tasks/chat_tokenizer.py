@@ -1,8 +1,8 @@
 """The tokenizer of the built-in tasks with several turns, with a chat template in ChatML form.
 
 Each character is a token, as in `rltrain.tasks.tokenizer`. Some long texts are one token each: the texts that the chat
-template writes around messages, the description of the tools, and phrases of the task. Encoding each long text as one
-token keeps conversations short, although their text looks like a large model's chat.
+template writes around messages, the description of the tools, and phrases of the task. Because each long text is one
+token, a conversation has few tokens, although the conversation's text has the chat format of large models.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,8 +17,8 @@ START_ID, START_TOKEN = 2, "<|im_start|>"  # The id of `<|im_start|>` is the ASC
 END_TOKEN = "<|im_end|>"  # The token `<|im_end|>` has the id EOS_ID.
 ROLES = ("system\n", "user\n", "assistant\n")
 RESULT = ("<tool_response>\n", "\n</tool_response>")
-# Token ids for the longer texts that are encoded as one token each: the ASCII control codes that are neither white
-# space nor the id of a special token.
+# Token ids of the long texts that are encoded as one token each. The ids are the ASCII control codes, except for white
+# space and the ids of special tokens.
 PHRASE_IDS = sorted(set(range(32)) - {PAD_ID, START_ID, EOS_ID, UNK_ID} - {ord(space) for space in "\t\n\r"})
 
 # The chat template describes the tools in a system message. The chat template writes consecutive tool results as one

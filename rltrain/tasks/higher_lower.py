@@ -14,8 +14,8 @@ from rltrain.tasks.conversation import ConversationTask, Message, Row
 
 QUESTION = "Guess my digit."
 CONSISTENT = 0.35  # Share of the imitated games in which each guess agrees with all earlier hints.
-# Probability that a guess is the middle of the possible digits instead of a random possible digit, in games whose
-# guesses agree with all hints.
+# In games whose guesses agree with all hints, MIDDLE is the probability that a guess is the middle of the possible
+# digits. Otherwise, the guess is a random possible digit.
 MIDDLE = 0.5
 STUBBORN = 0.5  # Probability that a guess repeats the last guess, in games whose guesses ignore the hints.
 # Probability that a message of the player is "?" instead of a digit, in the games that the starting model imitates.
@@ -33,7 +33,7 @@ def draw(split: str, rng: Random) -> Row:
 def mess(row: Mapping[str, Any], rng: Random) -> list[Message]:
     """Return the messages of a flawed game, which the starting model imitates.
 
-    In most games, the guesses ignore the hints and often repeat the last guess.
+    In most of the flawed games, the guesses ignore the hints and often repeat the last guess.
     """
     environment = HigherLower()
     environment.reset(rng.getrandbits(32))

@@ -116,7 +116,7 @@ def cached_start(task: Imitated, *, seed: int = 0, steps: int = STEPS, on_step: 
 def start_path(task: Imitated, *, seed: int = 0, steps: int = STEPS) -> Path:
     """Return the directory that `cached_start` would return, without training the model.
 
-    The returned directory does not have to exist.
+    The returned directory is not created, and may not exist yet.
     """
     return cache_root() / "starts" / f"{task.name}-{seed}-{_recipe_hash(task, seed=seed, steps=steps)}"
 
@@ -124,7 +124,7 @@ def start_path(task: Imitated, *, seed: int = 0, steps: int = STEPS) -> Path:
 def cache_root() -> Path:
     """Return the path of the cache directory, which holds only files that can be created again.
 
-    The returned directory does not have to exist.
+    The cache directory is not created, and may not exist yet.
     """
     if own := os.environ.get("RLTRAIN_CACHE"):
         return Path(own)

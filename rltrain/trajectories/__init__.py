@@ -1,1 +1,1 @@
-"""Turns prompts into scored batches: groups of answers, scores, token rewards and advantages."""
+"""Turns prompts into scored batches, which hold groups of answers with scores, token rewards and advantages."""

@@ -257,8 +257,8 @@ class Collector:
 
         A prompt without a supervised answer gets no row. Groups that dynamic sampling has dropped are not in the batch,
         so their prompts get no supervised answers. If no group has answers with different outcomes, dynamic sampling
-        keeps one group in the batch. The prompt of a group whose answers all have the same outcome gets no supervised
-        answer.
+        keeps one group in the batch. With dynamic sampling, a prompt whose answers all have the same outcome gets no
+        supervised answer.
         """
         uids = batch.batch["uid"]
         if self.config.algorithm.dynamic_sampling:
@@ -328,9 +328,9 @@ class Collector:
             self.step = _Step(kept["places"], kept["refills"], dropped=set(kept["dropped"]), reused=reused)
             for one in kept["seen"]:
                 group = self.groups.restored(one, self._prompt)
-                # If rewards or conversations of a restored group had failed, they are requested again, and the group is
-                # not in the state READY. The answers of the restored group are then checked for equal outcomes again,
-                # because the new results can change the outcomes.
+                # If rewards or conversations of a restored group had failed, the failed ones are requested again, and
+                # the group is not in the state READY. The answers of such a group are checked for equal outcomes again
+                # later, because the new results can change the outcomes.
                 if group.state is GroupState.READY:
                     self.step.seen[group.uid] = group
         self._changes.notify()
@@ -342,9 +342,9 @@ class Collector:
         return [prompts[uid] for uid in uids]
 
     def _prompt(self, uid: int) -> Prompt:
-        """Return the prompt of the group in flight whose number is `uid`.
+        """Return the prompt of the prompt group `uid`, which must be in flight.
 
-        The number of a group is the group's position in the prompt order of the run.
+        The uid of a group is the group's position in the prompt order of the run.
         """
         return self.prompts[self.order.at(uid)]
 
@@ -354,7 +354,7 @@ class Collector:
         self._ship(self.training, version)
 
     async def _drop_flat(self, step: "_Step") -> None:
-        """Drop all finished groups whose answers all have the same outcome, except for the last group of the step."""
+        """Drop the finished groups whose answers all have the same outcome, but keep at least one group of the step."""
         while fresh := self._unseen(step):
             await with_model_scores(fresh, self.models)
             for group in fresh:

@@ -5,12 +5,13 @@ samples of one prompt. A group is in flight from the time when it is added until
 means to send the requests for the group's answers to the engines.
 
 The trainer uses prompt groups in the order of their numbers (`uid`). When a group is shipped to the engines, the
-training step that will use the group is already known. Group n is used at training step n // prompts_per_step, where n
-counts the groups from 0 and leaves out dropped groups that were replaced. Because the step that will use a group is
-known in advance, the number of shipped groups can be limited so that no group exceeds the staleness bound. A training
-step may train again on groups of earlier steps, and then needs fewer new groups. `PromptGroups.wanted` assumes that
-each later step reuses as many groups as the config allows, so that new groups are never sent to the engines too early.
-Even if training steps reuse groups of earlier steps, no group is used later than the staleness bound allows.
+training step that will use the group is already known. If no step reuses groups, group n is used at training step
+n // prompts_per_step, where n counts the groups from 0 and leaves out dropped groups that were replaced. Because the
+step that will use a group is known in advance, the number of shipped groups can be limited so that no group exceeds the
+staleness bound. A training step may train again on groups of earlier steps, and then needs fewer new groups.
+`PromptGroups.wanted` assumes that each later step reuses as many groups as the config allows, so that new groups are
+never sent to the engines too early. Even if training steps reuse groups of earlier steps, no group is used later than
+the staleness bound allows.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -222,9 +223,9 @@ class PromptGroups:
     def ship(self, version: int | None) -> list[Group]:
         """Mark the pending groups as being generated with the weights of version `version`, and return the groups.
 
-        A group whose requests were already sent to the engines earlier keeps the weight version at which they were
-        first sent. If `version` is None, `ship` marks and returns only pending groups whose requests were
-        already sent to the engines earlier.
+        A group whose requests were already sent to the engines earlier keeps the weight version at which the requests
+        were first sent. If `version` is None, `ship` marks and returns only pending groups whose requests were already
+        sent to the engines earlier.
         """
         pending = [group for group in self.groups.values() if group.state is GroupState.PENDING]
         shipped = [group for group in pending if version is not None or group.shipped >= 0]

@@ -39,7 +39,8 @@ class ReuseBuffer:
 
     Args:
         groups: maximum number of groups that a step takes from the buffer.
-        steps: for how many training steps after a group's first training step the group may be taken from the buffer.
+        steps: number of training steps in which a group may be taken from the buffer, counted from the step after the
+            first step that trained on the group.
     """
 
     def __init__(self, groups: int, steps: int) -> None:

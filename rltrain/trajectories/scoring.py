@@ -167,8 +167,8 @@ def _users_aggregation(path: str, components: Tensor, uid: Tensor, valid: Tensor
 def _aggregation_error(path: str, what: str) -> RewardError:
     """Return a RewardError for a failed aggregation function of the user; `what` describes the failure.
 
-    The attribute `repairable` of the error is set to the name of the user's function. The user is allowed to repair the
-    file with the function and to resume the run.
+    The attribute `repairable` of the error is set to the name of the user's function. The user may repair the file that
+    contains the aggregation function, and then resume the run.
     """
     error = RewardError(f"reward.aggregation={path} {what}")
     error.repairable = source_name("reward.aggregation", path)

@@ -1,9 +1,10 @@
 """A teacher behind an HTTP endpoint, which returns the log-probs of given tokens.
 
-The endpoint must have vLLM's OpenAI-compatible completions API, for example `vllm serve MODEL`. A request sends the
-token ids of a prompt and a response together as the prompt of a completion. The request asks for `prompt_logprobs` and
-for a single new token, which is ignored. The run does not start the server behind the endpoint. The HTTP client comes
-from the package `openai`, which is installed with vLLM; the client reuses connections and retries failed requests.
+The endpoint must have vLLM's OpenAI-compatible completions API, for example `vllm serve MODEL`. Each request sends the
+token ids of a prompt and its response as one token sequence, which the completions API treats as a prompt. The request
+asks for `prompt_logprobs` and for a single new token, which is ignored. The run does not start the server behind the
+endpoint. The HTTP client comes from the package `openai`, which is installed with vLLM; the client reuses connections
+and retries failed requests.
 """
 
 import asyncio

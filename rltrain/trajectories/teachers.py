@@ -62,7 +62,7 @@ class TeacherPrompts:
         return messages
 
     def ids(self, prompt: Prompt, limit: int | None) -> list[int] | str:
-        """Return the token ids of the teacher's prompt, or a text that says why the teacher has no prompt.
+        """Return the token ids of the teacher's prompt, or the reason as text if the teacher's prompt cannot be made.
 
         Args:
             prompt: the policy's prompt, with the columns of the prompt's data row.
@@ -182,8 +182,8 @@ class Teachers:
     async def scored(self, batch: DataProto, prompts: Sequence[Prompt]) -> tuple[DataProto, dict[str, float]]:
         """Add the columns `teacher`, `teacher_log_probs` and, for the exact KL, `teacher_hidden` to a batch.
 
-        The column `teacher` is -1 in a row that the row's teacher could not score. The reasons why rows were not scored
-        are logged.
+        The column `teacher` is -1 in a row that the row's teacher could not score. For each teacher, the number of rows
+        without a score and the most common reason for a missing score are logged.
 
         Args:
             batch: the batch, with the columns `prompts` and `responses`.

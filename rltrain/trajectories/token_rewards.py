@@ -208,9 +208,9 @@ def states_to_value(batch: DataProto, algorithm: AlgorithmConfig) -> DataProto:
 def with_critic_values(batch: DataProto, found: DataProto, algorithm: AlgorithmConfig) -> DataProto:
     """Add the critic's values to `batch` as the column `values`.
 
-    The critic has computed the values `found` on the batch that `states_to_value` returns. With `bootstrap_truncated`,
-    `with_critic_values` also adds the column `bootstrap_values` (B,): the value of the state in which an answer was
-    cut, and 0 for answers that were not cut.
+    `found` contains the values that the critic has computed on the batch returned by `states_to_value`. With
+    `bootstrap_truncated`, `with_critic_values` also adds the column `bootstrap_values` (B,): the value of the state in
+    which an answer was cut, and 0 for answers that were not cut.
     """
     if not algorithm.bootstrap_truncated:
         return batch.union(found)
@@ -289,14 +289,17 @@ def estimate_advantages(
 def with_distillation(
     batch: DataProto, advantages: Tensor, algorithm: AlgorithmConfig
 ) -> tuple[Tensor, dict[str, float]]:
-    """Multiply the advantages (B, T) by `outcome_coef`, and add the log-ratios of the teachers if the mode is `reward`.
+    """Multiply the advantages (B, T) by `outcome_coef`, and add the log-ratios of the teachers if configured.
+
+    The log-ratios are added if `algorithm.distillation.mode` is `reward`. If `algorithm.distillation.mode` is None, the
+    advantages are returned unchanged.
 
     Returns:
-        The new advantages, and metrics of the KL from the policy to the teachers, estimated from the sampled tokens.
-        With mode=reward, the metrics contain `actor/teacher_kl`. With several teachers, the metrics contain
-        `actor/teacher_kl/NAME` for each teacher. If the batch has the actor's log-probs from before the update, the KL
-        metrics use these log-probs as the policy's log-probs. If the batch does not have the actor's log-probs, the KL
-        metrics use the engine's log-probs.
+        The new advantages, and metrics of the KL from the policy to the teachers, estimated from the sampled tokens. If
+        `algorithm.distillation.mode` is `reward`, the metrics contain `actor/teacher_kl`. With several teachers, the
+        metrics contain `actor/teacher_kl/NAME` for each teacher. If the batch has the actor's log-probs from before the
+        update, the KL metrics use these log-probs as the policy's log-probs. If the batch does not have the actor's
+        log-probs, the KL metrics use the engine's log-probs.
     """
     config = algorithm.distillation
     if config.mode is None:

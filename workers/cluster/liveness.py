@@ -98,7 +98,7 @@ class WatchedProcess:
     async def unless_lost(self, awaitable: Awaitable[T]) -> T:
         """Return the result of `awaitable`, which depends on this worker process, unless the process is lost first.
 
-        `unless_lost` has no timeout, so this worker process may be idle while the caller waits.
+        `unless_lost` has no timeout: the caller keeps waiting even while this worker process is idle.
 
         Raises WorkerLost if the process is marked as lost.
         """
@@ -433,7 +433,7 @@ class ProgressScope:
             raise self.failure.result()
 
     def _unseen_since(self, due: float) -> bool:
-        """Return whether a remote process was last observed before `due`; False if `failure` already holds an error."""
+        """Return whether a remote process has not been observed since `due`; False if `failure` holds an error."""
         if self.liveness is None or self.failure is None or self.failure.done():
             return False
         here = self.liveness.here
@@ -448,8 +448,8 @@ class ProgressScope:
         """Make all calls of `until` raise WorkerLost if a process of this `ProgressScope` is lost or all processes
         hang.
 
-        The error for hanging processes contains the names and stack frames of the busy processes of the
-        `ProgressScope`, or of all its processes if no process is busy.
+        If all processes hang, the error contains the names and stack frames of the busy processes. If no process is
+        busy, the error contains the names and stack frames of all processes of the `ProgressScope`.
         """
         self.check()
         if self.liveness is None or (self.failure is not None and self.failure.done()) or not self.processes:
@@ -491,7 +491,7 @@ def _node_lives(node: str) -> bool:
 
 
 def _refused(host: str, port: int) -> bool:
-    """Return whether a reachable machine refuses connections to a port, because no process listens on the port."""
+    """Return whether a machine is reachable but refuses connections to a port, on which no process listens."""
     try:
         socket.create_connection((host, port), timeout=_PORT_S).close()
     except OSError as error:

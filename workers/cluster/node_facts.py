@@ -61,7 +61,8 @@ class NodeFacts:
         cores: Number of CPU cores that a process may use.
         cpus, gpus: Numbers of CPUs and GPUs that the node offers to Ray.
         torch_gpus: Number of GPUs that torch can use.
-        gpu_driver: Version of the GPU driver and of the CUDA that torch was built for, for messages.
+        gpu_driver: Text for messages that gives the version of the GPU driver, and the CUDA version for which torch was
+            built.
         memory: Bytes of memory that the processes of the node may use.
         gpu_memory: Bytes of memory of the node's smallest GPU; None if torch can use no GPU on the node.
         shm_free: Free bytes of /dev/shm; None on a machine without /dev/shm.
@@ -223,9 +224,10 @@ def facts_of_nodes(questions: Questions, timeout_s: float) -> tuple[list[NodeFac
         timeout_s: Seconds within which a node must send its facts.
 
     Returns:
-        The facts, with the driver's own node first; the nodes that did not send their facts; and the number of seconds
-        from the first request to the last reply. Even if the clocks of all nodes agree, their `clock` values can differ
-        by up to the returned number of seconds, because the nodes reply at different times.
+        A tuple (facts, silent, seconds). `facts` begins with the facts about the driver's own node. `silent` lists the
+        nodes that did not send their facts. `seconds` is the time from the first request to the last reply. Even if the
+        clocks of all nodes agree, the `NodeFacts.clock` values of two nodes can differ by up to `seconds`, because the
+        nodes reply at different times.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

@@ -61,8 +61,9 @@ def settings_here(sharing: Sharing) -> dict[str, str]:
 def own_address() -> str:
     """Return the address at which the processes of other machines reach this process.
 
-    The address belongs to the network interface of gloo (GLOO_SOCKET_IFNAME). If that variable names no interface with
-    an IPv4 address, or if the interface has the address of the node in the Ray cluster, the node's address is returned.
+    The address belongs to the network interface of gloo (GLOO_SOCKET_IFNAME). If `GLOO_SOCKET_IFNAME` names no
+    interface with an IPv4 address, or if the interface has the node's address in the Ray cluster, the node's address in
+    the Ray cluster is returned.
     """
     import ray
 

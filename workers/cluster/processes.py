@@ -63,7 +63,7 @@ class WorkerProcess(Protocol):
     async def unless_lost(self, awaitable: Awaitable[R]) -> R:
         """Return the result of `awaitable`, which depends on this worker process, unless the process is lost first.
 
-        `unless_lost` has no timeout, so this worker process may be idle while the caller waits.
+        `unless_lost` has no timeout: the caller keeps waiting even while this worker process is idle.
 
         Raises WorkerLost if the process is marked as lost.
         """
@@ -101,7 +101,7 @@ class Pending(Generic[R]):
 class Shared:
     """Selected rows and columns of a batch, passed to a call as several parts that are in Ray's object store.
 
-    A worker process that receives a `Shared` argument joins its parts into one batch with the function `joined_rows`.
+    A worker process that receives a `Shared` argument joins the parts into one batch with the function `joined_rows`.
 
     Attributes:
         references: Ray references to the parts, each of which is a batch.
@@ -172,7 +172,7 @@ class LocalProcess:
         self.host = host
 
     def build(self, role: str, path: str, *args: Any, **kwargs: Any) -> Pending[None]:
-        """Create the role's object in the driver's process, and then return. See `WorkerProcess.build`."""
+        """Create the role's object in the driver's process before returning. See `WorkerProcess.build`."""
         with outside_event_loop():
             self.host.build(role, path, *args, **kwargs)
         return Pending(self, None)
@@ -363,7 +363,7 @@ async def results_in(scope: ProgressScope, pending: Sequence[Pending[R]]) -> lis
 
 
 def _lose_reported(scope: ProgressScope, cause: BaseException) -> None:
-    """If a process raised `cause` to report that the process itself is unusable, mark the process as lost."""
+    """If `cause` is a WorkerLost error with which a process reports that it is unusable, mark the process as lost."""
     if isinstance(cause, WorkerLost) and cause.process is not None:
         for process in scope.processes:
             if process.identity == cause.process:
@@ -392,9 +392,9 @@ def _where(scope: ProgressScope, error: Exception) -> str:
 
     Args:
         scope: The `ProgressScope` in which the name of the call's process is looked up.
-        error: The `RayTaskError` of the failed call. Only the error's text says in which process the call failed. If
-            the failure of one call made a call in another process fail, the error's text mentions both processes, and
-            the process of the first failure comes last in the text.
+        error: The `RayTaskError` of the failed call. The process in which the call failed is named only in the text of
+            the error. If a call failed because a call in another process had failed, the text names both processes. The
+            last process in the text is the one whose call failed first.
     """
     actors = {one.actor._actor_id.hex(): one.name for one in scope.processes if isinstance(one, RayProcess)}
     for pid, address, actor in reversed(_FAILED_IN.findall(str(error))):

@@ -66,7 +66,7 @@ _announced: Process | None = None
 
 
 def announce(node: str) -> Process | None:
-    """Make this worker process observable, and return its identity, or None on a system without `/proc`.
+    """Let other processes observe this worker process, and return its identity, or None on a system without `/proc`.
 
     This process becomes the leader of a process group, so that its child processes can be found even after this process
     has died.
@@ -116,7 +116,7 @@ def call() -> Iterator[None]:
 def waiting() -> Iterator[None]:
     """Mark this process as not busy while a call waits, in the `with` block, for the work of other processes.
 
-    If a run makes no progress, the processes that do not wait are the causes.
+    If a run makes no progress, a process that only waits for other processes is not the cause.
     """
     if _counter is None:
         yield

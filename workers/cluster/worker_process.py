@@ -32,7 +32,7 @@ class Join:
     """Rule for joining several arguments of a call, which are parts of a batch, into one argument.
 
     Attributes:
-        rows_of_parts: For each part, the row numbers of the part's rows in the whole batch.
+        rows_of_parts: For each argument to join, the row numbers of the argument's rows in the whole batch.
         rows: Row numbers, in the whole batch, of the rows that the called method receives.
         columns: Names of the columns that the called method receives.
     """
@@ -149,7 +149,7 @@ class Host:
         return self.call(role, method, *joined, **kwargs)
 
     def introduce(self) -> progress.Process | None:
-        """Make this process observable by other processes, and return the identity of this process."""
+        """Make this process observable by others, and return its identity, or None on a system without `/proc`."""
         import ray
 
         return progress.announce(ray.get_runtime_context().get_node_id())

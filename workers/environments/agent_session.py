@@ -32,8 +32,8 @@ class Answered:
     def begins(self, asked: ModelRequest, size: int) -> bool:
         """Return whether the new request `asked` and this earlier request have the same tools and first messages.
 
-        `begins` compares the first `size` messages. The answer to an earlier request counts as the earlier request's
-        last message.
+        Only the first `size` messages of the two requests are compared. The answer to an earlier request counts as the
+        last message of that request.
         """
         same = len(asked.messages) >= size and asked.tools == self.tools
         return same and list(asked.messages[:size]) == list(self.messages[:size])
@@ -53,7 +53,7 @@ class AgentSession:
     Args:
         request: The prompt, the data columns and the seed of the trajectory.
         engine: The engine that samples the answers.
-        limits: Limits of the trajectory.
+        limits: Limits on the turns, the tokens and the duration of the trajectory.
 
     Attributes:
         key: API key of the session.

@@ -16,7 +16,7 @@ REMOTE_POLL_S, LOCAL_POLL_S = 1.0, 0.05
 class ReplicaGone(Exception):
     """Raised in a trajectory if the process of the trajectory's rollout replica has ended.
 
-    When a replica's process ends, the rollout pool requests the replica's unfinished trajectories again.
+    When a replica's process ends, the driver submits the prompt groups of the unfinished trajectories again.
     """
 
 

@@ -142,8 +142,9 @@ def transcript_message(action: ParsedAction, written: str) -> Message:
     Args:
         action: The action.
         written: Text of the action as the model wrote it. If the action has only malformed tool calls, `written` is the
-            content of the message. If the action also has well-formed tool calls, the message lists them separately,
-            and its text is the action's content followed by the malformed tool calls.
+            content of the message. If the action also has well-formed tool calls, the key `tool_calls` of the message
+            lists the well-formed tool calls, and the content of the message is the action's content followed by the
+            malformed tool calls.
     """
     message = assistant_message(action)
     broken = [call.text for call in action.calls if isinstance(call, BrokenCall)]

@@ -122,8 +122,8 @@ class EnvironmentPool:
                     if found and aborts == worker.aborts:
                         self.deaths = 0
                         worker.deliver(found)
-                    # Let other asyncio tasks run, because `poll` blocks the event loop if the worker runs in the
-                    # driver's process.
+                    # Let other asyncio tasks run, because `EnvironmentWorker.poll` blocks the event loop if the
+                    # environment worker runs in the driver's process.
                     await asyncio.sleep(0)
 
     def _replace(self, worker: "_Worker", how: str) -> None:

@@ -13,7 +13,7 @@ from workers.rollout.turns import TurnRequest, TurnResult
 
 Message = Mapping[str, Any]
 ATTEMPTS = 2  # Maximum number of attempts to run a trajectory whose environment or agent program fails.
-LAST = -1  # List index of the last finished turn.
+LAST = -1  # Value of the argument `after` that stands for the last finished turn (a list index).
 _NO_ACTION = Turn((), (), (), (), "abort")
 
 
@@ -37,8 +37,9 @@ class Recording:
     """The turns of a running trajectory.
 
     Each turn either continues the context of an earlier turn or has a new context. If a new turn continues the context
-    of a turn that is not the last recorded turn, the whole context is recorded again. Each turn must be recorded
-    directly after its context, because a row of a batch is one sequence with the tokens of all turns in their order.
+    of a turn that is not the last recorded turn, the whole context is recorded again. A row of a batch is one sequence
+    with the tokens of all turns in their order, so the tokens of a context must come directly before the tokens of the
+    turn that continues the context.
 
     Args:
         request: The prompt, the data columns and the seed of the trajectory.
@@ -75,7 +76,8 @@ class Recording:
         """Return the request for the next action.
 
         Args:
-            new: The messages since the action of the turn `after`, or all messages of a new context.
+            new: The messages that follow the action of the turn `after`. If `after` is None, all messages of the new
+                context.
             after: Index of the finished turn whose context the request continues; None for a new context.
             tools: Schemas of the tools; None for the tools of the run.
             max_tokens: Additional limit on the number of tokens of the action, besides the limits of the trajectory, or

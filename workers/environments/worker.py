@@ -100,7 +100,7 @@ class EnvironmentWorker:
         try:
             trajectory = await self._trajectory(replica, request)
         except ReplicaGone:
-            return  # The rollout pool requests the unfinished trajectories of an ended replica process again.
+            return  # The rollout pool records the unfinished prompt groups as lost, and the driver submits them again.
         except Exception as error:
             with self.news:
                 self.error = error
@@ -183,7 +183,7 @@ class EnvironmentWorker:
                 self.loop.run_until_complete(coroutine)
 
     def close(self) -> None:
-        """End all trajectories, close the connections to MCP servers, and stop the server for agent programs."""
+        """End all trajectories, stop the server for agent programs, and close the connections to MCP servers."""
         self.abort()
         self._await(self._disconnect())
         if not self.threaded:
@@ -192,10 +192,9 @@ class EnvironmentWorker:
             self.loop.close()
 
     async def _disconnect(self) -> None:
-        """Close the connections to MCP servers, and wait up to `DISCONNECT_S` seconds for the end of the servers'
-        processes.
+        """Stop the server for agent programs, and then close the connections to MCP servers.
 
-        `_disconnect` stops the server for agent programs before the connections to MCP servers are closed.
+        `_disconnect` waits up to `DISCONNECT_S` seconds for the end of the MCP servers' processes.
         """
         await self.endpoint.close()
         tasks = [task for server in self.servers.values() if (task := server.close()) is not None]

@@ -111,7 +111,7 @@ def forward_only(model: nn.Module) -> Iterator[None]:
 
 
 def prepare(layer: nn.Module, config: ModelConfig) -> None:
-    """Compile a layer's forward pass and enable the layer's activation checkpointing, each if the config requests it.
+    """Compile a layer's forward pass, and enable the layer's activation checkpointing, as far as `config` asks for it.
 
     `prepare` replaces only `layer.forward`, so FSDP's module hooks are neither compiled nor checkpointed. Activation
     checkpointing wraps the compiled function, because `torch.compile` does not compile code inside a checkpointed

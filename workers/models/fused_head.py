@@ -147,9 +147,10 @@ def _minus_softmax(
 
 
 def _targets_in(columns: slice, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Return a mask (rows,) of the targets in the range `columns`, and the targets' positions (rows, 1) in `columns`.
+    """Return which targets lie in the range `columns` of the vocabulary, and the position of each target in the range.
 
-    The position of a target outside the range `columns` is clamped to the first or last column of the range.
+    The first returned tensor is a bool mask (rows,). The second returned tensor has the shape (rows, 1). The position
+    of a target outside the range `columns` is clamped to the first or last column of the range.
     """
     at = targets - columns.start
     width = columns.stop - columns.start
@@ -194,10 +195,10 @@ def check_probe(probes: Tensor, model: nn.Module) -> None:
     """Raise ValueError if the model does anything to its last layer's output except multiply it by `logit_scale`.
 
     Args:
-        probes: (R,) final values of a test logit, after everything that the model does to the output of its last layer.
-            The function that `replaced_head` installs as the last layer must have returned the test logit as
-            PROBE / `logit_scale`. If the model multiplies the output of its last layer by `logit_scale` and does
-            nothing else, each element of `probes` equals the constant PROBE.
+        probes: (R,) values of a test logit in the model's output. The function that `replaced_head` installs as the
+            last layer must have returned the test logit as PROBE / `logit_scale`. If the model then multiplies the
+            output of its last layer by `logit_scale` and does nothing else, each element of `probes` equals the
+            constant PROBE.
         model: the model, whose class the error message names.
     """
     if not bool(torch.isclose(probes, torch.full_like(probes, PROBE), rtol=1e-4).all()):

@@ -1,4 +1,4 @@
-"""Loading of models: each rank reads only its own shards of the weights, and no process ever holds a whole model.
+"""Loading of models: if a model is sharded, each rank reads only its own shards of the weights.
 
 A model is first built on the meta device, which allocates no memory for weights. The caller of `load_model` can change
 the model before any weights are read, for example add adapters and shard the model. Finally, transformers' own loading
@@ -155,7 +155,7 @@ def _lend(model: nn.Module, source: nn.Module, body: str) -> dict[str, str]:
         body: prefix of names; only parameters whose names start with `body` are read from the weight files.
 
     Returns:
-        A dict from the names of the parameters in `model` to the names in `source`.
+        A dict that maps the name of each registered parameter in `model` to the parameter's name in `source`.
     """
     lent = {
         name: name.replace(WRAPPED, ".")

@@ -43,10 +43,10 @@ class Adapter:
 
 
 def adapt(model: PreTrainedModel, config: LoRAConfig) -> None:
-    """Freeze a causal language model and add empty adapters to its target layers, both in place.
+    """Freeze a causal language model in place, and add an adapter without values to each target layer.
 
-    The parameters of the adapters are on the meta device. `first_adapter_values` returns a function that computes
-    initial values for the adapters' parameters.
+    The parameters of the adapters are on the meta device, so they have no values yet. `first_adapter_values` returns a
+    function that computes initial values for the adapters' parameters.
 
     Raises:
         ConfigError: `adapted_layers` rejects one of the target layers in the config.

@@ -41,7 +41,8 @@ from workers.models.varlen_attention import kernel_for
 PACKED = "rltrain_packed"
 # Names of the batch columns that `microbatch` does not pad, because all code reads these columns without padding.
 PACKED_COLUMNS = ("responses", "context_starts", "ref_hidden", "teacher_hidden")
-SLACK = 0.75  # The shortest context of an attention batch has at least this fraction of the longest context's tokens.
+# Minimum ratio of the shortest to the longest context length in an attention batch.
+SLACK = 0.75
 
 
 @dataclass(frozen=True)
@@ -108,7 +109,7 @@ class Pack:
 
 
 def pack(batch: DataProto) -> Pack:
-    """Pack all rows of a batch.
+    """Concatenate all rows of a batch into one sequence, and return the sequence as a `Pack`.
 
     The first context of a row begins with the row's prompt. The column `context_starts` marks the first token of the
     second and of each further context of a row; a batch without the column `context_starts` has exactly one context per
@@ -402,12 +403,15 @@ def stand_in(batch: DataProto) -> list[int]:
 
 
 def microbatch(batch: DataProto, rows: list[int]) -> tuple[DataProto, Pack, dict[str, Tensor]]:
-    """Return the given rows of a batch, the pack of the rows, and the rows' response columns, padded to (B, T).
+    """Return three values for the given rows of a batch: the rows, the pack of the rows, and their response columns.
 
-    The returned pack and columns are on this rank's device. The returned columns include `mask`, which is True at
-    response tokens, and `response_mask`, which is True at trained tokens. If `rows` is empty, the micro-batch is the
-    shortest row of the batch, and no token of the row counts as trained. A rank to which no rows are assigned still
-    runs the batch's shortest row, so that the rank takes part in the collectives and adds exactly zero to the gradient.
+    Each returned column is padded to the shape (B, T). The returned pack and columns are on this rank's device. The
+    returned columns include `mask`, which is True at response tokens, and `response_mask`, which is True at trained
+    tokens.
+
+    If `rows` is empty, the micro-batch is the shortest row of the batch, and no token of the row counts as trained. A
+    rank to which no rows are assigned still runs the batch's shortest row, so that the rank takes part in the
+    collectives and adds exactly zero to the gradient.
     """
     tick()
     part = batch[rows or stand_in(batch)]
@@ -433,8 +437,8 @@ def row_pass(
 
     Args:
         model: the model that the function runs.
-        function: function that maps rows and the pack of the rows to columns (R, ...) with one value per response
-            token.
+        function: function that is called with the rows of a micro-batch and the pack of these rows. It returns columns
+            (R, ...) with one value for each of the R response tokens in the pack.
         batch: the batch that contains the rows.
         microbatches: row indices of each forward pass. If a list of row indices is empty, the shortest row of the batch
             is processed, and the results are dropped.

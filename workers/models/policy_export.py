@@ -1,9 +1,10 @@
 """Export of a checkpoint's policy in Hugging Face format, from the checkpoint's files.
 
-All ranks of a run write the export together: each rank writes some of the safetensors files. A rank holds one tensor
-in memory at a time and needs no collective communication. The model's config and the tokenizer's files are small and
-are collected before the weights are written. The weights are streamed from the checkpoint into safetensors files.
-Adapters are merged into the base weights, and are also saved separately in peft's format.
+All ranks of a run write the export together: each rank writes some of the safetensors files. During the export, each
+rank processes one tensor at a time, and the ranks need no collective communication. The model's config and
+the tokenizer's files are small and are collected before the weights are written. The weights are streamed from the
+checkpoint into safetensors files. Adapters are merged into the base weights, and are also saved separately in peft's
+format.
 
 The export does not use the safetensors library, because the library needs all tensors of a file at once and writes to
 local paths only. PyTorch's own consolidation of safetensors files works only on local paths, and writes every tensor

@@ -41,7 +41,7 @@ def load_policy(
         path: model directory in Hugging Face format.
         where: start of error messages, `model.path=PATH` by default.
         arrange: function that changes the model in place before the weights are read, as in `load_model`. For example,
-            the function can add adapters and shard the model.
+            `arrange` can add adapters and shard the model.
         first_value: function that returns the initial values of parameters that the weight files lack, as in
             `load_model`.
         device: device of the weights.
@@ -70,13 +70,16 @@ def check_policy_rows_apart(path: str, where: str) -> None:
 def check_rows_apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], where: str) -> None:
     """Raise ConfigError if packed rows influence each other, or if the model fails in a packed forward pass.
 
-    `check_rows_apart` runs two or four forward passes without gradients, each over 11 random tokens. `check_rows_apart`
-    changes neither the model nor the global random state.
+    `check_rows_apart` runs two forward passes without gradients, each over 11 random tokens. If the rows seem to
+    influence each other, the check is repeated with other random tokens. `check_rows_apart` changes neither the model
+    nor the global random state.
 
     Args:
-        model: the model in evaluation mode and unsharded, with at least one layer of each kind.
+        model: the unsharded model in evaluation mode, with at least one decoder layer of each kind, as
+            `load_sample_layers` returns it.
         head: the model's last layer, whose inputs (1, N, H) are compared. The forward pass may call the last layer only
-            on the tokens that predict a response token. In the test packs, all tokens predict a response token.
+            on the tokens that predict a response token. Every token of the test packs predicts a response token, so the
+            inputs for all tokens are compared.
         run: function that runs the calling worker's forward pass on a pack.
         where: start of the error message: the config key and the path.
 
@@ -101,8 +104,8 @@ def _apart(model: PreTrainedModel, head: nn.Module, run: Callable[[Pack], Any], 
     """Return how much the last hidden states of two rows change when another row of their pack is replaced.
 
     Two packs of test rows are compared: the first pack has the rows 0, 1 and 2, and the second pack has the rows 3, 0
-    and 2. `_apart` returns the largest relative difference between a token's last hidden states in the two packs, over
-    all tokens of the test rows 0 and 2.
+    and 2. For each token of the test rows 0 and 2, the last hidden states in the two packs are compared. `_apart`
+    returns the largest difference, relative to the norm of the token's state in the first pack.
     """
     states, embeddings = list[Tensor](), model.get_input_embeddings()
     assert isinstance(embeddings, nn.Embedding), f"unsupported type of input embedding: {type(embeddings).__name__}"

@@ -1,4 +1,4 @@
-"""Functions that group, gather and average the shards of a model's weights that one rank holds."""
+"""Functions that divide a model's weights into groups, gather sharded weights, and average weights of two models."""
 
 from collections.abc import Sequence
 
@@ -52,7 +52,7 @@ def move_weights(targets: Sequence[Tensor], sources: Sequence[Tensor], coef: flo
     """Replace each target t in place by a * s + (1 - a) * t, where a = `coef` is in (0, 1] and s is the source.
 
     If `coef` is 1, each target tensor becomes a copy of its source tensor, rounded to the target's dtype. If `coef` is
-    below 1, all tensors in `targets` must be at least float32, because bfloat16 would round small updates away.
+    below 1, every target tensor must be float32 or float64, because bfloat16 would round small updates away.
     """
     for target, source in zip(targets, sources, strict=True):
         if coef == 1:

@@ -62,7 +62,9 @@ def serve(descriptor: int, parent: int) -> None:
     # `_clean_up` does not kill the processes that were started while the reward functions were imported.
     helpers = process_tree.descendants(own)
     limit_memory(memory_mb)
-    printed.forget()  # The driver, which also imports the reward functions, has already shown what the imports print.
+    # The lines that the imports have printed are deleted, because the driver also imports the reward functions and has
+    # already shown these lines.
+    printed.forget()
     connection.send(READY)
     while True:
         try:

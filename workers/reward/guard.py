@@ -38,13 +38,13 @@ _START = "import sys; sys.path[:] = {path!r}; from workers.reward.child import s
 
 @dataclass(frozen=True)
 class Ended:
-    """Result of a scoring call that is lost because its child process has ended.
+    """Result of a scoring call whose child process ended, or was killed, before the call was complete.
 
     Attributes:
         timed_out: Whether the guard killed the child process because the scoring call exceeded its deadline.
         reason: Text that completes an error message that begins with "reward function 'name'".
-        outside: Whether SIGKILL ended the child process or SIGSTOP stopped it. If `outside` is True, a reward function
-            probably did not cause the end of the scoring call.
+        outside: Whether the child process was ended by SIGKILL or stopped by SIGSTOP. If `outside` is True, the cause
+            is probably outside the reward functions.
         results: Results that the call produced before the child process ended, as in `workers.reward.transport.Lost`.
     """
 
@@ -119,10 +119,11 @@ class _Call:
         return results[self.given : self.given + 1] if self.held and self.stepwise else results[self.given :]
 
     def hold(self) -> list[SampleScores] | None:
-        """Mark the call as slow, so that the reward worker may begin another call in a spare process.
+        """Mark this scoring call as slow, because it has produced no result for too long.
 
-        Return the call's results so far, or None if the call is not stepwise. After a call of `hold`, the method `new`
-        omits all results that were complete when `hold` was called.
+        Return the results of the scoring call so far that were not returned earlier. Return None if the child process
+        does not report each result immediately (`stepwise`). After a call of `hold`, the method `new` omits all results
+        that were complete when `hold` was called.
         """
         new = self.new(self.results) if self.stepwise else None
         self.given, self.held = self.whole, True
@@ -192,7 +193,7 @@ class GuardedWorker:
             stepwise: Whether the child process sends each result immediately, instead of all results at the end of the
                 call. Batched and async functions always report their results at the end of the call.
             function: Index of the only function to call, or None to call all functions.
-            limits: The keyword arguments `budget_s` and `limit_s` of `RewardWorker.score`.
+            limits: Keyword arguments that are passed on to `RewardWorker.score`: `budget_s` and `limit_s`.
 
         Returns:
             The results of the samples, Overdue if no result has arrived for `hold_s` seconds, or Ended if the child
@@ -208,7 +209,7 @@ class GuardedWorker:
         return self._answer(hold_s)
 
     def rest(self) -> list[SampleScores] | Overdue | Ended:
-        """Continue to wait for a call for which `score` has returned Overdue.
+        """Continue to wait for the scoring call for which `score` has returned Overdue.
 
         Return only results that neither `score` nor an earlier call of `rest` has returned.
         """
@@ -395,7 +396,7 @@ class Guard:
         return trace.take()
 
     def introduce(self) -> Process | None:
-        """Make this process observable and return its identity for monitoring."""
+        """Let other processes observe this process, and return its identity, or None on a system without `/proc`."""
         import ray
 
         return announce(ray.get_runtime_context().get_node_id())

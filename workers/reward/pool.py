@@ -41,7 +41,8 @@ class _Alone:
 
     request: RewardRequest
     scores: tuple[float | None, ...] = ()
-    success: bool | None = None  # `SampleScores.success`, computed from the functions called so far.
+    # Whether the answer is correct, according to the functions called so far (see `SampleScores.success`).
+    success: bool | None = None
     # Number of times that a worker died or stopped while it scored this sample, probably not because of a reward
     # function.
     again: int = 0
@@ -272,11 +273,12 @@ class RewardPool:
         # cancelled and reported as failed.
         grace = _GRACE_S if "async" in kinds else 0.0
         deadline_s = _BUDGET_S + calls * self._timeout_s + grace
-        # `hold_s` is at least `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S` seconds. A slow
-        # call (see `Held`) begins no further sample, so its remaining samples can be queued again without being scored
-        # twice. If a scoring call runs async functions, `hold_s` is infinite, so that no spare process begins a second
-        # scoring call meanwhile. Two scoring calls at once could run more than `reward.concurrency` calls of async
-        # functions. Calls of async functions are cancelled at their time limit anyway.
+        # A scoring call counts as slow (see `Held`) after `hold_s` seconds without a result. `hold_s` is at least
+        # `_BUDGET_S`, because a worker begins no further sample after `_BUDGET_S` seconds. A slow call therefore begins
+        # no further sample, so the remaining samples of the call can be queued again without being scored twice. If a
+        # scoring call runs async functions, `hold_s` is infinite, so that no spare process begins a second scoring call
+        # meanwhile. Two scoring calls at once could run more than `reward.concurrency` calls of async functions. Calls
+        # of async functions are cancelled at their time limit anyway.
         hold_s = math.inf if "async" in kinds else max(_BUDGET_S, _HOLD_SHARE * self._timeout_s)
         stepwise = set(kinds) == {"plain"}
         self._transport.start(slot, Call(requests, function, _BUDGET_S, self._timeout_s, deadline_s, hold_s, stepwise))
@@ -315,7 +317,7 @@ class RewardPool:
                 return
             partial = {result.key: (result.scores, result.success) for result in event.results}
             suspect = _Alone(under_way[0], *partial.get(under_way[0].key, ()))
-            # Unless the call timed out, the running reward function may not be the reason why the worker was lost.
+            # If the call did not time out, something other than the running reward function may have ended the worker.
             if not event.timed_out:
                 self._alone.append(suspect)
                 return

@@ -38,7 +38,7 @@ _ZERO_COPY = "RAY_ENABLE_ZERO_COPY_TORCH_TENSORS"
 class _Slot:
     """One child process of a reward worker's actor, and the pending call of that process.
 
-    While the process starts (`starting` is True), the pending call is the first call of `ping`. Before a spare process
+    While the child process starts, `starting` is True and the pending call is a call of `ping`. Before a spare process
     is started, `starting` is also True, but `pending` is None.
     """
 
@@ -65,10 +65,10 @@ class _Slot:
 class RayTransport:
     """Implementation of `workers.reward.transport.Transport` for reward workers in Ray actors.
 
-    An actor runs at most one call at a time, not counting slow calls that were reported with a `Held` event. Each child
-    process of each actor has a number, which is called its slot. Slot s is child process number s // size of actor
-    number s % size, where `size` is the number of actors. Child process number 0 of an actor is its first process, and
-    all its other child processes are spare processes.
+    An actor runs at most one call at a time, not counting slow calls that were reported with a `Held` event. The child
+    processes of all actors are numbered together, and this number is called the slot of a child process. Slot s is
+    child process number s // size of actor number s % size, where `size` is the number of actors. Child process number
+    0 of an actor is its first process, and all its other child processes are spare processes.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RayTransport:
         """
         self.size, self._spares = size, spares
         self._liveness, self._changes, self._calls = liveness, Changes(), 0
-        # Relative paths are made absolute, because the actors have another working directory.
+        # Relative paths of reward functions are made absolute, because the actors have another working directory.
         self._functions = [replace(function, path=absolute(function.path)) for function in reward.functions]
         self._options = {
             "concurrency": reward.concurrency,
@@ -114,7 +114,7 @@ class RayTransport:
         self._slots += [self._unused(number) for _ in range(spares) for number in range(size)]
 
     def idle(self) -> Sequence[int]:
-        """Return the numbers of the processes in which a new call can begin. See `Transport.idle`."""
+        """Return the slots of the child processes in which a new call can begin. See `Transport.idle`."""
         found = []
         for worker in range(self.size):
             lanes = self._lanes(worker)
@@ -123,7 +123,7 @@ class RayTransport:
         return found
 
     def start(self, slot: int, call: Call) -> None:
-        """Begin a call in the idle process number `slot`. See `Transport.start`."""
+        """Begin a call in the idle child process of the given slot. See `Transport.start`."""
         chosen = self._slots[slot]
         chosen.pending = self._result(
             chosen.actor.score.remote(
@@ -141,7 +141,7 @@ class RayTransport:
         chosen.deadline = time.monotonic() + call.budget_s + chosen.limit_s
 
     async def events(self) -> Sequence[Event]:
-        """Wait for events of the running calls, and return them. See `Transport.events`.
+        """Wait for events of the running calls, and return the events. See `Transport.events`.
 
         Raises:
             WorkerError: An actor could not be started in `_START_ATTEMPTS` attempts.
@@ -182,7 +182,7 @@ class RayTransport:
         self._slots = []
 
     def _lanes(self, slot: int) -> range:
-        """Return the numbers of all child processes of the actor that runs child process `slot`, in ascending order."""
+        """Return the slots of all child processes of the actor that runs child process `slot`, in ascending order."""
         return range(slot % self.size, len(self._slots), self.size)
 
     def _result(self, reference: Any) -> "asyncio.Future[Any]":
@@ -203,9 +203,10 @@ class RayTransport:
         self._changes.notify()
 
     def _look(self, number: int, slot: _Slot) -> list[Event]:
-        """Return the new events of the scoring call that runs in child process `number`.
+        """Return the new events of the scoring call that runs in the child process of slot `number`.
 
-        If the Ray actor that supervises the child process is lost, start a new Ray actor.
+        If the Ray actor that supervises the child process is lost, start a new Ray actor, and return a Lost event for
+        each running call of the lost Ray actor.
         """
         worker = number % self.size
         if slot.pending is not None and slot.pending.done():
@@ -239,7 +240,7 @@ class RayTransport:
                     return
 
     def _gone(self, number: int, reason: str, error: Exception | None = None) -> list[Event]:
-        """Replace the actor of a process, and return a Lost event for each running call of that actor.
+        """Replace the actor of child process `number`, and return a Lost event for each running call of the actor.
 
         If the start of a spare process fails with a WorkerError, the actor is not replaced and continues without the
         spare process.

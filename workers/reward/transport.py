@@ -17,10 +17,11 @@ class Call:
     """A call that makes one reward worker score samples.
 
     Attributes:
-        requests: Samples to score, in this order.
+        requests: Samples, in the order in which the worker scores them.
         function: Index of the only reward function to call. If `function` is None, the worker calls all functions.
-        budget_s: Seconds after which the worker calls no further plain function (neither batched nor async). When
-            `budget_s` has passed, the worker returns results only for the samples that it has begun to score.
+        budget_s: Seconds after which the worker calls no further plain reward function, that is, a function that is
+            neither batched nor async. When `budget_s` has passed, the worker returns results only for the samples that
+            it has begun to score.
         limit_s: Maximum seconds that one call of a reward function may take.
         deadline_s: Seconds without a result after which the worker's process is killed and the call is lost.
         hold_s: Seconds without a result after which a `Held` event is reported. After the `Held` event, the slow call
@@ -56,8 +57,8 @@ class Held:
     After a `Held` event, the slow call keeps running, and an `Answer` or `Lost` event reports when the slow call ends.
     If a slow call reports each result immediately (see `Call.stepwise`), its process finishes only the sample that it
     is scoring and begins no further sample. For a slow call with `stepwise=True`, the `Answer` or `Lost` event contains
-    only the result of the sample that was being scored at the time of the `Held` event. If a slow call with
-    `stepwise=True` has not begun to score a sample, the caller must send the sample again in another call.
+    only the result of the sample that was being scored at the time of the `Held` event. The caller must send again, in
+    another call, each sample that a slow call with `stepwise=True` has not begun to score.
 
     Attributes:
         slot: Index of the process among the reward processes, from 0.
@@ -79,8 +80,8 @@ class Lost:
         reason: Why the call ended, if the call did not time out.
         outside: Whether the call was probably ended by something other than a reward function. `outside` is True if the
             whole worker was lost, if SIGKILL ended the process, or if SIGSTOP stopped the process.
-        results: Results that the call produced before it ended, as in `Held.results`, or None if the results are
-            unknown.
+        results: Results that the call produced before it ended, or None if the results are unknown. The last element
+            of `results` can be incomplete (see `Held.results`).
     """
 
     slot: int

@@ -1,6 +1,7 @@
-"""Code that calls reward functions in the current process, which is the driver or a child process of a guard.
+"""Code that calls reward functions in the current process.
 
-The module `workers.reward.worker` does not import torch.
+The current process is the driver, or a child process of the Ray actor `workers.reward.guard.Guard`. The module
+`workers.reward.worker` does not import torch.
 """
 
 import asyncio
@@ -264,7 +265,7 @@ def failed(request: RewardRequest, functions: int, error: str, function: int) ->
 def _outcome(result: Any) -> Outcome:
     try:
         return as_verdict(result)
-    except BaseException as error:  # `__repr__` or `__float__` of a result may raise any exception.
+    except BaseException as error:  # `__repr__` or `__float__` of `result` may raise any exception.
         return _unless_stopped(error)
 
 
@@ -273,8 +274,8 @@ def _unless_stopped(error: BaseException) -> BaseException:
 
     The user can stop the run with Ctrl-C (KeyboardInterrupt) or by quitting the debugger (BdbQuit). A KeyboardInterrupt
     or BdbQuit counts as the user's wish to stop the run only in the main thread of the driver. SIGINT has its default
-    action in the child processes of guards, but not in the driver, so the action of SIGINT shows whether the current
-    process is the driver.
+    action in the child processes of a `Guard` actor, but not in the driver, so the action of SIGINT shows whether the
+    current process is the driver.
     """
     here = threading.current_thread() is threading.main_thread()
     stops = isinstance(error, KeyboardInterrupt | bdb.BdbQuit)

@@ -106,7 +106,7 @@ class Batch:
     row from the batch, the model still processes the row, but the row's outputs are ignored.
 
     Attributes:
-        requests: Requests of the answers, one request per row.
+        requests: For each row, the request of the row's answer.
         ids: (B, W) token ids of prompts and answers.
         log_probs: (B, W) float32 log-probabilities of sampled tokens, and 0 for all other tokens and padding.
         versions: For each column, the version of the weights that sampled the column's tokens. All tokens of one column
@@ -115,7 +115,7 @@ class Batch:
             answer, seed.
         temperatures: (B,) float32 sampling temperatures.
         live: (B,) bool, False for finished answers.
-        cache: Keys and values of all columns, or of all columns except the last.
+        cache: Key-value cache of all columns, or of all columns except the last.
         padded: Whether at least one row is padded on the left.
     """
 

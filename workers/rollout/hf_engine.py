@@ -44,8 +44,8 @@ JOIN = 0.5
 class HFEngine:
     """Engine that generates in batches with a transformers model and a key-value cache.
 
-    If `deterministic` is False, waiting requests join the batch when the batch has free places for all of them, or when
-    the share `JOIN` of its places is free.
+    If `deterministic` is False, waiting requests join the batch when the batch has free places for all waiting
+    requests, or when at least the fraction `JOIN` of the batch's places is free.
 
     Args:
         config: Rollout settings.
@@ -70,7 +70,7 @@ class HFEngine:
         self.strings, self.filters = stop_strings(config.stop, path), distribution_filters(config)
         self.waiting: list[Request] = []
         self.batch: Batch | None = None
-        self.stale = False  # Whether new weights require that the batch's KV cache is recomputed.
+        self.stale = False  # Whether the batch's KV cache must be recomputed with new weights.
 
     def add(self, requests: Sequence[Request]) -> None:
         """Queue requests."""

@@ -36,10 +36,10 @@ class RolloutPool:
         sleeps: Whether idle engines are allowed to release their device memory.
         replaces: Whether a dead replica is replaced. If `replaces` is False, the first death of a replica raises
             WorkerError.
-        transport: How weights travel to the replicas, as for `workers.sync.weight_sync.sync`.
+        transport: How weights travel to the replicas; one of the values of `rollout.weight_transport`.
 
     Attributes:
-        changes: Condition that wakes the waiting coroutines of the pool and of its replicas after each change of state.
+        changes: Object that wakes the waiting coroutines of the pool and of its replicas after each change of state.
         started: Whether the method `start` has returned.
         asleep: Whether the engines have released their device memory. The method `load` wakes sleeping engines.
     """
@@ -85,7 +85,8 @@ class RolloutPool:
     def submit(self, groups: Sequence[Sequence[HasKey]]) -> None:
         """Send the requests of prompt groups to the replicas, without waiting for the answers.
 
-        All requests of a prompt group go to one replica, which is the replica with the fewest unfinished answers.
+        All requests of a prompt group go to one replica, which is the replica with the fewest unfinished answers. If no
+        replica can serve yet, the prompt groups are queued until a replica can.
         """
         assert not self.asleep, "sleeping engines have no weights to answer requests with: call `load` first"
         serving = [one for one in self.replicas if one.state is ReplicaState.SERVING and one.ready]

@@ -149,7 +149,10 @@ class Replica:
                     await asyncio.sleep(RETRY_S)
 
     def submit(self, requests: Sequence[HasKey]) -> None:
-        """Send requests to the engine, without waiting for a reply. An error of the engine ends the replica's task."""
+        """Send requests to the engine, without waiting for a reply.
+
+        An error of the engine is raised later, in the asyncio task that runs `live`.
+        """
         self.running.update(request.key for request in requests)
         self._sent.append(self.role.start(RolloutWorker.submit, cast(Sequence[Request], requests)))
 
@@ -207,9 +210,9 @@ class Replica:
         """Wait until the engine is built and can receive weights.
 
         Raises:
-            WorkerLost: The process died, the engine was not ready in time, or the engine could not be built after the
-                pool's start. `live` catches WorkerLost and replaces the process.
-            WorkerError: The engine could not be built during the pool's start.
+            WorkerLost: The process died, the engine was not ready in time, or building the engine failed after the
+                pool's start or for an optional replica. `live` catches WorkerLost and replaces the process.
+            WorkerError: Building the engine failed during the pool's start, and the replica is not optional.
         """
         try:
             await results(self._building.fetched, limit_s=self.start_timeout_s)

@@ -29,7 +29,7 @@ class TurnRequest:
     """Request to add messages to the context of a trajectory and to sample the policy's next action.
 
     Attributes:
-        key: (prompt group uid, number of the sample in its group, number of the turn).
+        key: The turn as a tuple (prompt group uid, number of the sample in the prompt group, number of the turn).
         context_ids: Token ids that come before the policy's previous action in the context; empty in a turn with a new
             context, for instance in the first turn.
         action_ids: Token ids of the context's last action; empty in a turn with a new context.
@@ -44,7 +44,8 @@ class TurnRequest:
             assistant's first message are never cut off, because these messages are the prompt of the context.
         temperature: Sampling temperature. At temperature 0, the engine decodes greedily.
         seed: Seed of the random numbers with which the action is sampled.
-        tools: Schemas of the tools that the prompt describes; None if the prompt describes the tools of the run.
+        tools: Schemas of the tools that are described in the prompt; None stands for the tools of the run, which are in
+            `TurnFormat.tools`.
         serial: Number of the request among the requests of its client. `key` does not identify a request, because a
             trajectory that starts again reuses the keys of its earlier requests.
     """
@@ -73,8 +74,8 @@ class TurnResult:
         token_ids: Token ids of the action, including the final end token.
         log_probs: Log-probability of each sampled token in nats, under the distribution from which the token was
             sampled.
-        versions: For each sampled token, the version of the weights that sampled the token.
-        finish_reason: "stop", "length" or "abort", as reported by the engine.
+        versions: For each sampled token, the version of the weights with which the token was sampled.
+        finish_reason: The engine's reason for ending the action: "stop", "length" or "abort".
         text: Text of the action, without special tokens.
         action: The action's text and tool calls.
         messages: The new messages as the model has seen them; long texts are cut off.

@@ -289,7 +289,7 @@ class InProcessVLLM:
     def start_load(self) -> None:
         """Prepare the engine to receive new weights.
 
-        A sleeping engine gets back the memory of its weights, but not the memory of its KV cache.
+        In a sleeping engine, memory is allocated again for the weights, but not yet for the KV cache.
         """
         self._wake(WEIGHTS)
         self.engine.collective_rpc("rltrain_reset")
@@ -303,7 +303,7 @@ class InProcessVLLM:
         self.engine.collective_rpc("update_weights", kwargs={"update_info": {"bucket": bucket}})
 
     def finish_load(self, version: int) -> None:
-        """Make the engine use the new weights, check them, and drop all keys and values that the old weights computed.
+        """Make the engine use the new weights, check the weights, and drop all keys and values of the old weights.
 
         Even the keys and values of unfinished answers are dropped; vLLM recomputes the dropped keys and values when
         generation continues. With `rollout.keep_kv_cache`, no keys and values are dropped, and requests that arrive
@@ -327,8 +327,8 @@ class Family:
 
     Attributes:
         lost: Description of the process that died first, or "" while all processes live.
-        dismissed: Whether the engine's processes are allowed to end. If `dismissed` is True, `lost` stays "" when a
-            process ends.
+        dismissed: Whether the engine is being closed, so that its processes are allowed to end. If `dismissed` is True,
+            `lost` stays "" when a process ends.
     """
 
     def __init__(self) -> None:
@@ -407,8 +407,8 @@ class AsyncVLLM:
             try:
                 return future.result(timeout=LOOK_S)
             except TimeoutError:
-                # If the future is done, the coroutine raised TimeoutError, or ended just after `future.result` timed
-                # out.
+                # If the future is done, either the coroutine itself raised TimeoutError, or the coroutine ended just
+                # after `future.result` timed out.
                 if future.done():
                     return future.result()
                 if self.family and self.family.lost:
@@ -505,7 +505,7 @@ class AsyncVLLM:
     def start_load(self) -> None:
         """Pause generation, and prepare the engine to receive new weights.
 
-        A sleeping engine gets back the memory of its weights, but not the memory of its KV cache.
+        In a sleeping engine, memory is allocated again for the weights, but not yet for the KV cache.
         """
         self._sync(self._start_load())
 
@@ -519,7 +519,7 @@ class AsyncVLLM:
             self._sync(self.engine.update_weights(WeightTransferUpdateRequest({"pickled": pickled})))
 
     def finish_load(self, version: int) -> None:
-        """Make the engine use the new weights, check them, drop the KV cache, and resume generation.
+        """Make the engine use the new weights, check the weights, drop the KV cache, and resume generation.
 
         Even the keys and values of unfinished answers are dropped; vLLM recomputes the dropped keys and values when
         generation continues. With `rollout.keep_kv_cache`, no keys and values are dropped, and requests that arrive
@@ -531,7 +531,7 @@ class AsyncVLLM:
     def _sync(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             self._run(coroutine)
-        except Exception as error:  # The type of an error from another process is known only from its text.
+        except Exception as error:  # Only the text of an error from another process shows its type.
             raise (SyncError(str(error)) if "weight sync" in str(error) else error) from None
 
     async def _start_load(self) -> None:
@@ -587,7 +587,7 @@ def make(config: Config, path: str, stop_ids: Sequence[int]) -> InProcessVLLM | 
     kind = InProcessVLLM if process == "inprocess" else AsyncVLLM
     try:
         return kind(config.rollout, path, config.model.dtype, stop_ids, sleep_level=sleep_level(config))
-    except (KeyError, ValueError) as error:  # vLLM raises such errors for unknown tensor names, for example.
+    except (KeyError, ValueError) as error:  # vLLM raises KeyError or ValueError for unknown tensor names.
         reason = one_line(f"{type(error).__name__}: {error}", 300)
         raise ConfigError(
             f"model.path={path}: vLLM does not start with this model ({reason}); save the model again with "

@@ -166,10 +166,10 @@ def repack_heads(model: nn.Module) -> None:
 
 
 def keep_unfinished(model: nn.Module, data: np.ndarray) -> None:
-    """Copy the tensors of incomplete fused layers out of a bucket's memory, because vLLM keeps references to them.
+    """Copy the tensors of incomplete fused layers out of a bucket's memory.
 
-    vLLM loads a fused layer when all parts of the layer have arrived. A tensor that is not copied would stay in the
-    bucket's memory, which later buckets overwrite.
+    vLLM loads a fused layer only when all parts of the layer have arrived, and until then keeps references to the parts
+    that have arrived. A tensor that is not copied would stay in the bucket's memory, which later buckets overwrite.
     """
     low, high = data.ctypes.data, data.ctypes.data + data.nbytes
     for layer in model.modules():
@@ -269,7 +269,8 @@ def _embedding(module: VocabParallelEmbedding) -> Tensor:
 def _parts(name: str, module: Any, fused: dict[str, list[str]]) -> dict[str, Tensor]:
     """Return the bias and the product of weight and probe vector for each layer that vLLM has fused into `module`.
 
-    The returned dictionary maps the checkpoint names of weights and biases to the products and biases.
+    The returned dictionary maps the checkpoint name of each weight to its product with the probe vector, and the
+    checkpoint name of each bias to the bias.
     """
     parent, _, last = name.rpartition(".")
     names = [f"{parent}.{part}" for part in fused.get(last, [last])]

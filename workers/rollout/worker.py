@@ -74,8 +74,8 @@ class RolloutWorker:
         turn_format: Format of the turns of trajectories; None if the run has no environment.
 
     Attributes:
-        records_events: Always True, because the class `RolloutWorker` itself records its calls as events of the
-            timeline. The recorded events do not include the time in which a call waits for the engine's thread.
+        records_events: Whether `RolloutWorker` itself records its calls as events of the timeline; always True.
+            The recorded events do not include the time in which a call waits for the engine's thread.
     """
 
     records_events = True
@@ -215,8 +215,8 @@ class RolloutWorker:
 
         Args:
             sync: Name of the weight sync.
-            before: Result of the previous call of this weight sync, which is passed only so that Ray runs the calls in
-                order.
+            before: Result of the previous method call of the weight sync. The result is not used; it is passed only so
+                that Ray runs the calls in order.
             parts: The parts of the bucket, one from each rank.
         """
         self._run("load weights", lambda: self.receiver.bucket(self.engine, sync, parts))
@@ -268,7 +268,8 @@ class RolloutWorker:
             try:
                 return future.result(timeout=1)
             except TimeoutError:
-                # If the future is done, `function` raised TimeoutError, or ended just after `future.result` timed out.
+                # If the future is done, either `function` itself raised this TimeoutError, or `function` ended just
+                # after the wait for `future.result` timed out.
                 if future.done():
                     return future.result()
                 if not self.thread.is_alive():

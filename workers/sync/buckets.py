@@ -1,8 +1,8 @@
 """Buckets: the units of data in which a weight sync transfers one version of the weights to the engines.
 
 All ranks compute the same layout, which assigns a bucket and an offset in the bucket to each tensor. Each rank writes
-only the rows that it holds, which are the rank's part of the bucket. An engine joins the parts of all ranks and reads
-whole tensors from the joined bucket.
+its own part of a bucket, which contains only the tensor rows that the rank holds. An engine joins the parts of all
+ranks and reads whole tensors from the joined bucket.
 """
 
 import warnings
@@ -38,7 +38,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Piece:
-    """Consecutive rows of a tensor, which one rank wrote into a bucket.
+    """Consecutive rows of one tensor that one rank wrote into a bucket.
 
     Attributes:
         name: name of the tensor to which the rows belong.
@@ -46,7 +46,7 @@ class Piece:
             does not contain the rows but only their `probe`, and `start` is the index of the first of these rows.
         checksum: result of `checks.checksum` for the rows' bytes, or None if the sync has no checks.
         probe: product of the rows of a matrix and a fixed random vector, in float32, with which the engine verifies its
-            weights (see `checks.probe`). `probe` is None if the rank sends no product.
+            weights (see `checks.probe`). `probe` is None if the rank sends no probe of the rows.
     """
 
     name: str
@@ -60,7 +60,8 @@ class Piece:
 class Bucket:
     """A group of tensors that a weight sync transfers together.
 
-    A `Bucket` contains the tensor rows that one rank wrote. The function `join` returns a `Bucket` with whole tensors.
+    A `Bucket` that a rank wrote is the rank's part of the group, and contains only the tensor rows that the rank holds.
+    The `Bucket` that the function `join` returns contains whole tensors.
 
     Attributes:
         version: version of the weights.
@@ -196,7 +197,7 @@ def verify(bucket: Bucket, data: np.ndarray) -> None:
 def tensors_of(bucket: Bucket, data: np.ndarray) -> Iterator[tuple[str, Tensor]]:
     """Yield (name, tensor) for each tensor in a bucket, where the tensor is a view of the bucket's bytes."""
     with warnings.catch_warnings():
-        # PyTorch warns if `data` is read-only. The warning is suppressed, because no code writes to the yielded
+        # PyTorch warns if `data` is read-only. PyTorch's warning is suppressed, because no code writes to the yielded
         # tensors.
         warnings.filterwarnings("ignore", "The given (buffer|NumPy array) is not writable")
         whole = torch.from_numpy(data)

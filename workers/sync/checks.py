@@ -2,9 +2,10 @@
 
 With each piece of a tensor, the sender sends a checksum of the bytes. With each matrix W, the sender also sends the
 product W v, where v is a fixed random vector (the probe vector). An engine first verifies the received bytes with the
-sender's checksums. Then the engine runs its own linear layers on the probe vector, and compares the outputs with the
-products W v that the sender has computed. A comparison of outputs is necessary because an engine on a CPU converts its
-weights to another memory layout, so the bytes of its weights differ from the bytes of the actor's weights.
+sender's checksums. After loading the weights, the engine runs its own linear layers on the probe vector v, and compares
+the outputs with the products W v that the sender has computed. A comparison of outputs is necessary because an engine
+on a CPU converts its weights to another memory layout, so the bytes of its weights differ from the bytes of the actor's
+weights.
 """
 
 import functools
@@ -25,7 +26,8 @@ def checksum(data: np.ndarray) -> int:
     """Return the sum modulo 2**64 of the 64-bit words of `data` (n,) uint8 and of the bytes after the last whole word.
 
     The checksum takes one pass over the data and is as fast as reading the data from memory. If data are split into
-    parts whose lengths are multiples of 8, the sum of the parts' checksums modulo 2**64 is the checksum of all data.
+    parts whose lengths are multiples of 8 bytes, the sum of the parts' checksums modulo 2**64 is the checksum of all
+    data.
     """
     whole = len(data) // 8 * 8
     words = int(data[:whole].view(np.uint64).sum(dtype=np.uint64))
@@ -54,7 +56,7 @@ def probe_vector(size: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def check_outputs(outputs: Mapping[str, Tensor], probes: Mapping[str, np.ndarray], *, version: int, dtype: str) -> None:
-    """Compare the outputs that the engine's layers and the trainer's weights give for the probe vector.
+    """Check that, for the probe vector, the engine's layers give the same outputs as the trainer's weights.
 
     Args:
         outputs: maps each tensor name to the output of the engine's own layer for the probe vector.

@@ -67,7 +67,8 @@ class SharedFile:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if size is not None:
-                # If the memory were not preallocated and the folder became full, SIGBUS would kill the writing process.
+                # If the memory were not preallocated and the shared-memory folder became full, SIGBUS would kill the
+                # writing process.
                 os.posix_fallocate(descriptor, 0, max(size, 1))
             # The memory map keeps the file open, and the open file keeps its advisory lock.
             self.memory = np.frombuffer(mmap.mmap(descriptor, 0), np.uint8)
@@ -121,7 +122,7 @@ class Reader:
 def as_file(bucket: Bucket) -> Iterator[Bucket]:
     """Put the bytes of a bucket into a shared file that all processes of an engine can read inside the `with` block.
 
-    If the bytes are already in a file, the bucket is yielded unchanged.
+    If the bytes of `bucket` are already in a shared file, `bucket` is yielded unchanged.
 
     Raises:
         SyncError: there is no room for the shared file.

@@ -3,12 +3,12 @@
 Each actor rank sends its part of each bucket of weights to the first engine of the chain. The first engine joins the
 parts of a bucket into the whole bucket. Each engine sends the whole bucket to the next engine of the chain, and then
 loads the bucket. Different processes work on different buckets at the same time. If the engines of each host follow one
-another in the chain, the bytes of the weights are sent to each host only once.
+another in the chain, the weights are sent over the network to each host only once.
 
 The driver starts a single call in each process, which transfers all buckets, so the driver's work does not grow with
 the size of the model. Ranks and engines wait for each other without the driver. The members of the process group find
 each other through a store (TCPStore). A member that fails sets the key `GIVEN_UP` in the store, and each member looks
-for this key once a second. If a process or a machine is lost, the driver sets the key.
+for this key once a second. If a process or a machine is lost, the driver sets the key `GIVEN_UP`.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ from workers.cluster.progress import tick, waiting
 from workers.sync.buckets import Bucket, Piece, Place, join
 
 CONNECT_S = 60.0  # Time limit in seconds for connecting to the store.
-TRANSFER_S = 3600.0  # Time limit of one transfer in seconds. The driver notices a lost process much earlier.
+TRANSFER_S = 3600.0  # Time limit of one transfer in seconds. The driver notices a lost process long before this limit.
 GIVE_UP_S = 10.0  # Time limit in seconds for marking a weight sync as failed.
 LOOK_S = 1.0  # Seconds between two checks whether the weight sync was marked as failed.
 TAG = 0
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Chain:
-    """Description of a weight sync through a process group. All members get the same description.
+    """Description of a weight sync through a process group. All members of the process group get an equal `Chain`.
 
     The members of the process group are numbered from 0. The first members are the actor's ranks that send weights. The
     remaining members are the engines, in the order in which the buckets pass through them.
@@ -54,8 +54,8 @@ class Chain:
             process of the actor's rank 0.
         ranks: number of ranks that send weights.
         engines: number of engines.
-        takes_part: array (buckets, bytes) uint8 of bits, as packed by `numpy.packbits`. Bit r of row b says whether
-            rank r sends a part of bucket b.
+        takes_part: array (buckets, bytes) uint8, in which `numpy.packbits` has packed one bit for each rank. Bit r of
+            row b says whether rank r sends a part of bucket b.
         buckets: number of buckets.
     """
 
@@ -79,7 +79,7 @@ class Chain:
 
 
 def serve_store(host: str) -> TCPStore:
-    """Start a store (TCPStore) in this process, which listens only at the address `host`, at a free port."""
+    """Start a store (TCPStore) in this process that listens at a free port of the address `host` only."""
     listener = listener_at(host)
     port = listener.getsockname()[1]
     return TCPStore(
@@ -90,7 +90,8 @@ def serve_store(host: str) -> TCPStore:
 def give_up(chain: Chain, reason: str) -> None:
     """Mark a weight sync as failed in the store, so that the members of the sync stop waiting for each other.
 
-    If the store cannot be reached, nothing is marked: rank 0 is lost, and the members notice the loss of the store.
+    If the store cannot be reached, `give_up` does nothing: rank 0 of the actor, whose process runs the store, is lost,
+    and the members notice that their connections to the store are closed.
     """
     with contextlib.suppress(RuntimeError):
         _mark(_connect(chain, GIVE_UP_S), reason)
@@ -102,7 +103,7 @@ def _connect(chain: Chain, limit_s: float) -> PrefixStore:
 
 
 def _mark(store: PrefixStore, reason: str) -> None:
-    store.compare_set(GIVEN_UP, "", reason or "failed")  # The first reason stays.
+    store.compare_set(GIVEN_UP, "", reason or "failed")  # `compare_set` does not replace an earlier reason.
 
 
 class Member:
@@ -128,7 +129,7 @@ class Member:
                 f"{socket.gethostname()} cannot connect to {chain.host}:{chain.port}, where rank 0 of the actor "
                 f"listens: open the ports between the machines, or set rollout.weight_transport=object_store"
             ) from error
-        gloo: Any = ProcessGroupGloo  # PyTorch's type annotations lack most methods of the class.
+        gloo: Any = ProcessGroupGloo  # PyTorch's type annotations lack most methods of `ProcessGroupGloo`.
         options = gloo._Options()
         options._timeout = timedelta(seconds=TRANSFER_S)
         # With `lazy_init`, a member connects only to the members to which it sends or from which it receives data.
@@ -165,7 +166,8 @@ class Member:
     def begin(self, transfer: Callable[[], T]) -> "Future[T]":
         """Start a transfer in a new thread, and return a future of the transfer's result.
 
-        The thread is a daemon thread, so that this process can end even if a transfer to a lost machine never ends.
+        A transfer runs in a daemon thread, so that this process can end even if the transfer never ends, for example
+        because a machine was lost.
         """
         future: Future[T] = Future()
 
@@ -179,9 +181,10 @@ class Member:
         return future
 
     def result(self, future: "Future[T]") -> T:
-        """Wait until a transfer ends, and return its result.
+        """Wait until a transfer ends, and return the transfer's result.
 
-        Raises SyncStopped if another member closed its connection, or if the weight sync was marked as failed.
+        Raises SyncStopped if another member closed its connection, if the weight sync was marked as failed, or if the
+        store cannot be reached.
         """
         with waiting():
             while not wait([future], timeout=LOOK_S).done:
@@ -231,6 +234,7 @@ def send_parts(chain: Chain, rank: int, write: Callable[[int], Bucket]) -> None:
 
     Raises:
         SyncStopped: another process of the weight sync failed.
+        SyncError: the rank cannot join the process group.
     """
     with Member(chain, rank) as member:
         sent: Future[None] | None = None
@@ -257,6 +261,8 @@ def receive_buckets(chain: Chain, place: int, load: Callable[[Bucket], None]) ->
 
     Raises:
         SyncStopped: another process of the weight sync failed.
+        SyncError: the engine cannot join the process group, has no memory for a bucket, or received parts that do not
+            fit together.
     """
     own = chain.ranks + place
     with Member(chain, own) as member:
@@ -276,7 +282,7 @@ def receive_buckets(chain: Chain, place: int, load: Callable[[Bucket], None]) ->
 
 
 def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
-    """Return the description of a bucket as JSON in bytes (n,) uint8, and its probes as bytes (m,) uint8.
+    """Return the description of a bucket as JSON in bytes (n,) uint8, and the bucket's probes as bytes (m,) uint8.
 
     The description is not pickled, because unpickling data from a network connection can run arbitrary code.
     """
@@ -291,7 +297,7 @@ def encoded(bucket: Bucket) -> tuple[np.ndarray, np.ndarray]:
 
 
 def decoded(header: np.ndarray, data: np.ndarray, probes: np.ndarray) -> Bucket:
-    """Return a bucket from its bytes `data`, and from the description and the probes that `encoded` returned."""
+    """Rebuild a bucket from its bytes `data`, and from the description and the probes that `encoded` returned."""
     description = json.loads(header.tobytes())
     values, pieces, at = probes.view(np.float32), [], 0
     for name, start, size, checksum, length in description.pop("pieces"):
@@ -303,7 +309,7 @@ def decoded(header: np.ndarray, data: np.ndarray, probes: np.ndarray) -> Bucket:
 
 
 def packed(takes_part: Sequence[Sequence[bool]]) -> np.ndarray:
-    """Pack the booleans (ranks, buckets) that say which ranks send which buckets, for `Chain.takes_part`."""
+    """Return `Chain.takes_part` for booleans (ranks, buckets) that say whether a rank sends a part of a bucket."""
     return np.packbits(np.asarray(takes_part, dtype=bool).T, axis=1)
 
 

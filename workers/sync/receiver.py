@@ -83,7 +83,8 @@ class Receiver:
     def start(self, engine: Loads, sync: str, version: int) -> str | None:
         """Start a weight sync, and wake the engine if it sleeps.
 
-        Return the result of `memory.whereabouts` in this process.
+        Return a string that is equal in two processes if they can map each other's shared files, or None (see
+        `memory.whereabouts`).
         """
         self.sync, self.version, self.broken, self.asleep = sync, version, None, False
         self._guarded(engine.start_load)

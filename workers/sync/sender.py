@@ -40,9 +40,10 @@ class Offer:
         takes_part: for each bucket of the sync, whether the rank takes part in writing the bucket. A rank without rows
             in the bucket takes part only if it must help to gather a tensor. If there are several replicas of the
             model, the ranks of only one replica send rows.
-        where: result of `memory.whereabouts` in the rank's process.
-        has_file: whether the weights can go through a shared file, as far as this rank is concerned.
-        gathers: whether the ranks must gather some of the tensors together.
+        where: string that is equal in two processes if they can map each other's shared files, or None (see
+            `memory.whereabouts`).
+        has_file: whether the driver gave a path for a shared file and, on rank 0, the shared file could be created.
+        gathers: whether at least one tensor must be gathered from several ranks before the tensor is sent.
     """
 
     takes_part: Sequence[bool]
@@ -160,7 +161,7 @@ class Sender:
         row = len(target) // max(1, len(rows))
         tick()
         # The rows are copied in chunks of a multiple of 8 rows, so that the length of a chunk in bytes is a multiple of
-        # 8. Otherwise, the checksum of all rows would differ from the sum of the chunks' checksums.
+        # 8. With other chunk lengths, the sum of the chunks' checksums would differ from the checksum of all rows.
         step = max(8, CHUNK_BYTES // max(1, row) // 8 * 8)
         out = torch.from_numpy(target).view(self.torch_dtype).view(rows.shape)
         total, probes = 0, []
@@ -231,8 +232,8 @@ class AdapterSender(Sender):
     def send(self, chain: Chain, member: int) -> None:
         """Send this rank's parts of all buckets, as `Sender.send` does.
 
-        The ranks gather the adapters before the first bucket is sent. If a rank waited for a gather of the last bucket,
-        another rank could have left the process group.
+        The ranks gather the adapters before the first bucket is sent. If the ranks gathered the adapters only for the
+        last bucket, a rank could wait for another rank that has already left the process group.
         """
         if self.check:
             self.proofs = list(self._proofs())
@@ -298,7 +299,7 @@ def is_gathered(parameter: Tensor) -> TypeGuard[DTensor]:
 
 
 def row_range(parameter: Tensor, first: bool) -> tuple[int, int] | None:
-    """Return the index of the first row that this rank sends and the number of its rows, or None for no rows.
+    """Return the index of the first row and the number of rows that this rank sends; None if this rank sends no rows.
 
     If there are several replicas of the model, the ranks of one replica send the tensors that are sharded by rows. A
     tensor that is not sharded by rows is sent by a single rank, for which `first` is True. A tensor without dimensions

@@ -5,11 +5,13 @@ ranks that hold rows of the bucket write these rows, and then all engines load t
 after every engine has loaded bucket n - 2. Ranks can write one bucket while engines load the previous bucket, and at
 most two buckets exist at a time. The driver starts all calls of ranks and engines without waiting for their results.
 The result of one call is an argument of the next call, so that Ray runs the calls in order. If a call fails or a
-process dies, all later calls also fail, because each call needs the result of an earlier call.
+process dies, all later calls of the weight sync also fail, because each call needs the result of an earlier call.
 
 If the ranks and engines are on several hosts, they transfer the buckets through a process group, as
-`workers.sync.process_group` describes. With `rollout.weight_transport=object_store`, the driver starts the same calls
-as for a shared file, but each rank returns the bytes of its rows as the result of its call.
+`workers.sync.process_group` describes. With `rollout.weight_transport=object_store`, ranks and engines use neither a
+shared file nor a process group. Each rank returns the bytes of its rows as the result of the call `export`, and Ray
+passes the bytes to the engines as arguments of the call `load_bucket`. If the ranks must gather some of the tensors
+together, ranks and engines on several hosts transfer the buckets in this way, too.
 """
 
 import asyncio
@@ -69,7 +71,7 @@ class Receives(Protocol):
         """
 
     def receive_all(self, sync: str, chain: Chain, place: int) -> None:
-        """Receive all buckets through a process group, and load them.
+        """Receive all buckets through a process group, and load the weights in the buckets into the engine.
 
         `place` is the index of the engine in the chain of engines, from 0.
         """
@@ -121,7 +123,8 @@ async def sync(
                 "host, and room for two buckets in its shared memory; use rollout.weight_transport=auto"
             )
         through_group = transport == "process_group" or (transport == "auto" and receivers[0].concurrent and not shared)
-        # Ranks gather some tensors together, which could block the other ranks if one rank has left the process group.
+        # No process group is used if the ranks must gather some tensors in collectives. In a collective, the other
+        # ranks would wait for a rank that has already left the process group.
         if through_group and not any(offer.gathers for offer in offers):
             await _through_group(ranks, engines, path, offers, places)
         else:
@@ -153,7 +156,7 @@ async def _stream(
     Args:
         ranks: the actor's ranks.
         engines: the engines.
-        path: name of the sync, which is the path of its shared file.
+        path: path of the shared file, which is also the name of the weight sync.
         offers: the description of what each rank sends.
         shared: whether the bytes of the buckets go through the shared file. If `shared` is False, the bytes are results
             of the ranks' calls and arguments of the engines' calls.
@@ -198,7 +201,8 @@ async def _through_group(
         await results([*sent, *loaded], depends_on=involved)
     except BaseException as error:
         await asyncio.to_thread(give_up, chain, described(error))
-        if isinstance(error, SyncStopped):  # The error of another process may be the cause.
+        # A SyncStopped says only that another process failed. Raise the error of the failed process instead, if any.
+        if isinstance(error, SyncStopped):
             for call in [*sent, *loaded]:
                 with contextlib.suppress(SyncStopped):
                     await results([call], depends_on=involved)

@@ -97,7 +97,7 @@ class ActorWorker:
         self.state = RankState("actor", self.model, self.optimizer, base=self.path)
 
     def _arrange(self, model: PreTrainedModel) -> None:
-        """Add adapters to the empty model if the config requests adapters, and shard the model."""
+        """Add adapters if the config requests adapters, and shard the model. The model has no weights yet."""
         if self.config.model.lora:
             adapt(model, self.config.model.lora)
         shard(model, self.config)
@@ -109,9 +109,9 @@ class ActorWorker:
         The rows of the returned batch are in the order of `microbatches`.
 
         Returns:
-            A batch with the column `old_log_probs`. The batch has the column `entropies` if the advantage estimator or
-            the loss's token selector reads entropies, and the column `full_kl` if the exact KL to the reference is
-            subtracted from the reward.
+            A batch with the column `old_log_probs`. The returned batch also has the column `entropies` if the advantage
+            estimator or the token selector of the loss reads entropies, and the column `full_kl` if the exact KL to the
+            reference model is subtracted from the reward.
         """
         in_reward, temperature = self.config.algorithm.kl_in_reward.full, self.config.rollout.temperature
 
@@ -134,11 +134,11 @@ class ActorWorker:
         return part.values("ref_hidden").to(device()), self.ref_head
 
     def add_teacher_head(self, head: Tensor) -> None:
-        """Store the output head (V', H') of the next teacher in the config, as returned by `TeacherWorker.output_head`.
+        """Append a teacher's output head (V', H'), which `TeacherWorker.output_head` returned, to `teacher_heads`.
 
-        The exact KL to the teacher needs the teacher's output head, because the teacher sends only hidden states. If
-        the teacher's vocabulary is longer than the policy's, the teacher's distribution is restricted to the policy's
-        vocabulary.
+        The teachers are in the order of the config. The exact KL to the teacher needs the teacher's output head,
+        because the teacher sends only hidden states. If the teacher's vocabulary is longer than the policy's, the
+        teacher's distribution is restricted to the policy's vocabulary.
         """
         words = self.model.get_output_embeddings().weight.size(0)
         assert len(head) >= words, "a teacher's vocabulary must not be smaller than the policy's"
@@ -192,7 +192,7 @@ class ActorWorker:
 
         Args:
             batch: the rows of sampled answers that this rank reads.
-            minibatches: this rank's parts of the mini-batches.
+            minibatches: this rank's parts of the mini-batches of sampled answers, in training order.
             supervised: the supervised answers that this rank reads.
             supervised_minibatches: this rank's part of the supervised answers of each mini-batch. A mini-batch can be
                 without supervised answers.
@@ -224,8 +224,8 @@ class ActorWorker:
     ) -> UpdateResult:
         """Accumulate the gradient of a mini-batch of sampled answers, and return the results of the mini-batch.
 
-        In the first mini-batch of the update (`number` is 0), also compare the log-probs of the tokens with the old
-        log-probs.
+        In the first mini-batch of the update (`number` is 0), also compare the tokens' log-probs with the old log-probs
+        and with the engine's log-probs.
         """
         first, part = number == 0, UpdateResult()
         chosen = in_epoch(batch, number // self.config.minibatches_per_epoch)
@@ -287,7 +287,8 @@ class ActorWorker:
             teachers=self._teachers(part) if algorithm.distillation.full else None,
         )
         columns["log_probs"] = unpack(output.log_probs, mask)
-        # A batch for a single optimizer step has no `old_log_probs`, which would equal the current log-probs.
+        # A batch for a single optimizer step has no column `old_log_probs`, because the old log-probs would equal the
+        # current log-probs.
         columns.setdefault("old_log_probs", columns["log_probs"].detach())
         if output.entropies is not None:
             columns["entropy"] = unpack(output.entropies, mask)
@@ -358,7 +359,8 @@ class ActorWorker:
         Args:
             path: path of the shared file for the weights, or None to send the weights without a file.
             version: version of the weights.
-            check: whether to add the checksums and probes of `workers.sync.checks`.
+            check: whether to send the checksums and probes of `workers.sync.checks`, with which the engines verify the
+                weights.
         """
         kind = AdapterSender if self.config.model.lora else Sender
         self.sender = kind(self.model, version=version, dtype=self.config.model.dtype, check=check)
@@ -423,8 +425,8 @@ def actor_loss(
     correct answers, minus the entropy bonus.
 
     Args:
-        columns: padded columns (B, T) by name: `response_mask`, `log_probs`, `advantages` and the columns that the loss
-            reads.
+        columns: maps names to padded columns (B, T). `actor_loss` needs `response_mask`, `log_probs`, `advantages` and
+            all other columns that the configured loss terms read.
         algorithm: settings of the loss, the aggregation and the coefficients.
         entropy_coef: coefficient of the entropy bonus in this training step.
         statistics: statistics of the importance weights of the whole mini-batch, or None if the settings need no
@@ -432,11 +434,12 @@ def actor_loss(
         num_positive_tokens: number of trained tokens in correct answers of the whole mini-batch. If
             `num_positive_tokens` is None, `actor_loss` counts the trained tokens in correct answers of this micro-batch
             instead.
-        counts: `num_tokens`, `num_sequences` and `max_response_length` of the whole mini-batch.
+        counts: keyword arguments for `aggregate_loss`: `num_tokens` and `num_sequences` of the whole mini-batch, and
+            `max_response_length`.
 
     Returns:
-        The loss to differentiate; a dictionary from names to the detached terms of the loss; and a dictionary from
-        metrics to detached sums over the trained tokens.
+        A tuple (loss, terms, sums). `loss` is the scalar to differentiate. `terms` maps the names of the loss terms to
+        their detached values. `sums` maps the names of metrics to detached sums over the trained tokens.
     """
     mask = columns["response_mask"]
 
@@ -492,14 +495,14 @@ def policy_term(
     before any token is dropped, so they also cover the dropped tokens.
 
     Args:
-        columns: padded columns (B, T) by name.
+        columns: maps names to padded columns (B, T).
         algorithm: settings of the loss.
         statistics: statistics of the importance weights of the whole mini-batch, or None if the settings need no
             statistics.
 
     Returns:
-        The policy losses (B, T); the mask (B, T) of the tokens that count in the mean policy loss; and a dictionary
-        from metrics to sums over tokens.
+        A tuple (losses, counted, sums). `losses` (B, T) holds the policy loss of each token. `counted` (B, T) is the
+        mask of the tokens that count in the mean policy loss. `sums` maps the names of metrics to sums over tokens.
     """
     policy, mask = POLICY_LOSSES.get(algorithm.loss_mode), columns["response_mask"]
     losses, sums = policy(*(columns[name] for name in columns_of(policy)), **own_knobs(policy, algorithm.loss))
@@ -542,7 +545,7 @@ def teacher_kl(columns: Mapping[str, Tensor]) -> Tensor:
 
 
 def _compare(columns: Mapping[str, Tensor], result: UpdateResult) -> None:
-    """Compare the current log-probs with the old and with the engine's log-probs, and add the results to `result`.
+    """Compare the current log-probs with the old log-probs and with the engine's, and add up the results in `result`.
 
     `_compare` is called only for the first mini-batch, before the first optimizer step.
     """

@@ -97,8 +97,8 @@ class CriticWorker:
             values, columns["values"], columns["returns"], mask, clip_range_value=self.config.critic.clip_range_value
         )
         loss = aggregate_loss(token_losses, mask, "token-mean", num_tokens=minibatch.num_tokens)
-        # FSDP averages the gradients over the ranks, but the gradient of the whole mini-batch is the sum over the
-        # ranks. Therefore, the loss is multiplied by the number of ranks.
+        # The loss is multiplied by the number of ranks, because FSDP averages the gradients over the ranks, but the
+        # gradient of the whole mini-batch is the sum of the ranks' gradients.
         (loss * torch.distributed.get_world_size()).backward()
         result.losses["value_loss"] += float(loss.detach())
         for name, value in sums.items():

@@ -118,7 +118,9 @@ def split_minibatches(
     *,
     work: Sequence[int] | None = None,
 ) -> list[list[Minibatch]]:
-    """Return each rank's parts of the mini-batches, each with the token and sequence counts of the whole mini-batch.
+    """Return, for each rank, the rank's part of each mini-batch.
+
+    Each part also holds the token and sequence counts of the whole mini-batch over all ranks.
 
     Rows without a trained token are in no micro-batch, because such rows would add exactly zero to the gradient. The
     docstring of `assign_minibatch` explains the argument `work`.
@@ -139,7 +141,7 @@ def split_minibatches(
 
 
 def _row_sums(batch: DataProto, mask: Tensor) -> Tensor:
-    """Return the number of response tokens of each row (B,) at which `mask` (N,) is True."""
+    """Return, for each of the B rows, how many of the row's response tokens have True in `mask` (N,)."""
     return torch.segment_reduce(mask.float(), "sum", offsets=batch.offsets("response_mask"))
 
 
@@ -243,7 +245,8 @@ def divergence(sums: Mapping[str, float], tokens: int) -> dict[str, float]:
         tokens: number of tokens over which the sums were taken.
 
     Returns:
-        `gap`, `kl` and `k3`, which are means in nats, and `effective_sample_size`.
+        A dictionary of four metrics: `gap` (mean absolute difference of the log-probs, in nats), `kl` and `k3` (two
+        estimates of the mean KL(engine || actor), in nats), and `effective_sample_size`.
     """
     count = max(tokens, 1)
     return {

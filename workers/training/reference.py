@@ -48,11 +48,11 @@ class ReferenceWorker(TeacherWorker):
         self.changed = False
 
     def compute_log_probs(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute the reference model's columns that the KL terms need, with rows in the order of `microbatches`.
+        """Compute the outputs of the reference model that the KL terms need.
 
         Returns:
-            A batch with the column `ref_log_probs` if the KL is estimated from samples, and with the column
-            `ref_hidden` (the last hidden states) if the KL is exact.
+            A batch whose rows are in the order of `microbatches`. The batch has the column `ref_log_probs` if the KL is
+            estimated from samples, and the column `ref_hidden` (the last hidden states) if the KL is exact.
         """
         algorithm, temperature = self.config.algorithm, self.config.rollout.temperature
 

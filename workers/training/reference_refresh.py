@@ -32,7 +32,7 @@ async def refresh_reference(actor: WorkerGroup[ActorWorker], reference: WorkerGr
 
 
 def _updates(source: Role[ActorWorker], target: Role[ReferenceWorker], groups: int) -> list[Pending[None]]:
-    """Start the calls that update all weights of one rank of the reference, one call for each group of shards."""
+    """Start the update of one rank of the reference model, with one call of `refresh` for each group of its shards."""
     to_host, started = source.process is not target.process, list[Pending[None]]()
     for number in range(groups):
         taken = [started[number - _IN_FLIGHT].later] if to_host and number >= _IN_FLIGHT else []

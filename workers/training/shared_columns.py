@@ -11,7 +11,7 @@ from rltrain.batch.data_proto import DataProto
 from rltrain.settings.algorithm_config import AlgorithmConfig
 from workers.cluster.processes import Shared, WorkerProcess
 
-# Names of the columns that a forward pass reads. A batch without conversations lacks `context_starts`.
+# Names of the columns that a forward pass reads. Only batches of conversations have the column `context_starts`.
 FORWARD = ("prompts", "responses", "context_starts")
 SUPERVISED = (*FORWARD, "response_mask")  # Names of the columns of supervised answers that an update reads.
 CRITIC_UPDATE = (*FORWARD, "response_mask", "values", "returns")
@@ -23,10 +23,11 @@ def log_probs_columns(algorithm: AlgorithmConfig) -> list[str]:
 
 
 def update_columns(algorithm: AlgorithmConfig) -> list[str]:
-    """Return the names of all columns that the actor's update reads if they are in the batch.
+    """Return the names of all columns that the actor's update can read.
 
-    The loss function has one parameter for each column that it reads, with the same name as the column. The columns
-    that only the loss's token selector reads are left out, because the driver selects the tokens.
+    A batch may lack some of the returned columns. The loss function has one parameter for each column that it reads,
+    with the same name as the column. The columns that only the loss's token selector reads are left out, because the
+    driver selects the tokens.
     """
     columns = [*FORWARD, "response_mask", "advantages", "old_log_probs", "rollout_log_probs"]
     columns += columns_of(loss_functions(algorithm.loss_mode)[0])
@@ -39,9 +40,9 @@ def update_columns(algorithm: AlgorithmConfig) -> list[str]:
     return list(dict.fromkeys(columns))
 
 
-# A receiver may already have some of the rows of a column that it needs. If their share is at most FEW, the driver
-# sends all needed rows of the column to the receiver in one new part (an object in Ray's object store). One new part
-# takes the driver less time than several new parts, even if the receiver gets some rows twice.
+# A receiver that needs rows of a column may already have some of these rows. If the receiver has at most the share FEW
+# of the needed rows, the driver sends all needed rows in one new part (an object in Ray's object store). Making one new
+# part takes the driver less time than making several new parts, even if the receiver gets some rows twice.
 FEW = 0.1
 
 
@@ -50,8 +51,8 @@ class _Part:
     """Some rows and columns of the training step's batch, stored as one object in Ray's object store.
 
     Attributes:
-        rows: row numbers of the rows in the batch, in ascending order.
-        columns: names of the columns.
+        rows: the numbers that the rows of this part have in the batch, in ascending order.
+        columns: names of the columns in this part.
         reference: Ray reference to a batch that has only the rows `rows` and the columns `columns`.
     """
 
@@ -60,16 +61,20 @@ class _Part:
     reference: Any
 
     def holds(self, rows: np.ndarray) -> np.ndarray | None:
-        """Return a bool mask over `rows` that is True for rows in this part, or None if the part's rows are `rows`."""
+        """Return a bool mask that is True for those `rows` that are in this part.
+
+        If `rows` are exactly the rows of this part, `holds` returns None.
+        """
         return None if np.array_equal(rows, self.rows) else np.isin(rows, self.rows)
 
 
 class SharedColumns:
     """Registry of the rows and columns of the current training step that each rank has already received.
 
-    Each rank reads only some of the rows. The batches of one training step have most columns in common. Only the rows
-    and columns that a rank has not yet received in the step are put into Ray's object store. Exception: see `FEW`. When
-    the first batch of a training step is shared, the Ray references to the data of the previous step are deleted.
+    Each rank reads only some rows of a batch. The batches of one training step have most columns in common. Only the
+    rows and columns that a rank has not yet received in the step are put into Ray's object store. Exception: see `FEW`.
+    The Ray references to the data of the previous training step are deleted as soon as a batch with new columns is
+    shared.
     """
 
     def __init__(self) -> None:

@@ -30,13 +30,14 @@ class TeacherWorker:
         )
 
     def score_responses(self, batch: DataProto, microbatches: list[list[int]]) -> DataProto:
-        """Compute the teacher's columns for the responses of a batch, with rows in the order of `microbatches`.
+        """Score the responses of a batch with the teacher, and return rows in the order of `microbatches`.
 
         The column `prompts` contains the teacher's own context, which may differ from the policy's prompt.
 
         Returns:
-            A batch with the column `teacher_log_probs`, normalized over the teacher's whole vocabulary, and with
-            `teacher_hidden` (the last hidden states) if the exact KL to the teacher is added to the loss.
+            A batch with the column `teacher_log_probs`, the log-probs of the response tokens, normalized over the
+            teacher's whole vocabulary. If the exact KL to the teacher is added to the loss, the batch also has the
+            column `teacher_hidden`, the teacher's last hidden states.
         """
         temperature, exact = self.config.rollout.temperature, self.config.algorithm.distillation.full
 

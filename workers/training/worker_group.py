@@ -54,7 +54,7 @@ class WorkerGroup(Generic[W_co]):
 
     @property
     def size(self) -> int:
-        """Return the number of parts into which the group splits a batch."""
+        """Return the number of parts into which the worker group splits a batch."""
         return len(self.ranks) // self.sequence_ranks
 
     async def call(self, method: Callable[Concatenate[W_co, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -109,7 +109,7 @@ class WorkerGroup(Generic[W_co]):
         """Train on the mini-batches in the given order, and return metrics over all ranks.
 
         Args:
-            method: the role's method that trains one rank on its part of the mini-batches.
+            method: the role's training method; each rank calls the method on its own part of the mini-batches.
             batch: the batch whose rows the ranks process.
             columns: names of the columns that the method reads. Names of columns that the batch lacks are ignored.
             minibatches: row indices of each mini-batch.
@@ -137,8 +137,8 @@ class WorkerGroup(Generic[W_co]):
         The supervised answers are split over the ranks and into micro-batches separately from the sampled answers.
 
         Args:
-            method: the role's method that trains one rank on its parts of the mini-batches and of the supervised
-                answers.
+            method: the role's training method; each rank calls the method on its own parts of the mini-batches and of
+                the supervised answers.
             batch: the batch whose rows the ranks process.
             columns: names of the columns of the batch that the method reads. Names of columns that the batch lacks are
                 ignored.
@@ -192,7 +192,7 @@ class WorkerGroup(Generic[W_co]):
         return [(rank, parts[number // self.sequence_ranks]) for number, rank in enumerate(self.ranks)]
 
     async def _collect(self, pending: Sequence[Pending[R]]) -> list[R]:
-        """Wait for all results, and return one result for each group of `sequence_ranks` ranks that share packs."""
+        """Wait for the results of all ranks, and return one result for each set of ranks that split the same packs."""
         return (await results(pending))[:: self.sequence_ranks]
 
     def costs(self, batch: DataProto) -> tuple[list[int], list[int]]:

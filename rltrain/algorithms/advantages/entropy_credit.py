@@ -155,9 +155,9 @@ def _by_outcome(uid: Tensor, correct: Tensor) -> Tensor:
 def _relative_shares(entropies: Tensor, outcome: Tensor, counted: Tensor, correct: Tensor) -> Tensor:
     """Compute n w / sum(w), with w = entropy for correct and w = 1 / entropy for wrong answers: (B, T) -> (B, T).
 
-    For each slot, sum(w) runs over the n slots of the same column that are marked in `counted` (B, T) and whose rows
-    have the same `outcome` (B,). The factor n makes the mean of n w / sum(w) over the n summed slots equal to 1. The
-    results in slots that are not marked in `counted` are meaningless.
+    For each slot, sum(w) runs over n slots: the slots in the same column that are marked in `counted` (B, T) and whose
+    rows have the same `outcome` (B,). The factor n makes the mean of n w / sum(w) over the n summed slots equal to 1.
+    The results in slots that are not marked in `counted` are meaningless.
     """
     # An entropy is clamped to at least 0, because rounding can make an entropy slightly negative.
     entropies = entropies.clamp(min=0) + EPS

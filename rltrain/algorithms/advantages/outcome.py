@@ -23,11 +23,10 @@ def response_scores(token_level_rewards: Tensor, response_mask: Tensor, valid: T
 
 
 def known_successes(successes: Tensor, counted: Tensor) -> Tensor:
-    """Return the mask (B,) of the `counted` rows whose answer is known to be correct or wrong.
+    """Return the mask (B,) of the rows in the mask `counted` whose answer is known to be correct or wrong.
 
     Raises:
-        ValueError: if `counted` marks at least one row, but `successes` is NaN for all rows that are marked in
-            `counted`.
+        ValueError: if at least one row is counted, but `successes` is NaN for all counted rows.
     """
     known = counted & ~successes.isnan()
     if bool(counted.any()) and not bool(known.any()):

@@ -19,7 +19,7 @@ def turn_rloo(
     *,
     gamma: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """Compute returns to go per turn with a leave-one-out baseline: RLOO (arXiv 2402.14740 eq. 8) for turns.
+    """Compute returns to go per turn, minus the leave-one-out baseline of RLOO (arXiv 2402.14740 eq. 8) for each turn.
 
         A_{i,k} = G_{i,k} - mean_{j != i} G_{j,k},    G_{i,k} = sum_l gamma^l r_{i,k+l}
 
@@ -30,9 +30,9 @@ def turn_rloo(
     If the baseline were a mean over only those trajectories that reach turn k, including trajectory i, the gradient of
     the policy's decision to take another turn would be biased.
 
-    A group is the set of valid rows with the same `uid`. A group with only one row gets advantages of exactly 0, and so
-    does turn k if all rows of the group have the same G_k. A row that is not `valid` is excluded from the statistics
-    and gets an advantage of 0.
+    A group is the set of valid rows with the same `uid`. A group with only one row gets advantages of exactly 0. If all
+    rows of a group have the same return G_{i,k} for turn k, turn k gets advantages of exactly 0. A row that is not
+    `valid` is excluded from the statistics and gets an advantage of 0.
 
     token_level_rewards, response_mask and turn_index are (B, T); uid and valid are (B,). The advantages are (B, T) and
     0 in masked slots. The returns equal the advantages.

@@ -68,8 +68,8 @@ class Turns:
     def returns_to_go(self, token_level_rewards: Tensor, gamma: float) -> Tensor:
         """Compute the return G_k = sum_l gamma^l r_{k+l}, where k counts only turns that have a trained token.
 
-        r_k is the sum of the rewards of the trained tokens of turn k. The return G is 0 after the last turn of a row.
-        The returns (B, K) are in the order of `in_order`: in each row, the turns with a trained token come first.
+        r_k is the sum of the rewards of the trained tokens of turn k. The returns (B, K) are in the order of
+        `in_order`: in each row, the turns with a trained token come first. The columns after a row's last turn are 0.
 
         Raises:
             ValueError: if `gamma` is outside [0, 1].

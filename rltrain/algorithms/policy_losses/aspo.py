@@ -29,7 +29,7 @@ def aspo(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute PPO's clipped loss with ratio 1/r for tokens with A > 0; ASPO, arXiv 2510.06062 section 6, eq. 3.
 
-        l = -A pi_old pi / sg[pi^2]                 where A > 0 and r <= 1+high                 sg: stop-gradient
+        l = -A pi_old pi / sg[pi^2]                 where A > 0, r <= 1+high and 1/r <= c       sg: stop-gradient
         l = -A c pi / sg[pi]                        where A > 0 and 1/r > c
         l = -A / (1+high), without gradient         where A > 0 and r > 1+high
         l = PPO's clipped loss with dual clip       where A <= 0, as in `vanilla`

@@ -25,8 +25,8 @@ def dppo_kl(
         m = 0 where A > 0, D > delta_high and pi > pi_old, or A < 0, D > delta_low and pi < pi_old; else 1
         D = pi_old log(pi_old / pi) + (1 - pi_old) log((1 - pi_old) / (1 - pi))
 
-    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no cap). D is KL(pi_old || pi) of
-    the binary distributions that only distinguish y_t from all other tokens. A token is never dropped if its
+    r = pi(y_t) / pi_old(y_t), A is the advantage, and c = `clip_ratio_c` > 1 (inf for no cap). D is KL(pi_old || pi)
+    between binary distributions with the two outcomes "y_t" and "any other token". A token is never dropped if its
     probability rose although A < 0, or fell although A > 0.
 
     `dppo_kl` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0 where log r is

@@ -25,7 +25,9 @@ def dppo_tv(
     delta_high: float = 0.15,
     clip_ratio_c: float = 20.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the REINFORCE loss, weighted by a capped ratio, where probabilities moved little; DPPO, arXiv 2602.04879.
+    """Compute the DPPO policy loss (arXiv 2602.04879): REINFORCE, weighted by the importance ratio r capped at c.
+
+    A token is dropped (m = 0) if its probability has moved too far in the direction of the advantage:
 
         l = -A sg[min(r, c)] log pi(y_t) m                        sg: stop-gradient
         m = 0 where A > 0 and pi - pi_old > delta_high, or A < 0 and pi - pi_old < -delta_low; else 1

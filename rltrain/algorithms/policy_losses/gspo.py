@@ -37,8 +37,8 @@ def gspo(
     all advantages A_t of a row are equal, the mean of l_t over the row's tokens has the same value and gradient as the
     sequence loss (eq. 5 of the GSPO paper). The aggregation seq-mean-token-sum gives the sequence loss times the length
     of the row, which is the loss of LUSPO (arXiv 2602.05261). Aggregations other than seq-mean-token-mean and
-    seq-mean-token-sum weight a row by its length, with a divisor that occurs neither in the GSPO paper nor in the LUSPO
-    paper.
+    seq-mean-token-sum weight a row by its length, and divide the loss by a number that neither the GSPO paper nor the
+    LUSPO paper uses.
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction`, `ratio_mean` and `ppo_kl`.

@@ -23,24 +23,23 @@ def m2po(
 
         l = 0 where selected, else -min(r A, clip(r, 1-low, 1+high) A)
 
-    `m2po` has the formula of the loss `clip_cov`, but the selectors of the two losses choose different tokens. The
+    `m2po` computes the same formula as the loss `clip_cov`. The two losses differ only in their token selectors. The
     ratio r is pi(y_t) / pi_old(y_t), and A is the advantage. The policy pi_old is the actor's policy before the update,
     not the policy that sampled the answer. The M2PO paper has one ratio, pi(y_t) / pi_rollout(y_t), and no clipping.
     The ratio of the M2PO paper is r times pi_old / pi_rollout, and pi_old / pi_rollout is the weight of
     `algorithm.correction` at level token. If `algorithm.correction` is used at level token, the loss l is multiplied by
-    the correction weight, and the product of r and the correction weight is the ratio of the M2PO paper, except where
-    the correction weight exceeds its upper bound.
+    the correction weight. The product of r and the correction weight is then the ratio of the M2PO paper, except where
+    pi_old / pi_rollout is outside of the correction's bounds.
 
     The tokens are selected before the update, so the selection limits only the distance from the sampling policy to
-    pi_old. The clip range limits how far the update moves the policy away from pi_old. Like `m2po`, AReaL's
-    implementation of M2PO separates the distance between the sampling policy and pi_old from the distance between
-    pi_old and the current policy. In the first mini-batch after pi_old is recomputed, r is 1 and the clip has no
-    effect.
+    pi_old. The clip range limits how far the update moves the policy away from pi_old. AReaL's implementation of M2PO
+    also limits these two distances separately: the distance from the sampling policy to pi_old, and the distance from
+    pi_old to the current policy. In the first mini-batch after pi_old is recomputed, r is 1 and the clip has no effect.
 
-    A selected token has no loss and no gradient, but still counts in the denominators of the aggregation, as in the
-    M2PO paper. All tensors have the shape (B, T), and `selected` is bool. Masked slots have loss 0 and no gradient. The
-    returned metric sums are `clip_fraction` (tokens whose ratio is clipped), `selected_fraction` (dropped tokens),
-    `ratio_mean` and `ppo_kl`.
+    A token that the selector drops has no loss and no gradient. The dropped token still counts in the denominators of
+    the loss aggregation, as in the M2PO paper. All tensors have the shape (B, T), and `selected` is the bool mask of
+    the dropped tokens. Masked slots have loss 0 and no gradient. The returned metric sums are `clip_fraction` (tokens
+    whose ratio is clipped), `selected_fraction` (dropped tokens), `ratio_mean` and `ppo_kl`.
     """
     ranges = {"clip_ratio_low": clip_ratio_low, "clip_ratio_high": clip_ratio_high}
     return clip_cov(log_probs, old_log_probs, advantages, response_mask, selected, **ranges)
@@ -62,18 +61,18 @@ def select_m2po(
         selected    =  the candidates with the largest x_t^2, as few as possible, such that the mean of x_t^2 over the
                        remaining candidates is at most m2_threshold
 
-    A candidate for dropping is a token whose probability has already moved in the direction of its advantage. Like
-    M2PO, PPO's clipping affects only tokens whose probability has moved in the direction of their advantage. A token
-    whose probability has not moved in the direction of its advantage is never dropped. The mean of the squared
-    log-ratios x_t^2 is computed over the candidates for dropping in the whole mini-batch. If even the smallest squared
-    log-ratio x_t^2 of the candidates is above `m2_threshold`, all candidates are dropped. A candidate whose squared
-    log-ratio x_t^2 equals that of a dropped token is dropped, too, so the order of rows does not matter.
+    A candidate for dropping is a token whose probability has already moved in the direction of its advantage. PPO's
+    clipping, too, affects only tokens whose probability has moved in the direction of their advantage. A token whose
+    probability has not moved in the direction of its advantage is never dropped. The mean of the squared log-ratios
+    x_t^2 is computed over the candidates for dropping in the whole mini-batch. If even the smallest squared log-ratio
+    x_t^2 of the candidates is above `m2_threshold`, all candidates are dropped. A candidate whose squared log-ratio
+    x_t^2 equals that of a dropped token is dropped, too, so the order of rows does not matter.
 
     The selector runs once before the update, so the log-ratio x_t compares the policy before the update, pi_old, with
-    the policy that sampled the tokens. In the M2PO paper, the log-ratio x_t has the current policy in place of pi_old;
-    pi_old and the current policy agree in the first mini-batch after pi_old is recomputed. In a synchronous run, the
-    log-ratio x_t is 0 except for numerical differences between the log-probs of the engine and of the actor, so few
-    tokens are dropped.
+    the policy that sampled the tokens. In the M2PO paper, the log-ratio x_t compares the current policy with the
+    sampling policy. The current policy equals pi_old in the first mini-batch after pi_old is recomputed. In a
+    synchronous run, the log-ratio x_t is 0 except for numerical differences between the log-probs of the engine and of
+    the actor, so few tokens are dropped.
 
     All tensors have the shape (B, T). Returns a bool mask (B, T), which is False in masked slots.
 

@@ -53,7 +53,7 @@ def smallest(values: Tensor, candidates: Tensor, count: int) -> Tensor:
 def exactly_smallest(values: Tensor, candidates: Tensor, count: int, draws: Tensor) -> Tensor:
     """Return a bool mask (B, T) of the `count` candidates with the smallest values, or of all if there are fewer.
 
-    Among candidates with equal values, the candidates with the smallest `draws` are selected.
+    Among candidates with equal values, the candidates with the smallest random numbers `draws` (B, T) are selected.
     """
     found = as_float(values.detach())[candidates]
     by_draw = as_float(draws)[candidates].argsort(stable=True)

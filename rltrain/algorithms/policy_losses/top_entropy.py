@@ -20,7 +20,9 @@ def top_entropy(
     clip_ratio_high: float = 0.2,
     clip_ratio_c: float = 3.0,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute the loss `vanilla` on selected tokens, and 0 on other tokens; arXiv 2506.01939 (Beyond the 80/20 Rule).
+    """Compute PPO's clipped loss (`vanilla`) on the selected tokens, and 0 on all other tokens.
+
+    The loss is from arXiv 2506.01939 (Beyond the 80/20 Rule):
 
         l = 1[H_t >= tau] (-min(r A, clip(r, 1-low, 1+high) A)), with the dual clip of `vanilla`
 
@@ -44,7 +46,7 @@ def top_entropy(
 def select_top_entropy(entropies: Tensor, response_mask: Tensor, *, entropy_fraction: float = 0.2) -> Tensor:
     """Select the trained tokens of highest entropy from a whole mini-batch; arXiv 2506.01939.
 
-        selected = H_t >= tau,    tau: the (1 - entropy_fraction) quantile of the H of the N trained tokens
+        selected = H_t >= tau,    tau: the (1 - entropy_fraction) quantile of the entropies of the N trained tokens
 
     The quantile is interpolated linearly, so 1 + floor(entropy_fraction (N - 1)) tokens have an entropy of at least
     tau. Tokens whose entropy equals the smallest selected entropy are also selected, so the order of rows does not

@@ -39,10 +39,10 @@ def topr(
     `algorithm.old_log_probs=rollout` to use the same denominator.
 
     The sequence ratio s is a product over all trained tokens of the row, without normalisation by the length. The sum
-    of the log-ratios is clamped to [-20, 20]. Every row must be complete: under sequence parallelism, gather the
-    log-probs of a row before the loss is called. If a row is one turn of a longer trajectory, the ratio s of the row
-    covers only that turn. `topr` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient
-    is 0 where log r is outside of [-20, 20].
+    of the log-ratios is clamped to [-20, 20]. `topr` needs all tokens of a row: under sequence parallelism, gather the
+    row's log-probs before calling `topr`. If a row is one turn of a longer trajectory, the ratio s of the row covers
+    only that turn. `topr` computes log pi as log pi_old + log r, with log r clamped to [-20, 20]. The gradient is 0
+    where log r is outside of [-20, 20].
 
     All tensors have the shape (B, T). Masked slots have loss 0 and no gradient. The returned metric sums are
     `clip_fraction`, `weight_clip_fraction`, `weight_mean`, `ratio_mean` and `ppo_kl`. `clip_fraction` is always 0,

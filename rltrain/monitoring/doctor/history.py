@@ -157,7 +157,7 @@ def windows(points: Points) -> Points:
 def final_streak(points: Points, holds: Callable[[float], bool], steps: int = PERSISTENT_STEPS) -> Points:
     """Return the longest sequence of pairs at the end of `points` whose values all fulfil a condition.
 
-    Return [] if the last `steps` values in `points` do not all fulfil the condition `holds`.
+    Return [] if fewer than `steps` values at the end of `points` fulfil the condition `holds`.
     """
     count = 0
     while count < len(points) and holds(points[-1 - count][1]):

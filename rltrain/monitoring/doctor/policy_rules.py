@@ -38,11 +38,13 @@ def learning_rate_too_high(history: History) -> Finding | None:
 
     The learning rate counts as too high if the updates of one step moved the policy by a KL of at least 0.5 nats per
     token, and the mean reward then fell. The learning rate also counts as too high if the updates of at least 3 steps
-    each moved the policy by a KL of at least 0.3 nats per token. In a run without a KL above 0 (which is normal with
-    one update per step), the learning rate counts as too high if the entropy changed by a factor of at least 3 within
-    two steps, and the mean reward then fell. The mean reward counts as fallen if it is lower in the last 5 steps than
-    in the 5 steps that end with the large update or with the start of the entropy change, by at least half the standard
-    deviation of the individual rewards.
+    each moved the policy by a KL of at least 0.3 nats per token. With one optimizer step per training step, the
+    measured KL (`actor/ppo_kl`) is normally 0. If the measured KL is not above 0 in any step, the learning rate counts
+    as too high if the entropy changed by a factor of at least 3 within two steps, and the mean reward then fell.
+
+    To detect a fall of the mean reward, the rule compares the 5 steps up to the large update (or up to the start of the
+    entropy change) with the last 5 steps of the run. The mean reward counts as fallen if the mean reward of the last 5
+    steps is lower by at least half the standard deviation of the individual rewards.
     """
     kl = history.points("actor/ppo_kl")
     harmful = [step for step, value in kl if value >= HUGE_KL and _reward_after(history, step)]
@@ -76,9 +78,9 @@ def learning_rate_too_high(history: History) -> Finding | None:
 def shown_rate(history: History) -> str:
     """Return the learning rate that the doctor recommends, as text.
 
-    If the learning rate in the run's config presets is at most half the run's learning rate, the doctor recommends the
-    learning rate of the presets. If the learning rate of the presets is higher or unknown, the doctor recommends a
-    tenth of the run's learning rate.
+    If the presets in the run's config contain a learning rate of at most half the run's learning rate, the doctor
+    recommends the learning rate of the presets. If the presets contain a higher learning rate or none, the doctor
+    recommends a tenth of the run's learning rate.
     """
     rate, preset = history.number("actor.lr", 0.0), history.preset("actor.lr")
     lower = isinstance(preset, int | float) and 0 < preset <= rate / 2
@@ -93,7 +95,7 @@ def _rate(history: History) -> str:
 
 
 def _jump(history: History) -> int | None:
-    """Return the start step of the first entropy jump after which the mean reward fell.
+    """Return the step at which the first entropy jump began that was followed by a fall of the mean reward.
 
     An entropy jump is a change of the entropy by a factor of at least `JUMP` within `JUMP_STEPS` steps. The returned
     value is None if the mean reward did not fall after any entropy jump.
@@ -106,10 +108,10 @@ def _jump(history: History) -> int | None:
 
 
 def _largest_change(entropy: Points) -> tuple[float, float]:
-    """Return the largest factor of an entropy change within `JUMP_STEPS` steps, and the entropy after the change.
+    """Return the largest factor by which the entropy rose or fell, and the entropy after this change.
 
-    The entropy of each later step is compared with the first value in `entropy`. If `entropy` has only one value, the
-    returned factor of the entropy change is 1.
+    The first value in `entropy` is compared with the values of the next `JUMP_STEPS` steps. If `entropy` has only one
+    value, the returned factor is 1.
     """
     before = max(entropy[0][1], 1e-9)
     after = [max(value, 1e-9) for _, value in entropy[: JUMP_STEPS + 1]]
@@ -156,7 +158,8 @@ def _reward_after(history: History, step: int) -> str:
 def skipped_updates(history: History) -> Finding | None:
     """Detect optimizer updates that were skipped.
 
-    At least one update of the actor or the critic was skipped because the loss or the gradient was not finite.
+    The rule reports a finding if at least one optimizer step of the actor or the critic was skipped because the loss or
+    the gradient was not finite.
     """
     counts = {role: history.points(f"{role}/skipped_updates") for role in ("actor", "critic")}
     skipped = {role: [point for point in points if point[1] > 0] for role, points in counts.items()}
@@ -182,8 +185,8 @@ def skipped_updates(history: History) -> Finding | None:
 def entropy_collapsed(history: History) -> Finding | None:
     """Detect a policy whose answers to a prompt are almost identical.
 
-    The mean entropy of the last 5 steps is below 5% of the mean entropy of the first 3 steps, although the task is not
-    solved.
+    The rule reports a finding if the mean entropy of the last 5 steps is below 5% of the mean entropy of the first 3
+    steps, and the task is not solved.
     """
     points = history.points("rollout/entropy")
     if len(points) <= PERSISTENT_STEPS or history.solved:
@@ -219,8 +222,8 @@ def entropy_collapsed(history: History) -> Finding | None:
 def entropy_grows(history: History) -> Finding | None:
     """Detect a policy that becomes random.
 
-    The mean entropy of the last 5 steps is at least twice that of the first 3 steps and at least 0.5 nats per token
-    higher, while the mean reward has not risen.
+    The rule reports a finding if the mean entropy of the last 5 steps is at least twice the mean entropy of the first 3
+    steps and at least 0.5 nats per token higher, and the mean reward has not risen.
     """
     points, rewards = history.points("rollout/entropy"), history.points("reward/mean")
     if len(points) <= PERSISTENT_STEPS or not rewards:
@@ -243,8 +246,8 @@ def entropy_grows(history: History) -> Finding | None:
 def far_from_reference(history: History) -> Finding | None:
     """Detect a policy that has moved far away from the reference policy.
 
-    The KL to the reference (`actor/ref_kl` or `reward/kl`), averaged over the last 5 steps, is at least 1 nat per
-    token.
+    The rule reports a finding if the KL to the reference (`actor/ref_kl` or `reward/kl`), averaged over the last 5
+    steps, is at least 1 nat per token.
     """
     names = ("actor/ref_kl", "reward/kl")
     points: Points = next((found for name in names if (found := history.points(name))), [])

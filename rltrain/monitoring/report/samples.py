@@ -108,7 +108,7 @@ class Samples:
 
     @property
     def counts(self) -> dict[str, float]:
-        """The numbers of samples on the page and of the run, and the largest relative rounding error of a number."""
+        """Numbers of samples on the page and in the run, and the largest relative rounding error of a stored number."""
         return {"shown": self.shown, "total": self.total, "rounding": self.rounding}
 
 
@@ -327,9 +327,10 @@ class Chunk:
     def _numbers(self) -> dict[str, np.ndarray]:
         """Return a dict that maps the names of the columns of real numbers, such as `advantage`, to their values.
 
-        Instead of the log-probs of actor and reference, the returned dict has two columns of log-prob differences:
-        `log_ratio` (actor minus engine) and `kl` (actor minus reference). The encoding of real numbers is finest near
-        0, so small log-prob differences are stored more exactly than log-probs.
+        Instead of the log-probs of the actor and of the reference model, the dict has two columns of log-prob
+        differences. The column `log_ratio` is the actor's log-prob minus the engine's log-prob. The column `kl` is the
+        actor's log-prob minus the reference model's log-prob. The encoding of real numbers is finest near 0, so small
+        log-prob differences are stored more exactly than log-probs.
         """
         rollout, old, ref = (self._column(f"{name}_log_probs") for name in ("rollout", "old", "ref"))
         found = {"advantage": self._column("advantages"), "log_prob": rollout, "entropy": self._column("entropies")}

@@ -65,12 +65,12 @@ class WandbTracker:
         self.config = dict(config)
 
     def log_step(self, step: int, metrics: Metrics) -> None:
-        """Add metrics to the W&B row of the training step `step`."""
+        """Add the metrics of a training step to the W&B row of the training step `step`."""
         assert self.run is not None, "`restore` must be called before `log_step`"
         self.run.log(dict(metrics), step=step)
 
     def log_eval(self, step: int, metrics: Metrics) -> None:
-        """Add metrics to the W&B row of the training step `step`."""
+        """Add the metrics of an evaluation to the W&B row of the training step `step`."""
         self.log_step(step, metrics)
 
     def log_samples(self, step: int, rows: Rows) -> None:

@@ -1,4 +1,4 @@
-"""Facts for the memory plan that need torch: the shapes of the models, and the machine's memory."""
+"""Facts for the memory plan that are found with torch: the shapes of the models, and the machine's memory."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 MIB = 1 << 20  # Bytes of a mebibyte.
 # Phases of a run, in the order in which they begin. A training step consists of the phases "generate" to "sync".
 START, GENERATE, LOG_PROBS, UPDATE, SYNC, SAVE = PHASES = ("start", "generate", "log-probs", "update", "sync", "save")
-WIDTHS = {"float32": 4, "bfloat16": 2}  # Bytes of a number, by dtype.
+WIDTHS = {"float32": 4, "bfloat16": 2}  # Bytes per number, by dtype.
 # Bytes per parameter: of the master weight, of the gradient, and of AdamW's two moments together. Master weights,
 # gradients and moments are float32, whatever the model's dtype.
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
@@ -56,7 +56,7 @@ class Limits:
     """Sizes of weight-sync buckets and logits chunks, which are constants in rltrain's code.
 
     Attributes:
-        bucket_bytes: bytes of a weight-sync bucket, unless a single tensor is larger.
+        bucket_bytes: size of a weight-sync bucket in bytes. A tensor larger than `bucket_bytes` needs a larger bucket.
         buckets: number of weight-sync buckets in memory at a time.
         chunk: number of logits that the output head computes at a time.
     """

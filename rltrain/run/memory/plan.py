@@ -12,7 +12,7 @@ from rltrain.settings.schema import Config
 
 # Largest relative difference between the estimated and the measured peaks of memory.
 TOLERANCE = 0.15
-# Bytes of memory: of the driver and Ray's daemons together, and of one reward worker.
+# Memory of the driver together with Ray's daemons, and memory of one reward worker, both in bytes.
 DRIVER, REWARD_WORKER = 500 * MIB, 80 * MIB
 
 
@@ -42,7 +42,8 @@ class Place:
     Attributes:
         name: description of the memory, such as "GPU of each engine".
         capacity: size of the memory in bytes; None if unknown.
-        needs: maps each phase to the parts that all processes together keep in the memory.
+        needs: maps each phase of the run to the parts of memory, such as activations, that all processes together need
+            in the phase.
     """
 
     name: str
@@ -112,10 +113,10 @@ def _fixed(name: str, count: int, size: float) -> Process:
 
 
 def _gpus(config: Config, ranks: Sequence[Process], answers: Process, capacity: int | None) -> list[Place]:
-    """Return the memory needs of each kind of GPU as a `Place`.
+    """Return one `Place` for each kind of GPU, with the memory that the processes on such a GPU need.
 
-    If each rank shares its GPU with an engine, there is only one kind of GPU. Otherwise, each GPU has only one process,
-    and there is one kind of GPU for each kind of process.
+    If each rank shares its GPU with an engine, there is only one kind of GPU. If ranks and engines have separate GPUs,
+    each GPU has only one process, and there is one kind of GPU for each kind of process.
     """
     if not config.placement.share_ranks or not answers.device:
         alone = [Place(name=f"GPU of each {one.name}", capacity=capacity, needs=one.device) for one in ranks]
@@ -126,13 +127,14 @@ def _gpus(config: Config, ranks: Sequence[Process], answers: Process, capacity: 
     if config.takes_turns:
         needs = {phase: [*rank.device[phase], *answers.device[phase]] for phase in PHASES}
     else:
-        # Ranks and engines compute at the same time, so the engine never sleeps.
+        # If ranks and engines do not take turns, the engine never sleeps. So the engine's peak memory counts in every
+        # phase.
         needs = {phase: [*rank.device[phase], *answers.device[peak(answers.device)]] for phase in PHASES}
     return [Place(name="GPU of each rank and engine", capacity=capacity, needs=needs)]
 
 
 def _machines(processes: Sequence[Process], nodes: Sequence[Node]) -> Place:
-    """Return the memory of all machines together.
+    """Return a `Place` for the host memory of all machines together, with the memory that all processes need.
 
     A process does not return freed memory to the system, so the peaks of all processes add up.
     """

@@ -35,8 +35,8 @@ CHUNKS = 3
 # the gradients plus a quarter of the activations. Without `keep_freed_memory`, training of a model with 24M parameters
 # left no unused memory between allocated blocks.
 HOLES_OF_GRADIENTS, HOLES_OF_ACTIVATIONS = 1.0, 0.25
-# Number of copies of the largest tensor that exist while the exported model is written: the bytes that were read from
-# the checkpoint, the chunk that was loaded from the bytes, and the whole tensor that is assembled from the chunks.
+# While the exported model is written, three copies of the model's largest tensor can exist: the bytes read from the
+# checkpoint, the chunk loaded from these bytes, and the whole tensor assembled from the chunks.
 EXPORT_COPIES = 3
 MORE_RANKS = "raise placement.{}, the number of ranks over which parameters are sharded"
 
@@ -189,8 +189,9 @@ class RankMemory:
 
         Before a rank loads its shard of a model, the rank loads one decoder layer and the parameters outside the
         layers, to check that packed rows do not influence each other. The parameters for the check of packed rows are
-        float32 and in host memory, and are freed before the rank loads its shard. If the rank's shard is in host memory
-        too, the plan counts only the bytes by which the parameters for the check of packed rows exceed the shard.
+        in float32 in host memory, and are freed before the rank loads its shard. If the shard is in host memory too,
+        the shard reuses the freed memory, so the plan counts only the bytes by which the parameters for the check of
+        packed rows are larger than the shard.
         """
         samples = []
         for role in self.roles:
@@ -235,7 +236,7 @@ class RankMemory:
         return self.largest([begin, end])
 
     def activations(self, role: RoleMemory) -> float:
-        """Return the bytes that a forward pass keeps for the backward pass."""
+        """Return the bytes of the activations that a forward pass keeps for the backward pass."""
         layer, tokens = saved_bytes(role.shape, self.compute, kernel=self.on_gpu), self.tokens(role)
         of_head = role.shape.hidden * (3 * MASTER + self.compute)
         if not self.config.model.activation_checkpointing:
@@ -250,7 +251,7 @@ class RankMemory:
         return Part("logits of a chunk", CHUNKS * min(self.limits.chunk, logits) * MASTER)
 
     def tokens(self, role: RoleMemory) -> int:
-        """Return the largest number of tokens that the rank computes in one forward pass."""
+        """Return the largest number of tokens that the rank processes in one forward pass."""
         return min(self._section(role), self.row_tokens())
 
     def passes(self, role: RoleMemory) -> int:
@@ -258,7 +259,7 @@ class RankMemory:
         return -(-self.row_tokens() // self._section(role))
 
     def row_tokens(self) -> int:
-        """Return the number of tokens that one rank computes per mini-batch, if all rows have the maximum length."""
+        """Return the number of tokens that one rank processes per mini-batch, if all rows have the maximum length."""
         config = self.config
         rows = config.trainer.prompts_per_minibatch * config.rollout.samples_per_prompt
         longest = config.rollout.max_prompt_length + config.rollout.max_response_length
@@ -289,7 +290,7 @@ class RankMemory:
         return [Part("sync buckets", min(file, actor.shape.parameters * self.compute))]
 
     def saving(self) -> list[Part]:
-        """Return the memory of the copies from which a checkpoint is written, and of the exported model's tensors."""
+        """Return the memory for saving: copies of the training state for a checkpoint, and exported tensors."""
         trained = sum(role.trained for role in self.roles)
         largest = max(role.shape.largest for role in self.roles)
         return [
@@ -304,7 +305,7 @@ def _extra(role: RoleMemory) -> int:
 
 
 def saved_bytes(shape: ModelShape, width: int, *, kernel: bool) -> int:
-    """Return the bytes that one decoder layer keeps for each token until the backward pass.
+    """Return the bytes of the activations that one decoder layer keeps for each token until the backward pass.
 
     A norm keeps its input, the normalised input and its output. Until the backward pass, the attention keeps the
     queries, the keys, the values and the attention output. Without an attention kernel for packed rows, the output
