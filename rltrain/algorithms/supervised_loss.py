@@ -17,7 +17,7 @@ def supervised_loss(log_probs: Tensor, response_mask: Tensor) -> Tensor:
     eq. 2). CHORD (arXiv 2508.11408) minimizes (1 - mu) * L_RL + mu * mean(l), which equals (1 - mu) * (L_RL + c *
     mean(l)) with c = mu / (1 - mu).
 
-    `log_probs` (B, T) are log-probs of the current policy. The gradient of l_t with respect to the log-prob of token t
-    is -1. Masked slots have loss 0 and no gradient, even if a slot holds NaN.
+    `log_probs` (B, T) are log-probs of the current policy. The gradient of the loss with respect to the log-prob of a
+    trained token is -1. Masked slots have loss 0 and no gradient, even if a slot holds NaN.
     """
     return -masked(log_probs, as_mask(response_mask))

@@ -151,7 +151,9 @@ def take_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> dict[
 
 
 def row_ranges(columns: Columns, sizes: Sequence[int]) -> Iterator[dict[str, Column]]:
-    """Yield the columns of each range of consecutive rows. The new columns share memory with the given columns.
+    """Split columns into ranges of consecutive rows, and yield the columns of each range.
+
+    The new columns share memory with the given columns.
 
     Args:
         columns: the columns of a batch.

@@ -8,14 +8,17 @@ if a process's memory grows by more than 5 MB per hour.
 """
 
 import argparse
+import contextlib
 import os
 import re
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tests.benchmarks.job import tree
@@ -47,10 +50,19 @@ def look(root: int, series: Series, now: float) -> None:
                 series[f"{name} {what}"].append((now, float(len(os.listdir(f"/proc/{pid}/{folder}")))))
             except OSError:  # The process has ended.
                 continue
-    shared = sum(path.stat().st_blocks for path in Path("/dev/shm").iterdir() if path.is_file()) * 512
+    shared = sum(status.st_blocks for status in statuses(Path("/dev/shm").iterdir())) * 512
     series["/dev/shm, MB"].append((now, shared / 1e6))
-    size = sum(path.stat().st_size for path in ray_session(root).rglob("*.*") if path.is_file())
+    size = sum(status.st_size for status in statuses(ray_session(root).rglob("*.*")))
     series["Ray's logs, MB"].append((now, size / 1e6))
+
+
+def statuses(paths: Iterable[Path]) -> Iterator[os.stat_result]:
+    """Yield the status of each path that is a file, leaving out files that the run deletes meanwhile."""
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):
+            status = path.stat()
+            if stat.S_ISREG(status.st_mode):
+                yield status
 
 
 def ray_session(root: int) -> Path:

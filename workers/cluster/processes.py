@@ -146,8 +146,8 @@ class Role(Generic[W_co]):
     ) -> R:
         """Return a reference to the result of `method`, for use as an argument of a method of the role `other`.
 
-        If both roles are in the same process, the process runs `method` immediately before the method of `other`, which
-        then receives the result of `method` without a copy. If the roles are in different processes, `method` is
+        If this role and the role `other` are in the same process, the process runs `method` immediately before the
+        method of `other`, and passes the result on without a copy. If the roles are in different processes, `method` is
         started at once, and its result is sent to the process of `other` without passing through the driver.
         """
         if self.process is other.process:

@@ -355,7 +355,7 @@ class Guard:
 
     While one child process runs a slow scoring call, a spare child process scores other samples. The first call of
     `ping` with the number of a spare child process starts the spare process, which then stays alive. In each method,
-    the parameter `lane` is the number of a child process within its guard.
+    the parameter `lane` is the index of one of the guard's child processes, from 0.
     """
 
     def __init__(self, *arguments: Any, environment: dict[str, str] | None = None, **options: Any) -> None:

@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Chain:
-    """Description of a weight sync through a process group. All members of the process group get an equal `Chain`.
+    """Description of a weight sync through a process group. All members of the process group get the same `Chain`.
 
     The members of the process group are numbered from 0. The first members are the actor's ranks that send weights. The
     remaining members are the engines, in the order in which the buckets pass through them.

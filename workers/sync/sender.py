@@ -37,9 +37,9 @@ class Offer:
     """Message from a rank to the driver at the start of a weight sync.
 
     Attributes:
-        takes_part: for each bucket of the sync, whether the rank takes part in writing the bucket. A rank without rows
-            in the bucket takes part only if it must help to gather a tensor. If there are several replicas of the
-            model, the ranks of only one replica send rows.
+        takes_part: for each bucket of the sync, whether the rank takes part in writing the bucket. A rank that
+            sends no part of a bucket takes part in writing the bucket only if it must help to gather a tensor. If there
+            are several replicas of the model, the ranks of only one replica send rows.
         where: string that is equal in two processes if they can map each other's shared files, or None (see
             `memory.whereabouts`).
         has_file: whether the driver gave a path for a shared file and, on rank 0, the shared file could be created.

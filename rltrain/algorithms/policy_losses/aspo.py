@@ -40,8 +40,8 @@ def aspo(
     A > 0 has a weight 1/r above 1 if its probability has fallen, and below 1 if its probability has risen. In contrast
     to ASPO, PPO weights tokens by r, which is below 1 for a token whose probability has fallen.
 
-    For a token with A > 0, the dual clip is soft: `clip_ratio_c` bounds the token's weight in the loss and in the
-    gradient, but the token keeps its gradient. A token with A < 0 and r > c has no gradient, as in PPO's dual clip
+    For a token with A > 0, the dual clip is soft: `clip_ratio_c` bounds the token's weight in the loss, and the token's
+    gradient is scaled down but not set to 0. A token with A < 0 and r > c has no gradient, as in PPO's dual clip
     (arXiv 1912.09729). In the implementation by the ASPO authors, a token with A < 0 and r > c keeps the gradient
     -c A grad log pi.
 

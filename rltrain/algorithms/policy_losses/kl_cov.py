@@ -71,7 +71,7 @@ def select_kl_cov(
 ) -> Tensor:
     """Select the tokens with the largest covariance of log-prob and advantage; KL-Cov, arXiv 2505.22617 eq. 13.
 
-        selected = the floor(kl_cov_ratio N) tokens, at least 1, with the largest (log pi - mean) (A - mean) > 0
+        selected = the max(1, floor(kl_cov_ratio N)) tokens with the largest (log pi - mean log pi) (A - mean A) > 0
 
     N is the number of trained tokens of the whole mini-batch, and the means of log pi and of A are computed over the N
     trained tokens. In the covariance, pi is the old policy, because the tokens are selected before the update.
